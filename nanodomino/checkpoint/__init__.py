@@ -7,7 +7,6 @@
 
     shards.py              finds the parts of the full tensors that a rank holds, so any layout can load any checkpoint
     index.py               writes parts to files of raw bytes, checks the index, and reads any other parts
-    format_1.py            reads the checkpoints that torch.distributed.checkpoint wrote until 2026-11-22
     save.py                writes each rank's share in the background; renaming the folder completes the checkpoint
     pinned_memory.py       allocates host memory for the copies that save.py writes
     load.py                fills a model and an optimizer

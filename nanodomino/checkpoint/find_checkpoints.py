@@ -84,17 +84,17 @@ def with_checkpoint(folder: Path, action, found: Path | None = None):
         try:
             return checkpoint, action(checkpoint)
         except (UserError, OSError):
-            if on_rank_0(lambda: checkpoint == folder or os.path.lexists(checkpoint)):
+            if checkpoint == folder or on_rank_0(os.path.lexists, checkpoint):
                 raise
         print(f"the run has meanwhile deleted {checkpoint}; taking its newest checkpoint")
-        checkpoint = on_rank_0(lambda: find_checkpoint(folder))
+        checkpoint = on_rank_0(find_checkpoint, folder)
 
 
-def on_rank_0(function):
-    """Return what function() returns on rank 0, on every rank. Without a process group, call it in this process."""
+def on_rank_0(function, *arguments):
+    """Return rank 0's function(*arguments) on every rank. Without a process group, call it in this process."""
     if not dist.is_initialized():
-        return function()
-    values = [function() if dist.get_rank() == 0 else None]
+        return function(*arguments)
+    values = [function(*arguments) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(values, src=0)
     return values[0]
 

@@ -17,20 +17,20 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import chain, product
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from nanodomino.checkpoint import format_1
 from nanodomino.checkpoint.shards import Box, LocalBox
 from nanodomino.config.presets import DTYPES
 from nanodomino.errors import UserError, require
 from nanodomino.files import open_regular_file
 
 FORMAT, INDEX = "nanodomino-checkpoint-2", "index.json"
+MARGIN = 1 << 20            # bytes by which an index may exceed its tensors; it takes under a second to check
 
 
 class StoredBox(NamedTuple):
@@ -51,12 +51,6 @@ class Share(NamedTuple):
     file: str
     digest: dict                # {"size", "sha256"} of the file
     entries: list               # (tensor, dtype, shape, box as in index.json) for each box
-
-
-class Format(NamedTuple):
-    index_name: str
-    parse: Callable             # parse(bytes of the index) returns {name: (dtype, shape, [(file, start, length, box)])}
-    read_rows: Callable         # read_rows(file, stored box, dtype, first row, rows) returns rows of the box
 
 
 # ---- write
@@ -92,17 +86,20 @@ class Index:
 
     def __init__(self, folder: Path, manifest: dict):
         """Read the index and check it. Raises UserError."""
-        index_name, parse, self.read_rows = FORMATS[manifest["format"]]
-        self.folder, path = folder, folder / index_name
+        self.folder, path, self.tensors = folder, folder / INDEX, {}
+        most = MARGIN + sum(entry["size"] for name, entry in manifest["files"].items() if name != INDEX)
         try:
             with open_regular_file(path) as file:
-                content = parse(file.read())
-            self.tensors = {name: StoredTensor(dtype, tuple(shape), [
-                StoredBox(file, start, length, Box(tuple(offset), tuple(size)))
-                for file, start, length, (offset, size) in boxes])
-                for name, (dtype, shape, boxes) in content.items()}
-            for name, tensor in self.tensors.items():
-                check_tensor(name, tensor, manifest["files"], path)
+                size = os.fstat(file.fileno()).st_size
+                require(size <= most, f"{path} has {size} bytes, but must have at most {most}, because it describes "
+                        f"{most - MARGIN} bytes of tensors; use another checkpoint")
+                content = json.loads(file.read())
+            for name, entry in content.items():
+                dtype = DTYPES[entry["dtype"]]
+                self.tensors[name] = StoredTensor(dtype, tuple(entry["shape"]), [
+                    StoredBox(file, start, math.prod(size) * dtype.itemsize, Box(tuple(offset), tuple(size)))
+                    for file, start, offset, size in entry["boxes"]])
+                check_tensor(name, self.tensors[name], manifest["files"], path)
             layers = {name.split(".")[2] for name in self.tensors if name.startswith("weight.layers.")}
         except UserError:
             raise
@@ -138,10 +135,14 @@ class Index:
         path = self.folder / stored.file
         try:
             with open_regular_file(path) as file:
-                return self.read_rows(file, stored, dtype, first, count).view(count, *stored.box.size[1:])
+                row_bytes = stored.length // stored.box.size[0]
+                rows = torch.empty(count * row_bytes, dtype=torch.uint8)
+                file.seek(stored.start + first * row_bytes)
+                rows = rows[:file.readinto(rows.numpy())]      # too few if the file was truncated
+                return rows.view(dtype).view(count, *stored.box.size[1:])
         except OSError as error:
             raise UserError(f"{path} can't be read ({error.strerror}); fix that, or use another checkpoint") from None
-        except Exception:                                      # torch's text may advise to load code from the file
+        except Exception:                                      # the rows do not have this shape
             raise UserError(f"{path} does not hold what its index says; use another checkpoint") from None
 
 
@@ -149,13 +150,12 @@ def check_tensor(name: str, tensor: StoredTensor, files: dict, path: Path):
     """Raise UserError unless the stored boxes tile the tensor and lie in files that the manifest lists."""
     for file, start, length, (offset, size) in tensor.boxes:
         numbers = (start, length, *tensor.shape, *offset, *size)
-        require(all(type(number) is int and number >= 0 for number in numbers)
+        require(all(type(number) is int and number >= 0 for number in numbers) and 0 not in size
                 and 0 < len(tensor.shape) == len(offset) == len(size) <= 4,
                 f"{path} gives {name[:80]} an impossible shape, offset or size; use another checkpoint")
         require(file in files, f"{path} refers to {str(file)[:80]}, which the manifest does not list; use another "
                 "checkpoint")
-        end = start + max(length, math.prod(size) * tensor.dtype.itemsize)
-        require(end <= files[file]["size"], f"{path} places a part of {name[:80]} after the end of {file}; "
+        require(start + length <= files[file]["size"], f"{path} places a part of {name[:80]} after the end of {file}; "
                 "use another checkpoint")
     require(tile([stored.box for stored in tensor.boxes], tensor.shape),
             f"{path} lists parts of {name[:80]} that do not cover each element exactly once; use another checkpoint")
@@ -187,27 +187,3 @@ def slices(box: Box, start: tuple[int, ...]) -> tuple[slice, ...]:
     """Return the slices that select the box from a tensor whose first element has the offset `start`."""
     return tuple(slice(offset - first, offset - first + length)
                  for offset, length, first in zip(*box, start))
-
-
-# ---- formats
-
-def parse(data: bytes) -> dict[str, tuple]:
-    """Return the tensors of an index.json."""
-    tensors = {}
-    for name, entry in json.loads(data).items():
-        dtype = DTYPES[entry["dtype"]]
-        tensors[name] = dtype, entry["shape"], [(file, start, math.prod(size) * dtype.itemsize, (offset, size))
-                                                for file, start, offset, size in entry["boxes"]]
-    return tensors
-
-
-def read_rows(file, stored: StoredBox, dtype: torch.dtype, first: int, count: int) -> torch.Tensor:
-    """Read rows first .. first + count - 1 of a stored box from an open file."""
-    row_bytes = stored.length // stored.box.size[0]
-    rows = torch.empty(count * row_bytes, dtype=torch.uint8)
-    file.seek(stored.start + first * row_bytes)
-    return rows[:file.readinto(rows.numpy())].view(dtype)      # too few if the file was truncated
-
-
-FORMATS = {FORMAT: Format(INDEX, parse, read_rows),
-           "nanodomino-checkpoint-1": Format(".metadata", format_1.parse, format_1.read_rows)}

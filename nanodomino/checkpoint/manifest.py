@@ -15,7 +15,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from nanodomino.checkpoint.index import FORMATS, INDEX, Index, Share, index_text
+from nanodomino.checkpoint.index import FORMAT, INDEX, Index, Share, index_text
 from nanodomino.errors import UserError, require
 from nanodomino.files import read_file, write_file
 from nanodomino.optim.loss_scale import is_valid_state
@@ -97,8 +97,8 @@ def read_manifest(folder: Path) -> dict:
         raise UserError(f"{folder} is not a complete checkpoint: its manifest.json can't be read ({error}); "
                         "use another checkpoint") from None
     require(intact, f"{path} is damaged: its checksum is wrong; use another checkpoint")
-    require(content.get("format") in list(FORMATS), f"{path} has format {str(content.get('format'))[:80]!r}, but this "
-            f"version reads {' and '.join(map(repr, FORMATS))}; use the version that wrote it")
+    require(content.get("format") == FORMAT, f"{path} has format {str(content.get('format'))[:80]!r}, but this version "
+            f"reads {FORMAT!r}; use the version that wrote it")
     check_manifest(content, path)
     return content
 
@@ -123,9 +123,8 @@ def check_manifest(content: dict, path: Path):
                 and type(entry.get("size")) is int and isinstance(entry.get("sha256"), str),
                 f"{path} must list files beside it with their size and SHA-256, but has '{name[:80]}': "
                 f"{str(entry)[:80]}; use another checkpoint")
-    index_name = FORMATS[content["format"]].index_name
-    require(index_name in content["files"],
-            f"{path} does not list {index_name}, the index of the tensors; use another checkpoint")
+    require(INDEX in content["files"],
+            f"{path} does not list {INDEX}, the index of the tensors; use another checkpoint")
 
 
 def verify(folder: Path) -> dict:

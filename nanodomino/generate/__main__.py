@@ -161,7 +161,7 @@ def main(arguments: list[str], launch: LaunchInfo) -> int:
     start_world(launch, device, config.timeout)
     mesh = make_mesh(1, 1, tp, device)
     model = GPT(config, mesh, initialize=False)
-    with_checkpoint(Path(flags.load), lambda checkpoint: load_weights(checkpoint, model), on_rank_0(lambda: checkpoint))
+    with_checkpoint(Path(flags.load), lambda checkpoint: load_weights(checkpoint, model), on_rank_0(Path, checkpoint))
     seed = broadcast_number(secrets.randbelow(2**31) if flags.seed is None else flags.seed, mesh)
     if flags.seed is None and launch.rank == 0:
         print(f"seed {seed}: --seed {seed} gives the same texts again", file=sys.stderr)

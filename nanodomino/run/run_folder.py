@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from nanodomino.checkpoint.find_checkpoints import (SAVED_MARKER, checkpoints_of, clear_leftovers, newest_intact_checkpoint,
-                                                    recorded_settings, with_checkpoint)
+from nanodomino.checkpoint.find_checkpoints import (SAVED_MARKER, checkpoints_of, clear_leftovers,
+                                                    newest_intact_checkpoint, recorded_settings, with_checkpoint)
 from nanodomino.checkpoint.manifest import read_manifest
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.config.command_exit import tolerate_closed_output

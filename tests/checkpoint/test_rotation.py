@@ -1,10 +1,20 @@
 """A live run deletes old checkpoints while other commands read them."""
 
-import pytest
+import contextlib
+import io
+from unittest import mock
 
+import pytest
+import torch.distributed as dist
+from support.jobs import TINY, make_corpus
+from support.train_in_pool import main_on_rank, metric_points, train_in_pool
+
+import nanodomino.generate.__main__ as generate
+import train
 from nanodomino.checkpoint.find_checkpoints import (checkpoints_of, delete_checkpoint, newest_intact_checkpoint,
                                                     with_checkpoint)
 from nanodomino.checkpoint.manifest import verify
+from nanodomino.comm.world import LaunchInfo
 from nanodomino.errors import UserError
 from support.checkpoints import write_empty_checkpoint
 
@@ -33,13 +43,51 @@ def test_a_reader_whose_checkpoint_is_deleted_takes_the_newest(tmp_path, rotate,
             rotate(2)
         return (checkpoint / "manifest.json").read_text()
 
-    assert '"step": 2' in with_checkpoint(tmp_path, read)
-    assert used == [first, first.with_name("step-00000002")]
+    second, text = with_checkpoint(tmp_path, read)
+    assert used == [first, second] and second.name == "step-00000002" and '"step": 2' in text
     assert capsys.readouterr().out == f"the run has meanwhile deleted {first}; taking its newest checkpoint\n"
     with pytest.raises(FileNotFoundError):
         with_checkpoint(used[1], lambda checkpoint: rotate(3) and read(checkpoint))
     with pytest.raises(UserError, match="mine"):
         with_checkpoint(tmp_path, lambda checkpoint: (_ for _ in ()).throw(UserError("mine")))
+
+
+def main_while_its_checkpoint_is_deleted(command: str, flags: list[str]) -> tuple[int, str]:
+    """Return (exit code, stdout) of main() on this rank of the pool. Step 3 is deleted before the ranks read it."""
+    module, name = (train, "restore") if command == "train" else (generate, "load_weights")
+    load, screen = getattr(module, name), io.TextIOWrapper(io.BytesIO())
+
+    def load_later(folder, *others, **more):
+        if dist.get_rank() == 0 and folder.name == "step-00000003":
+            delete_checkpoint(folder)
+        return load(folder, *others, **more)
+
+    with mock.patch.object(module, name, load_later):
+        if command == "train":
+            ended = main_on_rank(flags, ())
+            return ended.code, ended.output + ended.error
+        place = LaunchInfo(dist.get_rank(), 2, dist.get_rank(), 2, launched=True)
+        with (mock.patch.object(generate, "start_world", lambda *_: None), contextlib.redirect_stdout(screen),
+              mock.patch.object(generate.signal, "signal", lambda *_: None)):
+            code = generate.main(flags, place)
+        screen.seek(0)
+        return code, screen.read()
+
+
+@pytest.mark.parametrize("command", ["train", "generate"])
+def test_both_ranks_load_the_newest_checkpoint_if_theirs_is_deleted(pool, tmp_path, command):
+    """Even if one of them has already read its part of the deleted one."""
+    make_corpus(tmp_path)
+    assert train_in_pool(pool, tmp_path, "--run-dir", tmp_path / "run", "--train-iters", 3, "--save-interval", 1,
+                         world_size=2).code == 0
+    flags = dict(train=[*TINY, *"--seq-length 12 --data-path tokens --run-dir next --train-iters 4".split()],
+                 generate="--max-tokens 3 --temperature 0 --device cpu".split())[command]
+    flags = [str(tmp_path / flag) if flag in ("tokens", "next") else flag for flag in flags]
+    for code, output in pool.run(main_while_its_checkpoint_is_deleted, command,
+                                 [*flags, "--load", str(tmp_path / "run")], world_size=2):
+        assert code == 0 and f"has meanwhile deleted {tmp_path}/run/checkpoints/step-00000003; taking" in output
+    if command == "train":
+        assert [step for step, _ in metric_points(tmp_path / "next", "loss")] == [3, 4]
 
 
 def test_a_checkpoint_that_is_deleted_while_it_is_verified_is_not_called_damaged(tmp_path, rotate, monkeypatch):

@@ -10,7 +10,6 @@ Each row starts in a folder with a corpus, data/, and a run of two steps, run/, 
 
 import json
 import os
-import pickle
 import shlex
 import shutil
 import signal
@@ -376,27 +375,6 @@ def forge(change=leave, **changes):
     return forged
 
 
-def old(index: bytes):
-    """Replace a checkpoint by one of format 1 with this index."""
-    def change(folder):
-        for path in (folder / STEP).iterdir():
-            if path.name != "manifest.json":
-                path.unlink()
-        (folder / STEP / ".metadata").write_bytes(index)
-        path = folder / MANIFEST
-        content = json.loads(path.read_text())
-        path.write_text(json.dumps(content | dict(format="nanodomino-checkpoint-1", files=[".metadata"])))
-    return change
-
-
-class Program:
-    """A pickle that makes a folder `it-ran` when it is loaded."""
-    def __reduce__(self):
-        return os.mkdir, ("it-ran",)
-
-
-# an index that gives one of torch's record types an attribute
-CHANGED_TYPE = b"ctorch.distributed.checkpoint.metadata\nMetadata\n}S'__init__'\nS'x'\nsb."
 MANIFEST, INDEX, SHARD = f"{STEP}/manifest.json", f"{STEP}/index.json", f"{STEP}/rank-00000.bin"
 
 TABLE += [Bad(f"--load {STEP}", says, damage, f"with {what}") for what, damage, *says in [
@@ -424,11 +402,7 @@ TABLE += [Bad(f"--load {STEP}", says, damage, f"with {what}") for what, damage, 
     ("a flipped bit in its index", flip(INDEX), "index.json is damaged", ANOTHER)]]
 TABLE += [Bad(f"export {STEP} out.pt", says, forge(damage), f"with {what}", "nanodomino.checkpoint", (1,))
           for what, damage, *says in [
-    ("half an index", cut(INDEX, -40), "index.json is not an index of tensors", ANOTHER),
-    ("a program for an index", old(pickle.dumps(Program())), "index refers to posix.mkdir",
-     "do not use this checkpoint"),
-    ("an index that changes a type", old(CHANGED_TYPE), "index changes one of torch's own types",
-     "do not use this checkpoint")]]
+    ("half an index", cut(INDEX, -40), "index.json is not an index of tensors", ANOTHER)]]
 TABLE += [Bad(flags, says, damage, what) for flags, what, damage, *says in [
     ("--load nowhere", "", leave, "there is no folder nowhere to load from",
      "give a checkpoint or the folder of a run"),
@@ -675,8 +649,6 @@ PROCESS_TABLE = [
     Bad("--slices 5 --micro-batch-size 4", ["slices 5 must be at most micro-batch-size 4", "try --slices 4"]),
     Bad("--run-dir data/meta.json", ["--run-dir data/meta.json is a file", "choose another name"]),     # rank 0 alone
     Bad("--load run --tp 3", ["--tp 3 needs 3 processes, but there are {n}"], command="nanodomino.generate"),
-    Bad(f"--load {STEP}", ["index refers to posix.mkdir", "do not use this checkpoint"],
-        forge(old(pickle.dumps(Program()))), "with a program for an index"),
     Bad(f"--load {STEP}", ["after the end of rank-00000.bin", ANOTHER],
         forge(write(SHARD, b"x" * 100)), "with a shorter file"),
     Bad(f"--load {STEP} --num-layers 3 --tp {{n}}", ["holds 2 layers, but its manifest says num_layers 3", ANOTHER],

@@ -14,7 +14,6 @@
     huggingface          a small model of every family, and ways to change its files
     benchmark            runs bench.py
     clusters             configurations of published size and ideal machines, for formulas
-    run-2026-11-20       a run that an older version left behind
 """
 
 from pathlib import Path
