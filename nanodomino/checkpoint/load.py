@@ -13,6 +13,7 @@ import torch.distributed as dist
 from nanodomino.checkpoint.index import Index
 from nanodomino.checkpoint.manifest import read_manifest
 from nanodomino.checkpoint.shards import Box, BucketRange, LocalBox, full_shapes, local_boxes
+from nanodomino.config.command_exit import sentence_and_code
 from nanodomino.config.config import Config
 from nanodomino.config.saved_settings import from_record
 from nanodomino.config.setting import flag_settings
@@ -52,12 +53,12 @@ def read_boxes(folder: Path, manifest: dict, boxes: list[LocalBox]):
 
 
 def together(function):
-    """Return function(). If it raises a UserError on any rank, all ranks raise it."""
+    """Return function(). If it raises a UserError or an OSError on any rank, all ranks raise a UserError."""
     result, error, errors = None, None, [None] * dist.get_world_size()
     try:
         result = function()
-    except UserError as caught:
-        error = str(caught)
+    except (UserError, OSError) as caught:
+        error = sentence_and_code(caught)[0]
     dist.all_gather_object(errors, error)
     for error in filter(None, errors):
         raise UserError(error)

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import pickle
 import random
 import shutil
 from pathlib import Path
@@ -117,6 +118,28 @@ def forge(folder, name, data, **changes):
     manifest["files"][name] = file_digest(folder / name)
     manifest["config"] |= changes
     (folder / "manifest.json").write_text(manifest_text(manifest))
+
+
+class Program:
+    """A pickle that makes a file when it is loaded."""
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("name", ["index.json", "rank-00000.bin"])
+def test_no_program_in_a_checkpoint_is_run(run_dir, tmp_path, name):
+    """Its checksum is right. In a file of raw numbers, a program is read as numbers."""
+    folder = checkpoints_of(run_dir)[0]
+    forge(folder, name, pickle.dumps(Program(tmp_path / "it-ran")).ljust((folder / name).stat().st_size, b"\0"))
+    if name == "index.json":
+        with pytest.raises(UserError, match="index.json is not an index of tensors"):
+            verify(folder)
+    else:
+        export(folder, tmp_path / "out.pt")
+    assert not (tmp_path / "it-ran").exists()
 
 
 # ---- what an index may say
