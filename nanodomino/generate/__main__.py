@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from nanodomino.checkpoint.find_checkpoints import on_rank_0, with_checkpoint
+from nanodomino.checkpoint.find_checkpoints import with_checkpoint
 from nanodomino.checkpoint.load import config_of, load_weights
 from nanodomino.checkpoint.manifest import read_manifest
 from nanodomino.comm.world import LaunchInfo, find_device, start_world
@@ -28,6 +28,7 @@ from nanodomino.files import read_file
 from nanodomino.generate.printing import broadcast_number, write_texts
 from nanodomino.mesh import make_mesh
 from nanodomino.model import GPT
+from nanodomino.run.agreement import from_rank_0
 from nanodomino.run.rank_failure import run_rank
 
 
@@ -161,7 +162,7 @@ def main(arguments: list[str], launch: LaunchInfo) -> int:
     start_world(launch, device, config.timeout)
     mesh = make_mesh(1, 1, tp, device)
     model = GPT(config, mesh, initialize=False)
-    with_checkpoint(Path(flags.load), lambda checkpoint: load_weights(checkpoint, model), on_rank_0(Path, checkpoint))
+    with_checkpoint(Path(flags.load), lambda checkpoint: load_weights(checkpoint, model), from_rank_0(checkpoint))
     seed = broadcast_number(secrets.randbelow(2**31) if flags.seed is None else flags.seed, mesh)
     if flags.seed is None and launch.rank == 0:
         print(f"seed {seed}: --seed {seed} gives the same texts again", file=sys.stderr)
