@@ -52,10 +52,10 @@ def all_gather(whole, own, group):
     """
     if whole.is_cuda:
         return native_all_gather(whole, own, group=group, async_op=True)
-    parts = whole.chunk(group.size())
-    if not own.is_set_to(parts[group.rank()]):
-        parts[group.rank()].copy_(own)
-    return exchange([own] * len(parts), parts, group, TAGS["all_gather"])
+    parts, rank = whole.chunk(group.size()), group.rank()
+    if not own.is_set_to(parts[rank]):
+        parts[rank].copy_(own)
+    return exchange([parts[rank]] * len(parts), parts, group, TAGS["all_gather"])
 
 
 def all_to_all(received, sent, output_splits: list[int], input_splits: list[int], group):
