@@ -169,12 +169,14 @@ class MoE(Sublayer):
 
     def forward(self, x, masks_and_positions):
         """The definition, with blocking communication and plain autograd. Leaves the routing losses, which the caller
-        must add to the loss, in auxiliary_loss."""
+        must add to the loss, in auxiliary_loss. Without autograd it computes none: with context parallelism they are
+        sums over ranks, and not all of these ranks generate text."""
         router, w1, w2 = self.router, self.experts.dense_h_to_4h, self.experts.dense_4h_to_h
         h = copy_to_tensor_parallel(self.norm(x), self.mesh.tp_group)
         logits = router.logits(h)
         experts, tokens_per_expert = router.choose(logits.detach())
-        self.auxiliary_loss = router.loss(logits, experts) * router.counts_here
+        if torch.is_grad_enabled():
+            self.auxiliary_loss = router.loss(logits, experts) * router.counts_here
         tokens_per_expert, each = tokens_per_expert.view(self.mesh.ep, -1), [1] * self.mesh.ep
         dispatch = plan_dispatch(experts, tokens_per_expert, exchange_rows(
             tokens_per_expert, each, each, self.mesh.ep_counts_group))

@@ -57,6 +57,7 @@ CASES = [
     case(1, 2, 1, FAMILIES["qwen3"], cp=2, schedule="paired", zero_stage=2, recompute_granularity="selective"),
     case(1, 2, 2, FAMILIES["llama"], cp=2, schedule="zb-v", slices=2, num_layers=5),
     case(1, 1, 2, EXPERTS, cp=2, ep=4, slices=2),
+    case(1, 2, 1, EXPERTS, cp=2, slices=2),
     case(1, 2, 1, A2A, FAMILIES["mixed"], cp=4, schedule="zb-h1", slices=3, loss_scale=2.0**12),
     # multi-token prediction
     case(1, 1, 1, DEPTH),

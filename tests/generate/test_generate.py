@@ -23,8 +23,8 @@ import tiktoken
 import torch
 from support.jobs import LAUNCHER, ROOT, TINY, make_corpus, needs_proc, wait_until
 from support.fork_server import launcher_environments
-from support.harness import END_OF_TEXT, FAMILIES, build, count_documents, sizes_of, tiny, weights_and_data
-from support.reference import ReferenceGPT, random_weights
+from support.harness import END_OF_TEXT, FAMILIES, build, plain_text, sizes_of, tiny, weights_and_data
+from support.reference import random_weights
 from support.train_in_pool import train_in_pool
 
 from nanodomino.config.config import Config
@@ -99,12 +99,17 @@ def test_replicas_that_share_experts_generate_the_same_text(pool, tp, pp, dp, ep
     assert pool.run(generate_rank, several, weights, world_size=tp * pp * dp) == [alone] * (tp * pp * dp)
 
 
-def test_the_sample_of_expert_parallel_ranks_is_what_one_process_generates_from_their_checkpoint(pool, tmp_path):
+@pytest.mark.parametrize("world_size, layout", [(4, "--tp 1 --ep 4"), (2, "--tp 1 --cp 2 --ep 1"),
+                                                (4, "--tp 1 --pp 2 --cp 2 --ep 1")])
+def test_the_sample_of_ranks_with_experts_is_what_one_process_generates_from_their_checkpoint(pool, tmp_path,
+                                                                                              world_size, layout):
+    """The ranks of the first replica generate, and those that hold its other experts. With ep 1 and context
+    parallelism, some ranks that share its samples do not."""
     make_corpus(tmp_path)
     run = ("--run-dir", tmp_path / "run", "--num-experts", 4, "--disable-bias-linear", "--dtype", "float64",
            "--train-iters", 2, "--micro-batch-size", 4, "--sample-tokens", 30, "--temperature", 2)
-    trained = train_in_pool(pool, tmp_path, *run, "--tp", 1, "--ep", 4, world_size=4)
-    loaded = train_in_pool(pool, tmp_path, *run, "--ep", 1)
+    trained = train_in_pool(pool, tmp_path, *run, *layout.split(), world_size=world_size)
+    loaded = train_in_pool(pool, tmp_path, *run, "--tp", 1, "--pp", 1, "--cp", 1, "--ep", 1)
     texts = [ended.output.partition("---- a sample")[2] for ended in (trained, loaded)]
     assert "has already done 2 steps" in loaded.output and len(texts[0]) > 100 and texts[0] == texts[1]
 
@@ -120,17 +125,9 @@ def test_greedy_tokens_equal_the_plain_models_at_any_length(pool, world_size):
     weights = weights_and_data(tiny(1), 1)[0]
     # otherwise it repeats itself
     weights["embedding.position_embeddings.weight"] = 2 * weights["embedding.position_embeddings.weight"]
-    plain, draw = ReferenceGPT(sizes_of(tiny(1))).double().load_full(weights), random.Random(0)
+    draw = random.Random(0)
     prompts = [[draw.randrange(20) for _ in range(length)] for length in (1, 5, 7, 8, 9, 12, 30)][::3]     # 1, 8, 30
-    expected = []
-    for prompt in prompts:
-        text, window = list(prompt), prompt[-8:]
-        for _ in range(14):
-            window = window if len(window) <= 8 else window[-4:]
-            with torch.no_grad():
-                logits = plain(torch.tensor([window]), torch.arange(len(window)))[0, -1, :20]
-            text, window = text + [int(logits.argmax())], window + [int(logits.argmax())]
-        expected.append(text)
+    expected = [plain_text(tiny(1), weights, prompt, 14, vocab_size=20, end_of_text=None) for prompt in prompts]
     config = tiny(world_size, tensor_model_parallel_size=2,
                   pipeline_model_parallel_size=2) if world_size > 1 else tiny(1)
     assert pool.run(greedy_rank, config, weights, prompts, world_size=world_size) == [expected] * world_size
@@ -189,24 +186,9 @@ def test_every_family_generates_what_the_plain_model_does_within_documents(pool,
     config, draw = tiny(1, **options), random.Random(family)
     weights = {name: weight * (3 if weight.dim() > 1 else 1)
                for name, weight in random_weights(sizes_of(config), seed=5).items()}
-    plain = ReferenceGPT(sizes_of(config)).double().load_full(weights)
     prompts = [[draw.choice([*range(20), END_OF_TEXT, END_OF_TEXT]) for _ in range(length)]
                for length in (4, 7, 11)]
-    expected = []
-    for prompt in prompts:
-        text, window = list(prompt), prompt[-8:]
-        while len(text) < len(prompt) + 10:
-            window = window if len(window) <= 8 else window[-4:]
-            tokens = torch.tensor([window])
-            positions, documents = count_documents(tokens)
-            with torch.no_grad():
-                logits = plain(tokens, positions if resets[0] else torch.arange(len(window)), documents=documents
-                               if resets[1] else None)
-            token = int(logits[0, -1, :20].argmax())
-            if token == END_OF_TEXT:
-                break
-            text, window = text + [token], window + [token]
-        expected.append(text)
+    expected = [plain_text(config, weights, prompt, 10, vocab_size=20) for prompt in prompts]
     assert pool.run(documents_rank, config, weights, prompts, world_size=1) == [[expected, expected]]
     several = tiny(4, **options, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
     assert pool.run(documents_rank, several, weights, prompts, world_size=4) == [[expected, expected]] * 4

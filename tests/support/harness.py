@@ -6,8 +6,12 @@
 The ranks run train.py's own train_step; only the data is replaced.
 """
 
+import contextlib
+import dataclasses
+import io
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -168,6 +172,7 @@ class Outcome:
     weights: dict                # {name: (tensor, shard_spec())}
     evaluation: float
     statistics: list = ()        # of each step: StepResult.statistics
+    sample: str = ""             # what write_sample printed
 
 
 def build(config: Config, weights=None, trace=NO_TRACE):
@@ -188,6 +193,17 @@ def build(config: Config, weights=None, trace=NO_TRACE):
 def train_rank(config: Config, weights, data: FixedData, steps: int) -> Outcome:
     """Train for `steps` steps and evaluate on the same data. Runs in a worker of the pool."""
     return train_steps(build(config, weights), config, data, range(1, steps + 1))
+
+
+def train_and_sample_rank(config: Config, weights, data: FixedData, steps: int) -> Outcome:
+    """Do what train_rank does, then print a sample of token ids."""
+    mesh, model, *_ = built = build(config, weights)
+    outcome, screen = train_steps(built, config, data, range(1, steps + 1)), io.StringIO()
+    corpus = SimpleNamespace(vocab_size=config.vocab_size, end_of_text=END_OF_TEXT,
+                             tokenizer=lambda: SimpleNamespace(decode=str))
+    with contextlib.redirect_stdout(screen):
+        train.write_sample(model, config, corpus, data, mesh)
+    return dataclasses.replace(outcome, sample=screen.getvalue())
 
 
 def train_steps(built, config: Config, data: FixedData, steps: range) -> Outcome:
@@ -330,13 +346,32 @@ def plain_evaluation(config: Config, weights, data: FixedData):
         return float(masked_loss(model(tokens, positions, documents=documents), labels, loss_mask.double()))
 
 
-def check_against_reference(pool, config: Config, steps: int, rigged=(), tolerance=1e-9):
-    """Train on the pool's ranks and compare losses, norms, gradients, weights and evaluation with the reference's.
+def plain_text(config: Config, weights, prompt: list[int], count: int, vocab_size: int,
+               end_of_text=END_OF_TEXT) -> list[int]:
+    """Return what generate() must return at temperature 0. The reference model computes the whole context again for
+    each token. When the context is full, its later half stays."""
+    model, longest, text = ReferenceGPT(sizes_of(config)).double().load_full(weights), config.context_length, prompt
+    window = prompt[-longest:]
+    while len(text) < len(prompt) + count:
+        window = window if len(window) <= longest else window[-(longest // 2):]
+        positions, documents = count_documents(tokens := torch.tensor([window]))
+        with torch.no_grad():
+            logits = model(tokens, positions if config.reset_position_ids else torch.arange(len(window)),
+                           documents=documents if config.reset_attention_mask else None)
+        token = int(logits[0, -1, :vocab_size].argmax())
+        if token == end_of_text:
+            break
+        text, window = text + [token], window + [token]
+    return text
 
-    Returns the reference's record of each step.
+
+def check_against_reference(pool, config: Config, steps: int, rigged=(), tolerance=1e-9):
+    """Train on the pool's ranks and compare losses, norms, gradients, weights, evaluation and a sampled text with the
+    reference's. The first replica prints the text. Returns the reference's record of each step.
     """
     weights, data, records, final = reference_for(config, steps, rigged)
-    outcomes = pool.run(train_rank, config, weights, data, steps, world_size=config.world_size)
+    config, prompt = dataclasses.replace(config, sample_tokens=3, temperature=0.0), data.tokens[0, 0].tolist()
+    outcomes = pool.run(train_and_sample_rank, config, weights, data, steps, world_size=config.world_size)
 
     assert all(record.gradient_norm > 0.11 for record in records), "the clipping must bite"
     for outcome in outcomes:                                    # every rank reports the whole batch, not its own share
@@ -350,4 +385,7 @@ def check_against_reference(pool, config: Config, steps: int, rigged=(), toleran
         assert outcomes[0].statistics[step] == pytest.approx(record.statistics, rel=tolerance, abs=0.0)
     assert difference(full_tensors(outcomes, lambda outcome: outcome.weights), final) < tolerance
     assert relative([outcomes[0].evaluation], [plain_evaluation(config, final, data)]) < tolerance
+    text = plain_text(config, final, prompt, config.sample_tokens, config.vocab_size)
+    for outcome in outcomes:
+        assert outcome.sample.splitlines()[1:-1] == [f"{prompt}|{text[len(prompt):]}"] * (outcome.place[1] == 0)
     return records
