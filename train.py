@@ -28,7 +28,7 @@ import torch.distributed as dist
 from data.prepare import DEFAULT_CORPUS, prepare_default_corpus
 from nanodomino import pipeline
 from nanodomino.analysis.step_time import estimate, require_memory, with_two_slices
-from nanodomino.checkpoint.find_checkpoints import with_checkpoint
+from nanodomino.checkpoint.find_checkpoints import recorded_settings, with_checkpoint
 from nanodomino.checkpoint.load import restore
 from nanodomino.checkpoint.save import Saver
 from nanodomino.comm.trace import Trace
@@ -52,6 +52,7 @@ from nanodomino.run.report import Report, expected_quality
 from nanodomino.run.run_folder import Run, check_in_place, check_shared_folder, open_run
 from nanodomino.run.signals import StopSignal
 from nanodomino.run.tensorboard import check_package
+from nanodomino.run.threads import choose_threads
 from nanodomino.run.watchdog import Watchdog, end_unless_connected
 from nanodomino.schedules.placement_and_messages import Timetable
 from nanodomino.timeline.draw import draw_timeline
@@ -326,6 +327,11 @@ def main(arguments: list[str], launch: LaunchInfo) -> int:
     check_agreement(config)
     run = from_rank_0(run)
     check_shared_folder(run.folder)
+    if device.type == "cpu":                                   # a resumed run rounds as before on the same layout
+        before = from_rank_0(recorded_settings(run.folder) or {})
+        earlier = before.get("cpu_threads") if before.get("world_size") == config.world_size else None
+        config = dataclasses.replace(config, cpu_threads=choose_threads(
+            config, earlier, print if launch.rank == 0 else lambda line: None))
     with Watchdog(launch, mesh, config.timeout) as watchdog:
         code = pretrain(config, corpus, datasets, mesh, run, watchdog)
         dist.barrier()                                         # so that none disconnects while another communicates

@@ -312,6 +312,7 @@ class Config:
     # These fields are not flags. The program fills them in and stores them in config.json.
     given: tuple[str, ...] = field(default=(), metadata=dict(affects="launch"))     # see setting.py
     world_size: int = field(default=1, metadata=dict(affects="nothing", legacy_default=1))
+    cpu_threads: int = field(default=None, metadata=dict(affects="nothing", legacy_default=None))
     data_sha256: str = field(default=None, metadata=dict(affects="run", legacy_default=None))    # of train.bin
 
     # ---- sizes that follow from the settings

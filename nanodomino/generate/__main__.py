@@ -30,6 +30,7 @@ from nanodomino.mesh import make_mesh
 from nanodomino.model import GPT
 from nanodomino.run.agreement import from_rank_0
 from nanodomino.run.rank_failure import run_rank
+from nanodomino.run.threads import choose_threads
 
 
 def command_line(arguments: list[str]) -> argparse.Namespace:
@@ -160,6 +161,8 @@ def main(arguments: list[str], launch: LaunchInfo) -> int:
     device = find_device(config, launch)
 
     start_world(launch, device, config.timeout)
+    if device.type == "cpu":
+        choose_threads(config, say=lambda line: print(line, file=sys.stderr) if launch.rank == 0 else None)
     mesh = make_mesh(1, 1, tp, device)
     model = GPT(config, mesh, initialize=False)
     with_checkpoint(Path(flags.load), lambda checkpoint: load_weights(checkpoint, model), from_rank_0(checkpoint))

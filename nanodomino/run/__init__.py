@@ -12,5 +12,6 @@
     rank_failure.py    starts a rank, and ends all ranks if one of them fails
     watchdog.py        ends a rank whose GPU hangs
     kernels.py         chooses kernels, and names the one of attention
+    threads.py         chooses the number of threads on a CPU
     check_copies.py    finds parameters whose copies have drifted apart
 """

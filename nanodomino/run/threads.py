@@ -1,0 +1,51 @@
+"""Chooses the number of threads on a CPU, by timing one of the model's own matmuls.
+
+Threads that share a matmul wait for the slowest of them. On two idle cores a step of nano takes 190 ms with two threads
+and 320 with one. If other programs use the cores, a step takes 17 to 25 s with two and 0.7 to 2 s with one.
+
+The number also changes how sums are rounded. So a run records it in config.json, and keeps it when it resumes.
+"""
+
+import os
+import statistics
+import time
+
+import torch
+import torch.nn.functional as F
+
+SECONDS, LARGEST = 0.3, 2**26         # for all timings together; multiplications of a timed matmul, 2 ms on one core
+
+
+def choose_threads(config, earlier: int | None = None, say=print) -> int:
+    """Set and return torch's number of threads. OMP_NUM_THREADS decides if it is set, then `earlier`, the number that
+    the run has used so far. Otherwise it is 1 or all, whichever is faster. say(line): says what was chosen and why."""
+    most, fix = torch.get_num_threads(), "OMP_NUM_THREADS=N sets another number, which rounds sums differently"
+    if most == 1 or os.environ.get("OMP_NUM_THREADS"):
+        return most
+    if earlier:
+        threads = max(1, min(earlier, most))
+        say(f"{threads} of {most} threads, as before in this run; {fix}")
+    else:
+        one, all_ = time_matmuls(config, (1, most))
+        threads = 1 if one <= all_ else most
+        say(f"{threads} of {most} threads: four matmuls of a layer take {1000 * one:.2g} ms with 1 and "
+            f"{1000 * all_:.2g} ms with {most}; {fix}")
+    torch.set_num_threads(threads)
+    return threads
+
+
+def time_matmuls(config, numbers: tuple[int, ...]) -> list[float]:
+    """Return the mean seconds of four matmuls of a microbatch, in turn for each number of threads. Each time the first
+    timing only starts the threads. A median would leave out the long waits for a busy core."""
+    times, end = {threads: [] for threads in numbers}, time.perf_counter() + SECONDS
+    weight = torch.ones(config.ffn_hidden_size // config.tp, config.hidden_size, dtype=config.params_dtype)
+    rows = min(config.micro_batch_size * config.seq_length, max(LARGEST // weight.numel(), 1))
+    x = torch.ones(rows, config.hidden_size, dtype=config.params_dtype)
+    while len(times[1]) < 2 or time.perf_counter() < end:
+        for threads in numbers:
+            torch.set_num_threads(threads)
+            start = time.perf_counter()
+            for _ in range(4):
+                F.linear(x, weight)
+            times[threads].append(time.perf_counter() - start)
+    return [statistics.fmean(each[1:]) for each in times.values()]
