@@ -327,11 +327,8 @@ def main(arguments: list[str], launch: LaunchInfo) -> int:
     check_agreement(config)
     run = from_rank_0(run)
     check_shared_folder(run.folder)
-    if device.type == "cpu":                                   # a resumed run rounds as before on the same layout
-        before = from_rank_0(recorded_settings(run.folder) or {})
-        earlier = before.get("cpu_threads") if before.get("world_size") == config.world_size else None
-        config = dataclasses.replace(config, cpu_threads=choose_threads(
-            config, earlier, print if launch.rank == 0 else lambda line: None))
+    config = dataclasses.replace(config, cpu_threads=choose_threads(
+        config, device, from_rank_0(recorded_settings(run.folder)), quiet=launch.rank > 0))
     with Watchdog(launch, mesh, config.timeout) as watchdog:
         code = pretrain(config, corpus, datasets, mesh, run, watchdog)
         dist.barrier()                                         # so that none disconnects while another communicates

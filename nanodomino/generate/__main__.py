@@ -23,7 +23,7 @@ from nanodomino.config.flags import Parser
 from nanodomino.config.setting import check_range, flag_name
 from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.corpus.tokenizer import Tokenizer, build_tokenizer
-from nanodomino.errors import UserError, counted, require
+from nanodomino.errors import UserError, require
 from nanodomino.files import read_file
 from nanodomino.generate.printing import broadcast_number, write_texts
 from nanodomino.mesh import make_mesh
@@ -55,8 +55,6 @@ def command_line(arguments: list[str]) -> argparse.Namespace:
                         help="sample only from this many of the most likely tokens; 0: from all tokens (default 0)")
     parser.add_argument("--seed", type=int, default=None, metavar="INT",
                         help="the same seed gives the same texts (default: a random seed)")
-    parser.add_argument("--tp", type=int, default=None, metavar="INT",
-                        help="number of tensor-parallel processes (default: all that torchrun has started)")
     parser.add_argument("--data-path", default=None, metavar="DIR",
                         help="data folder with the tokenizer (default: the one that the model was trained on)")
     parser.add_argument("--special-tokens", action="store_true",
@@ -74,8 +72,6 @@ def command_line(arguments: list[str]) -> argparse.Namespace:
                         "steps; needs --temperature 0 and the cache (default: off)")
     flags = parser.parse_args(arguments)
     require(flags.load, "--load must not be empty; give a checkpoint or the folder of a run")
-    require(flags.tp is None or flags.tp >= 1,
-            f"--tp must be at least 1, but is {flags.tp}; leave it out to use all processes that torchrun has started")
     for name, least in (("num_samples", 1), ("max_tokens", 0), ("top_k", 0), ("seed", 0)):
         if (value := getattr(flags, name)) is not None:
             check_range(flag_name(name), value, at_least=least)
@@ -144,10 +140,7 @@ def main(arguments: list[str], launch: LaunchInfo) -> int:
     """Load the model on all ranks and print the texts. Returns the exit code. Raises UserError."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)               # Ctrl-C ends the command at once; nothing is lost
     flags = command_line(arguments)
-    tp = flags.tp or launch.world_size
-    require(tp == launch.world_size,
-            f"--tp {tp} needs {counted(tp, 'process')}, but there are {launch.world_size}; start torchrun "
-            f"--nproc_per_node {tp}")
+    tp = launch.world_size
 
     def find_model(checkpoint: Path) -> tuple[Config, Tokenizer]:
         config = config_of(checkpoint, read_manifest(checkpoint), tp, tensor_model_parallel_size=tp,
@@ -161,8 +154,7 @@ def main(arguments: list[str], launch: LaunchInfo) -> int:
     device = find_device(config, launch)
 
     start_world(launch, device, config.timeout)
-    if device.type == "cpu":
-        choose_threads(config, say=lambda line: print(line, file=sys.stderr) if launch.rank == 0 else None)
+    choose_threads(config, device, quiet=launch.rank > 0)
     mesh = make_mesh(1, 1, tp, device)
     model = GPT(config, mesh, initialize=False)
     with_checkpoint(Path(flags.load), lambda checkpoint: load_weights(checkpoint, model), from_rank_0(checkpoint))

@@ -20,7 +20,7 @@ import torch
 from torch.nn.attention import sdpa_kernel
 
 from nanodomino.generate.cache import KeyValueCache
-from nanodomino.generate.generation import KERNELS, useful_threads
+from nanodomino.generate.generation import KERNELS
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
 from nanodomino.parallel import gather_logits
@@ -34,36 +34,32 @@ def generate_with_draft(model: GPT, mesh: Mesh, tokens: list[int], max_tokens: i
 
     One stage must hold all layers, and the model must have a depth. generate() explains the arguments.
     """
-    longest, threads = model.config.context_length, torch.get_num_threads()
-    tokens, window, wanted, steps = list(tokens), tokens[-longest:], len(tokens) + max_tokens, 0
+    longest, wanted, steps = model.config.context_length, len(tokens) + max_tokens, 0
+    tokens, window = list(tokens), tokens[-longest:]
     new_cache = partial(KeyValueCache, model, min(longest, len(window) + max_tokens), end_of_text,
                         chunks=[*model.chunks, model.depth_chunks[0]])
     cache, guess = new_cache(), []
-    try:
-        while len(tokens) < wanted:
-            if len(window) > longest:
-                window, cache, guess = window[-(longest // 2 or 1):], new_cache(), []
-            if len(window) == longest:                         # no room for a guess
-                guess = []
-            known = len(window) - cache.length                 # new tokens without the guess
-            new = torch.tensor([window[cache.length:] + guess], device=mesh.device)
-            torch.set_num_threads(min(threads, useful_threads(model.config, new.size(1))))
-            x, steps = run_main(cache, new), steps + 1
-            chosen = most_likely(cache, x[:, known - 1:], vocab_size)
-            if guess != chosen[:1]:
-                chosen = chosen[:1]
-            right = known + len(chosen) - 1                    # new tokens that are part of the text
-            following = (window + chosen)[cache.length + 1:]   # the token after each of them
-            guess = run_draft(cache, new[:, :right], x[:, :right], following, vocab_size)
-            for token in chosen[:wanted - len(tokens)]:
-                if token == end_of_text:
-                    return tokens, steps
-                tokens.append(token)
-                window.append(token)
-                if not show(token):
-                    return tokens, steps
-    finally:
-        torch.set_num_threads(threads)
+    while len(tokens) < wanted:
+        if len(window) > longest:
+            window, cache, guess = window[-(longest // 2 or 1):], new_cache(), []
+        if len(window) == longest:                         # no room for a guess
+            guess = []
+        known = len(window) - cache.length                 # new tokens without the guess
+        new = torch.tensor([window[cache.length:] + guess], device=mesh.device)
+        x, steps = run_main(cache, new), steps + 1
+        chosen = most_likely(cache, x[:, known - 1:], vocab_size)
+        if guess != chosen[:1]:
+            chosen = chosen[:1]
+        right = known + len(chosen) - 1                    # new tokens that are part of the text
+        following = (window + chosen)[cache.length + 1:]   # the token after each of them
+        guess = run_draft(cache, new[:, :right], x[:, :right], following, vocab_size)
+        for token in chosen[:wanted - len(tokens)]:
+            if token == end_of_text:
+                return tokens, steps
+            tokens.append(token)
+            window.append(token)
+            if not show(token):
+                return tokens, steps
     return tokens, steps
 
 

@@ -5,10 +5,6 @@
 On the last stage every tensor-parallel rank gathers the full row of logits and samples from it. Their generators have
 the same seed, so all ranks choose the same token without communicating again.
 
-**Threads.** A token of a small model takes a hundred small matmuls. Sharing a matmul with another thread costs 10 us if
-that thread's core is idle, and milliseconds if another program is using the core. So the number of threads depends on
-the work of a step: one thread for a token of gpt2, all threads for a long prompt or for gpt3-13b.
-
 **Kernels.** cuDNN's attention makes a new plan for each number of keys, which takes longer than a token (23 to 37 ms on
 an H100). So generate() allows only torch's other attention kernels.
 """
@@ -19,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nanodomino.config.config import Config
 from nanodomino.generate.cache import KeyValueCache
 from nanodomino.layers.dropout_and_positions import seeded_generator
 from nanodomino.mesh import Mesh
@@ -27,7 +22,6 @@ from nanodomino.model import GPT
 from nanodomino.parallel import gather_logits
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-WORK_PER_THREAD = 2**21      # multiplications; on one core 0.05 ms for many positions at once, 0.8 ms for a single one
 
 
 @sdpa_kernel(KERNELS)
@@ -42,35 +36,24 @@ def generate(model: GPT, mesh: Mesh, tokens: list[int], max_tokens: int, vocab_s
     sample: the number of this text; texts with the same seed but different numbers use different random numbers.
     show(token): called on every rank after each token; must return whether to continue, the same on all ranks.
     """
-    config, device, threads = model.config, mesh.device, torch.get_num_threads()
-    generator, longest = seeded_generator("cpu", seed, "generate", sample), config.context_length
+    generator, longest = seeded_generator("cpu", seed, "generate", sample), model.config.context_length
     tokens, window = list(tokens), tokens[-longest:]
     new_cache = partial(KeyValueCache, model, min(longest, len(window) + max_tokens), end_of_text)
     cache = new_cache()
-    try:
-        for _ in range(max_tokens):
-            if len(window) > longest:
-                window, cache = window[-(longest // 2 or 1):], new_cache()
-            if not use_cache:
-                cache = new_cache()
-            new = torch.tensor([window[cache.length:]], device=device)
-            torch.set_num_threads(min(threads, useful_threads(config, new.size(1))))
-            token = next_token(cache, mesh, new, vocab_size, temperature, top_k, generator)
-            if token == end_of_text:
-                break
-            tokens.append(token)
-            window.append(token)
-            if not show(token):
-                break
-    finally:
-        torch.set_num_threads(threads)
+    for _ in range(max_tokens):
+        if len(window) > longest:
+            window, cache = window[-(longest // 2 or 1):], new_cache()
+        if not use_cache:
+            cache = new_cache()
+        new = torch.tensor([window[cache.length:]], device=mesh.device)
+        token = next_token(cache, mesh, new, vocab_size, temperature, top_k, generator)
+        if token == end_of_text:
+            break
+        tokens.append(token)
+        window.append(token)
+        if not show(token):
+            break
     return tokens
-
-
-def useful_threads(config: Config, positions: int) -> int:
-    """Return how many threads are worthwhile for a step on `positions` tokens, given the largest matmul of a layer."""
-    work = positions * config.hidden_size * config.ffn_hidden_size // config.tp
-    return max(1, work // WORK_PER_THREAD)
 
 
 def next_token(cache: KeyValueCache, mesh: Mesh, new, vocab_size: int, temperature: float, top_k: int,

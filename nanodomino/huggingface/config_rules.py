@@ -1,34 +1,44 @@
 """Reads the entries of a config.json, and refuses every entry that might change the logits in an unknown way.
 
 A model that differs a little from the original would load and train without an error, but its losses would be worse. So
-each entry must be one that a family reads, or match HARMLESS, or be off (null, false, empty).
+each entry is one that a family reads, or is off (null, false, 0, empty), or is judged by its name: MATTERS lists what
+can change the logits without a tensor of its own, and why. Import ignores any other entry and, unless it matches
+HARMLESS, names it. An unknown tensor is always refused.
 
-Most entries correspond to one setting with another name; families.py lists them. A ConfigRule translates each of the
-others, such as the scaling of RoPE.
+Most entries correspond to one setting with another name; families.py lists them. The functions below translate the
+others, such as the scaling of RoPE: read_x(ConfigReader) returns {setting: value}, and write_x(Config) returns
+{entry: value}. Both may raise UserError.
 """
 
 import json
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from nanodomino.config.config import Config
 from nanodomino.config.setting import MAX_INT
 from nanodomino.errors import require
 from nanodomino.layers.positions import HIGH_FREQUENCY, LOW_FREQUENCY, ORIGINAL_LENGTH
 
-# Entries for training, generation or bookkeeping, on which the logits do not depend.
+# Entries for training, generation or bookkeeping, which most files have.
 HARMLESS = re.compile(
-    r"architectures|model_type|transformers_version|transformers\.js_config|_?name_or_path|_commit_hash|(torch_)?dtype|"
-    r"use_cache|(bos|eos|pad|unk|sep|cls|decoder_start)_token_id|tokenizer_class|prefix|initializer_range|"
-    r"pretraining_tp|(attn|resid|embd|attention|hidden)_(pdrop|dropout)|summary_\w+|task_specific_params|"
-    r"id2label|label2id|_?num_labels|predict_special_tokens|n_special|problem_type|return_dict(_in_generate)?|"
-    r"chunk_size_feed_forward|n_ctx|max_window_layers|is_llama_config|_?attn_implementation(_\w+)?|do_sample|"
-    r"temperature|top_[kp]|typical_p|(max|min)_length|num_beams|num_beam_groups|num_return_sequences|"
-    r"(repetition|length|diversity)_penalty|(encoder_)?no_repeat_ngram_size|early_stopping|"
-    r"output_(attentions|hidden_states|scores|logits|past|router_logits)|"
+    r"architectures|model_type|transformers.*|.*name_or_path|_commit_hash|(torch_)?dtype|use_cache|.*token_id|prefix|"
+    r"tokenizer_class|initializer_range|pretraining_tp|.*dropout|.*pdrop|summary_\w+|task_specific_params|.*label.*|"
+    r"predict_special_tokens|n_special|return_dict.*|chunk_size_feed_forward|n_ctx|max_window_layers|is_llama_config|"
+    r"_?attn_implementation.*|do_sample|temperature|top_[kp]|typical_p|(max|min)_length|num_(beam|return).*|"
+    r".*_penalty|.*no_repeat_ngram_size|output_(attentions|hidden_states|scores|logits|past|router_logits)|"
     r"router_(aux_loss_coef|jitter_noise)")
+# {part of an entry's name: what nanodomino does instead}; the first match counts
+MATTERS = {
+    "quant": "reads no quantized weights",
+    "auto_map": "does not run a model's own code",
+    "scal|multipl|softcap|clip|clamp|limit|mup": "has no such factor or limit",
+    "bias": "has biases only where this family has them",
+    "rope|rotary|alibi|position": "has only the positions of the families that it imports",
+    "window|sliding|layer_types|bidirectional|sink|attn|attention": "has full causal attention in every layer",
+    "norm": "normalizes only where this family does",
+    "(^|_)act(_|ivation|$)|gate|glu": "has only this family's activation",
+    "expert|moe|router|dense|sparse": "has only this family's experts",
+    "parallel|residual|layer|embed|logit|head": "has only the layers of this family"}
 
 
 class ConfigReader:
@@ -61,31 +71,26 @@ class ConfigReader:
         require(value in supported, f"{self.source} has {name} {shown(value)}, but nanodomino supports only "
                 f"{' or '.join(map(shown, supported))}; import another model")
 
-    def require_all_read(self):
-        """Raise UserError unless every entry was read, is off (null, false or empty) or matches HARMLESS."""
-        for name, value in self.values.items():
-            require(name in self.read or HARMLESS.fullmatch(name) or value in (None, False, "", [], {}),
-                    f"{self.source} has {name[:80]} {shown(value)}, which nanodomino does not know and which may "
-                    "change the logits; import another model, or remove the entry if you know that it has no effect")
+    def ignored(self, parent="") -> list[str]:
+        """Return the names of the entries that were not read and that do not matter, without those that match HARMLESS.
+
+        Raises UserError if one may matter. A text that was read under another name does not: hidden_act and activation.
+        parent: the name of the object that holds the entries.
+        """
+        texts = [value for value in map(self.get, [*self.read]) if isinstance(value, str)]
+        names = [name for name, value in self.values.items() if not (
+            name in self.read or HARMLESS.fullmatch(name) or value in (None, False, "", [], {}, *texts))]
+        for name in names:
+            for part, instead in MATTERS.items():
+                require(not re.search(part, parent + name.lower()),
+                        f"{self.source} has {name[:80]} {shown(self.values[name])}, but nanodomino {instead}; import "
+                        "another model, or remove the entry if you know that it has no effect")
+        return names
 
 
 def shown(value) -> str:
     """Return a value as JSON, cut to 80 characters, for messages."""
     return json.dumps(value)[:80]
-
-
-def nothing(_) -> dict:
-    return {}
-
-
-@dataclass(frozen=True)
-class ConfigRule:
-    """Translates entries that are more than one setting with another name.
-
-    read(ConfigReader) returns {setting: value}, and write(Config) returns {entry: value}. Both may raise UserError.
-    """
-    read: Callable = nothing
-    write: Callable = nothing
 
 
 ROPE_TYPES = ("default", "linear", "llama3")
@@ -115,7 +120,7 @@ def read_rope(reader: ConfigReader) -> dict:
         length = original_length or rope.get("original_max_position_embeddings")
         require(length == ORIGINAL_LENGTH, f"{reader.source} scales rope from original_max_position_embeddings "
                 f"{shown(length)}, but nanodomino supports only Llama 3's {ORIGINAL_LENGTH}; import another model")
-    rope.require_all_read()
+    rope.ignored("rope_")
     return settings
 
 
@@ -140,34 +145,18 @@ def read_biases(reader: ConfigReader) -> dict:
     return dict(disable_bias_linear=not attention)
 
 
-def write_biases(config: Config) -> dict:
-    return dict.fromkeys(("attention_bias", "mlp_bias"), not config.disable_bias_linear)
-
-
-def read_window(reader: ConfigReader) -> dict:
-    """Require that Mistral's sliding window has no effect: it must be absent, or as long as the longest sequence."""
+def read_windows(reader: ConfigReader) -> dict:
+    """Require that no layer has a sliding window, or only one that is as long as the longest sequence. Mistral has one
+    unless it is null, Qwen only with use_sliding_window."""
+    used = reader.get("use_sliding_window") if "use_sliding_window" in reader.defaults else True
+    types = reader.get("layer_types")
     window, longest = reader.get("sliding_window"), reader.get("max_position_embeddings")
-    require(window is None or type(window) is int and window >= longest,
-            f"{reader.source} has sliding_window {shown(window)}, below max_position_embeddings {shown(longest)}, but "
-            "nanodomino's attention sees all previous tokens; import another model, or lower max_position_embeddings "
-            "to the window")
+    full = isinstance(types, list | None) and all(type_ == "full_attention" for type_ in types or ())
+    require(full and (not used or window is None or type(window) is int and window >= longest),
+            f"{reader.source} has sliding_window {shown(window)}, max_position_embeddings {shown(longest)} and "
+            f"layer_types {shown(types)}, but nanodomino's attention sees all previous tokens; import another model, "
+            "or lower max_position_embeddings to the window")
     return {}
-
-
-def read_layer_types(reader: ConfigReader) -> dict:
-    """Require that no layer of a Qwen model has a sliding window."""
-    reader.require_in("use_sliding_window", False, None)
-    reader.get("sliding_window")
-    types = reader.get("layer_types") or []
-    require(isinstance(types, list) and all(type_ == "full_attention" for type_ in types),
-            f"{reader.source} has layer_types {shown(types)}, but nanodomino has full attention in every layer; import "
-            "another model")
-    return {}
-
-
-def read_expert_width(reader: ConfigReader) -> dict:
-    """Give the unused ffn_hidden_size of a Mixtral the width of its experts. The preset's width might not suit tp."""
-    return dict(ffn_hidden_size=reader.get("intermediate_size"))
 
 
 def read_normalized_weights(reader: ConfigReader) -> dict:
@@ -176,20 +165,9 @@ def read_normalized_weights(reader: ConfigReader) -> dict:
     return dict(moe_router_pre_softmax=not reader.get("norm_topk_prob"))
 
 
-def write_normalized_weights(config: Config) -> dict:
-    return dict(norm_topk_prob=not config.moe_router_pre_softmax)
-
-
 def require_divisible_width(config: Config) -> dict:
     """Require that the heads divide hidden_size. Transformers' LlamaConfig requires that even if head_dim is given."""
     require(config.hidden_size % config.num_attention_heads == 0,
             f"Transformers requires that a Llama's hidden-size {config.hidden_size} is divisible by its "
             f"num-attention-heads {config.num_attention_heads}; export another model")
     return {}
-
-
-ROPE, BIASES = ConfigRule(read_rope, write_rope), ConfigRule(read_biases, write_biases)
-WINDOW, LAYER_TYPES = ConfigRule(read_window), ConfigRule(read_layer_types)
-EXPERT_WIDTH = ConfigRule(read_expert_width)
-NORMALIZED_WEIGHTS = ConfigRule(read_normalized_weights, write_normalized_weights)
-DIVISIBLE_WIDTH = ConfigRule(write=require_divisible_width)

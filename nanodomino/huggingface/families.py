@@ -13,19 +13,13 @@ from nanodomino.config.config import Config
 from nanodomino.config.presets import PRESETS
 from nanodomino.config.setting import flag_name
 from nanodomino.errors import UserError, require
-from nanodomino.huggingface.config_rules import (BIASES, DIVISIBLE_WIDTH, EXPERT_WIDTH, LAYER_TYPES, NORMALIZED_WEIGHTS,
-                                                 ROPE, WINDOW, ConfigReader, shown)
+from nanodomino.huggingface.config_rules import (ConfigReader, read_biases, read_normalized_weights, read_rope,
+                                                 read_windows, require_divisible_width, shown, write_rope)
 from nanodomino.huggingface.tensor_mapping import GPT2_MODULES, LLAMA_MODULES, MIXTRAL_MODULES, QWEN3_MOE_MODULES
 
 IMPORTED_SEQ_LENGTH = 1024     # default seq-length of an imported model; less if the model has fewer positions
-
-
-def number_of_heads(sizes) -> int:
-    return sizes.num_attention_heads
-
-
-def size_of_head(sizes) -> int:
-    return sizes.hidden_size // sizes.num_attention_heads
+HEADS, HEAD_SIZE = (lambda sizes: sizes.num_attention_heads,
+                    lambda sizes: sizes.hidden_size // sizes.num_attention_heads)
 
 
 @dataclass(frozen=True)
@@ -44,7 +38,8 @@ class Family:
     supported: dict             # {entry: supported values}; export writes the first one
     information: dict           # {entry: setting} without effect on the logits; import reads only initializer_range
     defaults: dict              # {entry: the value that Transformers assumes if it is missing}
-    rules: tuple = ()           # ConfigRules for the other entries
+    read: tuple = ()            # functions of config_rules.py for the other entries
+    write: tuple = ()           # their inverses
     aliases: dict = dataclasses.field(default_factory=dict)    # {name that some versions of Transformers write: entry}
 
     @property
@@ -59,8 +54,8 @@ GPT2 = Family(
            "n_positions": ("max_position_embeddings", None)},
     epsilon="layer_norm_epsilon",
     settings=dict(normalization="LayerNorm", position_embedding_type="learned_absolute", swiglu=False,
-                  disable_bias_linear=False, add_qkv_bias=False, qk_layernorm=False, num_query_groups=number_of_heads,
-                  kv_channels=size_of_head),
+                  disable_bias_linear=False, add_qkv_bias=False, qk_layernorm=False, num_query_groups=HEADS,
+                  kv_channels=HEAD_SIZE),
     supported={"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
                "scale_attn_by_inverse_layer_idx": (False,), "reorder_and_upcast_attn": (False,),
                "add_cross_attention": (False,)},
@@ -73,7 +68,7 @@ LLAMA = Family(
     "LlamaForCausalLM", "model.", LLAMA_MODULES, r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
     sizes={"vocab_size": ("vocab_size", None), "num_hidden_layers": ("num_layers", None),
            "hidden_size": ("hidden_size", None), "num_attention_heads": ("num_attention_heads", None),
-           "num_key_value_heads": ("num_query_groups", number_of_heads), "head_dim": ("kv_channels", size_of_head),
+           "num_key_value_heads": ("num_query_groups", HEADS), "head_dim": ("kv_channels", HEAD_SIZE),
            "intermediate_size": ("ffn_hidden_size", None),
            "max_position_embeddings": ("max_position_embeddings", None)},
     epsilon="rms_norm_eps",
@@ -82,39 +77,41 @@ LLAMA = Family(
     supported={"hidden_act": ("silu", "swish")},
     information={"attention_dropout": "attention_dropout", "initializer_range": "init_method_std"},
     defaults={"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False},
-    rules=(ROPE, BIASES, DIVISIBLE_WIDTH))
+    read=(read_rope, read_biases), write=(write_rope, require_divisible_width, lambda config: dict.fromkeys(
+        ("attention_bias", "mlp_bias"), not config.disable_bias_linear)))
 MISTRAL = dataclasses.replace(
-    LLAMA, architecture="MistralForCausalLM", rules=(ROPE, WINDOW),
+    LLAMA, architecture="MistralForCausalLM", read=(read_rope, read_windows), write=(write_rope,),
     settings=LLAMA.settings | dict(disable_bias_linear=True),
     defaults=LLAMA.defaults | {"num_key_value_heads": 8, "sliding_window": 4096})
 QWEN2 = dataclasses.replace(
-    LLAMA, architecture="Qwen2ForCausalLM", rules=(ROPE, LAYER_TYPES),
-    settings=LLAMA.settings | dict(disable_bias_linear=True, add_qkv_bias=True),
-    defaults=LLAMA.defaults | {"num_key_value_heads": 32})
+    MISTRAL, architecture="Qwen2ForCausalLM", settings=MISTRAL.settings | dict(add_qkv_bias=True),
+    defaults=MISTRAL.defaults | {"num_key_value_heads": 32, "use_sliding_window": False})
 QWEN3 = dataclasses.replace(
-    LLAMA, architecture="Qwen3ForCausalLM", rules=(ROPE, LAYER_TYPES),
-    settings=LLAMA.settings | dict(disable_bias_linear=True, qk_layernorm=True),
-    supported=LLAMA.supported | {"attention_bias": (False,)},
-    defaults=LLAMA.defaults | {"num_key_value_heads": 32, "head_dim": 128, "attention_bias": False})
-EXPERTS = dict(disable_bias_linear=True, moe_layer_freq=1, moe_router_score_function="softmax",
+    MISTRAL, architecture="Qwen3ForCausalLM", settings=MISTRAL.settings | dict(qk_layernorm=True),
+    supported=MISTRAL.supported | {"attention_bias": (False,)},
+    defaults=QWEN2.defaults | {"head_dim": 128, "attention_bias": False})
+EXPERTS = dict(moe_layer_freq=1, moe_router_score_function="softmax",
                moe_router_topk_scaling_factor=1.0, moe_router_enable_expert_bias=False,
                moe_shared_expert_intermediate_size=None)
 MIXTRAL = dataclasses.replace(
-    LLAMA, architecture="MixtralForCausalLM", modules=MIXTRAL_MODULES, rules=(ROPE, WINDOW, EXPERT_WIDTH),
+    MISTRAL, architecture="MixtralForCausalLM", modules=MIXTRAL_MODULES,
+    # the unused ffn_hidden_size gets the width of the experts; the preset's might not suit tp
+    read=(*MISTRAL.read, lambda reader: dict(ffn_hidden_size=reader.get("intermediate_size"))),
     sizes=LLAMA.sizes | {"intermediate_size": ("moe_ffn_hidden_size", None), "num_local_experts": ("num_experts", None),
                          "num_experts_per_tok": ("moe_router_topk", None)},
-    settings=LLAMA.settings | EXPERTS | dict(moe_router_pre_softmax=False),
+    settings=MISTRAL.settings | EXPERTS | dict(moe_router_pre_softmax=False),
     information=LLAMA.information | {"router_aux_loss_coef": "moe_aux_loss_coeff"},
     defaults=LLAMA.defaults | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
                                "num_local_experts": 8, "num_experts_per_tok": 2})
 QWEN3_MOE = dataclasses.replace(
-    QWEN3, architecture="Qwen3MoeForCausalLM", modules=QWEN3_MOE_MODULES, rules=(ROPE, LAYER_TYPES, NORMALIZED_WEIGHTS),
+    QWEN3, architecture="Qwen3MoeForCausalLM", modules=QWEN3_MOE_MODULES, read=(*QWEN3.read, read_normalized_weights),
+    write=(*QWEN3.write, lambda config: dict(norm_topk_prob=not config.moe_router_pre_softmax)),
     sizes=LLAMA.sizes | {"moe_intermediate_size": ("moe_ffn_hidden_size", None), "num_experts": ("num_experts", None),
                          "num_experts_per_tok": ("moe_router_topk", None)},
     settings=QWEN3.settings | EXPERTS,
     supported=QWEN3.supported | {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
     information=MIXTRAL.information,
-    defaults=LLAMA.defaults | {"num_key_value_heads": 4, "attention_bias": False, "decoder_sparse_step": 1,
+    defaults=QWEN3.defaults | {"num_key_value_heads": 4, "head_dim": None, "decoder_sparse_step": 1,
                                "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
                                "norm_topk_prob": False},
     aliases={"num_local_experts": "num_experts"})
@@ -122,9 +119,19 @@ QWEN3_MOE = dataclasses.replace(
 # {model_type: family}
 FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3, "mixtral": MIXTRAL,
             "qwen3_moe": QWEN3_MOE}
-# {model_type or architecture of a family that looks like the families above: why it can't be imported}
-REFUSED = dict.fromkeys(("olmoe", "OlmoeForCausalLM"), "its norms of q and k span all heads, while nanodomino's "
-                        "normalize each head")
+# {start of a model_type or architecture, without "_": why it can't be imported}
+REFUSED = {
+    "phi3": "its q, k and v, and its gate and up, are fused projections",
+    "olmoe": "its norms of q and k span all heads, while nanodomino's normalize each head",
+    "olmo2": "its norms follow attention and MLP, and those of q and k span all heads",
+    "olmo3": "its norms follow attention and MLP, and most layers have a sliding window",
+    "smollm3": "every fourth layer has no rope",
+    "gemma": "it scales embeddings, adds 1 to norm weights and, from Gemma 2 on, has norms after each sublayer and "
+             "sliding windows in some layers",
+    "gptoss": "its attention has sinks and, in every second layer, a sliding window, and its experts have biases",
+    "qwen2moe": "its shared expert has a gate", "qwen3next": "most layers have linear attention",
+    "llama4": "some layers have no rope and attend within chunks", "deepseekv": "it has multi-head latent attention",
+    "gptneox": "attention and MLP of a layer run in parallel"}
 
 
 # ---- import
@@ -132,27 +139,23 @@ REFUSED = dict.fromkeys(("olmoe", "OlmoeForCausalLM"), "its norms of q and k spa
 def family_of_json(values: dict, source) -> Family:
     """Return the family that a config.json names. Raises UserError."""
     architectures, model_type = values.get("architectures"), values.get("model_type")
-    for name in (*(architectures if isinstance(architectures, list) else ()), model_type):
-        reason = REFUSED.get(str(name))
-        require(reason is None, f"{source} describes a model of type {name}, which can't be imported: {reason}; import "
-                "another model")
-    known = {family.architecture: family for family in FAMILIES.values()}
-    if architectures:
-        name = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else architectures
-        require(isinstance(name, str) and name in known, f"{source} has the architecture {shown(name)}, but only "
-                f"{', '.join(known)} can be imported; import one of these")
-        require(model_type is None or FAMILIES.get(str(model_type)) is known[name],
-                f"{source} has the architecture {name} and model_type {shown(model_type)}, which contradict each "
-                "other; correct one")
-        return known[name]
-    require(isinstance(model_type, str) and model_type in FAMILIES,
-            f"{source} has model_type {shown(model_type)} and no architectures, but only {', '.join(FAMILIES)} can be "
-            "imported; import one of these")
-    return FAMILIES[model_type]
+    one = isinstance(architectures, list) and len(architectures) == 1
+    name = (architectures[0] if one else architectures) or model_type
+    for start, reason in REFUSED.items():
+        require(not str(name).lower().replace("_", "").startswith(start),
+                f"{source} describes a model of type {name}, which can't be imported: {reason}; import another model")
+    known = {family.architecture: family for family in FAMILIES.values()} if architectures else FAMILIES
+    require(isinstance(name, str) and name in known, f"{source} describes a model of type {shown(name)}, but only "
+            f"{', '.join(known)} can be imported; import one of these")
+    require(model_type is None or FAMILIES.get(str(model_type)) is known[name],
+            f"{source} has the architecture {name} and model_type {shown(model_type)}, which contradict each other; "
+            "correct one")
+    return known[name]
 
 
 def read_config(values: dict, source, most: dict | None = None) -> Config:
-    """Return the Config that a config.json describes, resolved for one process. Raises UserError.
+    """Return the Config that a config.json describes, resolved for one process. Names the entries that it ignored on
+    stdout. Raises UserError.
 
     most: {setting: the largest value that the weight files allow}. A larger value is refused before any object of this
     size is made.
@@ -173,9 +176,10 @@ def read_config(values: dict, source, most: dict | None = None) -> Config:
     settings = settings_of_family(family, sizes) | vars(sizes)
     settings |= dict(layernorm_epsilon=reader.number(family.epsilon, float),
                      untie_embeddings_and_output_weights=not reader.get("tie_word_embeddings"))
-    for rule in family.rules:
-        settings |= rule.read(reader)
-    reader.require_all_read()
+    for read in family.read:
+        settings |= read(reader)
+    if ignored := reader.ignored():
+        print(f"{source}: ignored {', '.join(ignored)}, which should not change the logits")
     std = reader.get("initializer_range")
     settings |= dict(init_method_std=float(std)) if type(std) in (int, float) and 0 < std < math.inf else {}
     settings |= dict(model=nearest_preset(settings), seq_length=min(sizes.max_position_embeddings, IMPORTED_SEQ_LENGTH))
@@ -234,6 +238,6 @@ def write_config(config: Config, dtype: str) -> dict:
     values |= {family.epsilon: config.layernorm_epsilon}
     values |= {entry: supported[0] for entry, supported in family.supported.items()}
     values |= {entry: getattr(config, setting) for entry, setting in family.information.items()}
-    for rule in family.rules:
-        values |= rule.write(config)
+    for write in family.write:
+        values |= write(config)
     return values

@@ -59,13 +59,9 @@ def convert_from_hf(mapping: TensorMapping, found: dict[str, StoredTensor], conf
     """Load the Hugging Face tensors of a mapping, and convert them to its box of the parameter. Appends the names of
     tensors with values that are NaN or infinite to not_finite."""
     parts = [found[name].load() for name in mapping.hf_shapes]
-    not_finite += [name for name, part in zip(mapping.hf_shapes, parts) if not is_finite(part)]
+    not_finite += [name for name, part in zip(mapping.hf_shapes, parts)
+                   if not all(map(math.isfinite, part.aminmax()))]     # a mask would take memory
     return mapping.conversion.from_hf(parts, config).to(dtype).contiguous().view(mapping.box.size)
-
-
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether no value is NaN or infinite. Looking only at the minimum and maximum takes no extra memory."""
-    return all(math.isfinite(extreme) for extreme in tensor.aminmax())
 
 
 def full_boxes(mappings: list[TensorMapping], found: dict[str, StoredTensor], config: Config, dtype: torch.dtype,

@@ -3,11 +3,12 @@
 Threads that share a matmul wait for the slowest of them. On two idle cores a step of nano takes 190 ms with two threads
 and 320 with one. If other programs use the cores, a step takes 17 to 25 s with two and 0.7 to 2 s with one.
 
-The number also changes how sums are rounded. So a run records it in config.json, and keeps it when it resumes.
+The number also changes how sums are rounded. So a run records it, and keeps it when it resumes on the same layout.
 """
 
 import os
 import statistics
+import sys
 import time
 
 import torch
@@ -16,21 +17,21 @@ import torch.nn.functional as F
 SECONDS, LARGEST = 0.3, 2**26         # for all timings together; multiplications of a timed matmul, 2 ms on one core
 
 
-def choose_threads(config, earlier: int | None = None, say=print) -> int:
-    """Set and return torch's number of threads. OMP_NUM_THREADS decides if it is set, then `earlier`, the number that
-    the run has used so far. Otherwise it is 1 or all, whichever is faster. say(line): says what was chosen and why."""
-    most, fix = torch.get_num_threads(), "OMP_NUM_THREADS=N sets another number, which rounds sums differently"
-    if most == 1 or os.environ.get("OMP_NUM_THREADS"):
-        return most
-    if earlier:
-        threads = max(1, min(earlier, most))
-        say(f"{threads} of {most} threads, as before in this run; {fix}")
-    else:
+def choose_threads(config, device, record: dict | None = None, quiet=False) -> int | None:
+    """Set and return torch's number of threads, or None on a GPU. OMP_NUM_THREADS decides if it is set, then `record`,
+    the run's config.json. Otherwise it is 1 or all, whichever is faster. Says on stderr what was chosen and why."""
+    most, record, reason = torch.get_num_threads(), record or {}, "as before in this run"
+    if device.type != "cpu" or most == 1 or os.environ.get("OMP_NUM_THREADS"):
+        return most if device.type == "cpu" else None
+    threads = (record.get("cpu_threads") or 0) * (record.get("world_size") == config.world_size)
+    if threads <= 0:
         one, all_ = time_matmuls(config, (1, most))
         threads = 1 if one <= all_ else most
-        say(f"{threads} of {most} threads: four matmuls of a layer take {1000 * one:.2g} ms with 1 and "
-            f"{1000 * all_:.2g} ms with {most}; {fix}")
-    torch.set_num_threads(threads)
+        reason = f"four matmuls of a layer take {1000 * one:.2g} ms with 1 and {1000 * all_:.2g} ms with {most}"
+    torch.set_num_threads(threads := min(threads, most))
+    if not quiet:
+        print(f"{threads} of {most} threads: {reason}; OMP_NUM_THREADS=N sets another number, which rounds sums "
+              "differently", file=sys.stderr, flush=True)
     return threads
 
 

@@ -387,15 +387,24 @@ def test_files_end_between_parameters_and_are_as_full_as_possible(saved):
     assert [size_in_bytes(text) for text in ("5GB", "500 mb", "7kb", "12")] == [5 * 10**9, 5 * 10**8, 7000, 12]
 
 
-def test_names_of_entries_from_any_version_of_transformers_and_training_entries_are_accepted(saved):
-    """Published files call it num_experts, Transformers 5 writes num_local_experts; the losses of the router and its
-    noise are not part of the logits."""
-    values = json.loads((saved("qwen3-moe")[1] / "config.json").read_text())
+HARMLESS = dict(output_router_logits=True, router_aux_loss_coef=0.5, use_cache=False, torch_dtype="bfloat16",
+                initializer_range=0.02, logit_scale=0, attention_multiplier=None, use_flag=False)
+IGNORED = dict(unsloth_fixed=True, unsloth_version="2025.1", my_note={"x": 1})
+
+
+@pytest.mark.parametrize("model", BY_DEFAULT)
+def test_entries_that_cannot_change_the_logits_are_ignored(saved, capsys, model):
+    """Unsloth and others add some; and some writers repeat hidden_act as activation. Those that most files have are not
+    even named. Published files call num_experts what Transformers 5 calls num_local_experts."""
+    values = json.loads((saved(model)[1] / "config.json").read_text())
     config = read_config(values, "config.json")
-    experts = values.pop("num_local_experts", None) or values["num_experts"]
-    published = values | dict(num_experts=experts, output_router_logits=True, router_aux_loss_coef=0.5)
-    assert read_config(published, "config.json") == config
-    assert "num_experts" in write_config(config, "float32"), "older versions know only this name"
+    if model == "qwen3-moe":
+        values |= dict(num_experts=values.pop("num_local_experts", None) or values["num_experts"])
+        assert "num_experts" in write_config(config, "float32"), "older versions know only this name"
+    activation = values.get("hidden_act") or values["activation_function"]
+    extras = HARMLESS | IGNORED | dict(activation=activation)
+    assert read_config(values | extras, "config.json") == config
+    assert capsys.readouterr().out == f"config.json: ignored {', '.join(IGNORED)}, which should not change the logits\n"
 
 
 def test_a_dense_model_gets_no_experts_from_a_preset():

@@ -219,8 +219,6 @@ TABLE = [Bad(flags, says, processes=(n,)) for n, flags, *says in [
     (1, "--seq-length", "--seq-length: expected one argument", "--help lists every flag")]]
 
 TABLE += [Bad(flags, says, command="nanodomino.generate") for flags, *says in [
-    ("--load run --tp 3", "--tp 3 needs 3 processes, but there are {n}", "start torchrun --nproc_per_node 3"),
-    ("--load run --tp -1", "--tp must be at least 1, but is -1", "leave it out"),
     ("--load run --temperature -1", "--temperature must be at least 0 and at most 3.40282e+38, but is -1.0"),
     ("--load run --max-tokens -1", "--max-tokens must be at least 0 and at most 2147483647, but is -1"),
     ("--load run --num-samples 0", "--num-samples must be at least 1 and at most", "but is 0"),
@@ -647,7 +645,7 @@ def test_a_rank_whose_error_is_probably_an_echo_waits_before_it_prints(monkeypat
 PROCESS_TABLE = [
     Bad("--slices 5 --micro-batch-size 4", ["slices 5 must be at most micro-batch-size 4", "try --slices 4"]),
     Bad("--run-dir data/meta.json", ["--run-dir data/meta.json is a file", "choose another name"]),     # rank 0 alone
-    Bad("--load run --tp 3", ["--tp 3 needs 3 processes, but there are {n}"], command="nanodomino.generate"),
+    Bad("--load run --draft --temperature 0", ["--draft needs a depth", "leave out"], command="nanodomino.generate"),
     Bad(f"--load {STEP}", ["after the end of rank-00000.bin", ANOTHER],
         forge(write(SHARD, b"x" * 100)), "with a shorter file"),
     Bad(f"--load {STEP} --num-layers 3 --tp {{n}}", ["holds 2 layers, but its manifest says num_layers 3", ANOTHER],
