@@ -1,9 +1,8 @@
 """Reads the entries of a config.json, and refuses every entry that might change the logits in an unknown way.
 
 A model that differs a little from the original would load and train without an error, but its losses would be worse. So
-each entry is one that a family reads, or is off (null, false, 0, empty), or is judged by its name: MATTERS lists what
-can change the logits without a tensor of its own, and why. Import ignores any other entry and, unless it matches
-HARMLESS, names it. An unknown tensor is always refused.
+an entry that no family reads must be off (null, false, 0, empty), or is judged by its name: MATTERS lists what can
+change the logits without a tensor of its own. Import ignores other entries and, unless they match HARMLESS, names them.
 
 Most entries correspond to one setting with another name; families.py lists them. The functions below translate the
 others, such as the scaling of RoPE: read_x(ConfigReader) returns {setting: value}, and write_x(Config) returns
@@ -23,9 +22,8 @@ from nanodomino.layers.positions import HIGH_FREQUENCY, LOW_FREQUENCY, ORIGINAL_
 HARMLESS = re.compile(
     r"architectures|model_type|transformers.*|.*name_or_path|_commit_hash|(torch_)?dtype|use_cache|.*token_id|prefix|"
     r"tokenizer_class|initializer_range|pretraining_tp|.*dropout|.*pdrop|summary_\w+|task_specific_params|.*label.*|"
-    r"predict_special_tokens|n_special|return_dict.*|chunk_size_feed_forward|n_ctx|max_window_layers|is_llama_config|"
-    r"_?attn_implementation.*|do_sample|temperature|top_[kp]|typical_p|(max|min)_length|num_(beam|return).*|"
-    r".*_penalty|.*no_repeat_ngram_size|output_(attentions|hidden_states|scores|logits|past|router_logits)|"
+    r"predict_special_tokens|return_dict.*|chunk_size_feed_forward|n_ctx|max_window_layers|_?attn_implementation.*|"
+    r"do_sample|temperature|top_[kp]|max_length|output_(attentions|hidden_states|scores|logits|past|router_logits)|"
     r"router_(aux_loss_coef|jitter_noise)")
 # {part of an entry's name: what nanodomino does instead}; the first match counts
 MATTERS = {
@@ -149,20 +147,13 @@ def read_windows(reader: ConfigReader) -> dict:
     """Require that no layer has a sliding window, or only one that is as long as the longest sequence. Mistral has one
     unless it is null, Qwen only with use_sliding_window."""
     used = reader.get("use_sliding_window") if "use_sliding_window" in reader.defaults else True
-    types = reader.get("layer_types")
-    window, longest = reader.get("sliding_window"), reader.get("max_position_embeddings")
+    types, window, longest = map(reader.get, ("layer_types", "sliding_window", "max_position_embeddings"))
     full = isinstance(types, list | None) and all(type_ == "full_attention" for type_ in types or ())
     require(full and (not used or window is None or type(window) is int and window >= longest),
             f"{reader.source} has sliding_window {shown(window)}, max_position_embeddings {shown(longest)} and "
             f"layer_types {shown(types)}, but nanodomino's attention sees all previous tokens; import another model, "
             "or lower max_position_embeddings to the window")
     return {}
-
-
-def read_normalized_weights(reader: ConfigReader) -> dict:
-    """Read whether the weights of a token's experts add up to 1: softmax over the chosen logits instead of over all."""
-    reader.require_in("norm_topk_prob", True, False)
-    return dict(moe_router_pre_softmax=not reader.get("norm_topk_prob"))
 
 
 def require_divisible_width(config: Config) -> dict:

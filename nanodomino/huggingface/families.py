@@ -13,8 +13,8 @@ from nanodomino.config.config import Config
 from nanodomino.config.presets import PRESETS
 from nanodomino.config.setting import flag_name
 from nanodomino.errors import UserError, require
-from nanodomino.huggingface.config_rules import (ConfigReader, read_biases, read_normalized_weights, read_rope,
-                                                 read_windows, require_divisible_width, shown, write_rope)
+from nanodomino.huggingface.config_rules import (ConfigReader, read_biases, read_rope, read_windows,
+                                                 require_divisible_width, shown, write_rope)
 from nanodomino.huggingface.tensor_mapping import GPT2_MODULES, LLAMA_MODULES, MIXTRAL_MODULES, QWEN3_MOE_MODULES
 
 IMPORTED_SEQ_LENGTH = 1024     # default seq-length of an imported model; less if the model has fewer positions
@@ -41,10 +41,6 @@ class Family:
     read: tuple = ()            # functions of config_rules.py for the other entries
     write: tuple = ()           # their inverses
     aliases: dict = dataclasses.field(default_factory=dict)    # {name that some versions of Transformers write: entry}
-
-    @property
-    def has_experts(self) -> bool:
-        return any(setting == "num_experts" for setting, _ in self.sizes.values())
 
 
 GPT2 = Family(
@@ -104,12 +100,15 @@ MIXTRAL = dataclasses.replace(
     defaults=LLAMA.defaults | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
                                "num_local_experts": 8, "num_experts_per_tok": 2})
 QWEN3_MOE = dataclasses.replace(
-    QWEN3, architecture="Qwen3MoeForCausalLM", modules=QWEN3_MOE_MODULES, read=(*QWEN3.read, read_normalized_weights),
+    QWEN3, architecture="Qwen3MoeForCausalLM", modules=QWEN3_MOE_MODULES,
+    # whether the weights of a token's experts add up to 1: softmax over the chosen logits instead of over all
+    read=(*QWEN3.read, lambda reader: dict(moe_router_pre_softmax=not reader.get("norm_topk_prob"))),
     write=(*QWEN3.write, lambda config: dict(norm_topk_prob=not config.moe_router_pre_softmax)),
     sizes=LLAMA.sizes | {"moe_intermediate_size": ("moe_ffn_hidden_size", None), "num_experts": ("num_experts", None),
                          "num_experts_per_tok": ("moe_router_topk", None)},
     settings=QWEN3.settings | EXPERTS,
-    supported=QWEN3.supported | {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+    supported=QWEN3.supported | {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None),
+                                 "norm_topk_prob": (True, False)},
     information=MIXTRAL.information,
     defaults=QWEN3.defaults | {"num_key_value_heads": 4, "head_dim": None, "decoder_sparse_step": 1,
                                "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
@@ -121,8 +120,7 @@ FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "q
             "qwen3_moe": QWEN3_MOE}
 # {start of a model_type or architecture, without "_": why it can't be imported}
 REFUSED = {
-    "phi3": "its q, k and v, and its gate and up, are fused projections",
-    "olmoe": "its norms of q and k span all heads, while nanodomino's normalize each head",
+    "phi3": "q, k and v, and gate and up, are fused projections", "olmoe": "its norms of q and k span all heads",
     "olmo2": "its norms follow attention and MLP, and those of q and k span all heads",
     "olmo3": "its norms follow attention and MLP, and most layers have a sliding window",
     "smollm3": "every fourth layer has no rope",
@@ -214,7 +212,7 @@ def family_of(config: Config) -> Family:
     """Return the first family that fits the model. If none fits, the UserError says what the nearest family needs."""
     differences = {}
     for name, family in FAMILIES.items():
-        if family.has_experts != bool(config.num_experts):
+        if bool(config.num_experts) != any(setting == "num_experts" for setting, _ in family.sizes.values()):
             continue
         needed = settings_of_family(family, config)
         actual = {setting: getattr(config, setting) for setting in needed}

@@ -169,8 +169,7 @@ class MoE(Sublayer):
 
     def forward(self, x, masks_and_positions):
         """The definition, with blocking communication and plain autograd. Leaves the routing losses, which the caller
-        must add to the loss, in auxiliary_loss. Without autograd it computes none: with context parallelism they are
-        sums over ranks, and not all of these ranks generate text."""
+        must add to the loss, in auxiliary_loss. Generation needs none, and not all ranks of their sums take part."""
         router, w1, w2 = self.router, self.experts.dense_h_to_4h, self.experts.dense_4h_to_h
         h = copy_to_tensor_parallel(self.norm(x), self.mesh.tp_group)
         logits = router.logits(h)

@@ -20,15 +20,16 @@ SECONDS, LARGEST = 0.3, 2**26         # for all timings together; multiplication
 def choose_threads(config, device, record: dict | None = None, quiet=False) -> int | None:
     """Set and return torch's number of threads, or None on a GPU. OMP_NUM_THREADS decides if it is set, then `record`,
     the run's config.json. Otherwise it is 1 or all, whichever is faster. Says on stderr what was chosen and why."""
-    most, record, reason = torch.get_num_threads(), record or {}, "as before in this run"
+    most, reason = torch.get_num_threads(), "as before in this run"
     if device.type != "cpu" or most == 1 or os.environ.get("OMP_NUM_THREADS"):
         return most if device.type == "cpu" else None
-    threads = (record.get("cpu_threads") or 0) * (record.get("world_size") == config.world_size)
-    if threads <= 0:
+    if record and record.get("world_size") == config.world_size and (record.get("cpu_threads") or 0) > 0:
+        threads = min(record["cpu_threads"], most)
+    else:
         one, all_ = time_matmuls(config, (1, most))
         threads = 1 if one <= all_ else most
         reason = f"four matmuls of a layer take {1000 * one:.2g} ms with 1 and {1000 * all_:.2g} ms with {most}"
-    torch.set_num_threads(threads := min(threads, most))
+    torch.set_num_threads(threads)
     if not quiet:
         print(f"{threads} of {most} threads: {reason}; OMP_NUM_THREADS=N sets another number, which rounds sums "
               "differently", file=sys.stderr, flush=True)
