@@ -57,8 +57,9 @@ def generate_rank(config, weights):
             for temperature, sample in ((0.0, 0), (1.0, 0), (1.0, 1))]
 
 
-def test_generation_never_uses_cudnns_attention(pool):
-    """cuDNN would plan its work anew for each token, because each token has another number of keys."""
+def test_generation_never_uses_cudnns_attention_and_a_single_process_sends_no_logits(pool):
+    """cuDNN would plan its work anew for each token, because each token has another number of keys. gloo sends from a
+    thread of its own, so each token would wait for a second thread."""
     assert pool.run(cudnn_during_generation, world_size=1) == [(True, {False}, True)]
 
 
@@ -67,7 +68,8 @@ def cudnn_during_generation():
     config, allowed = tiny(1), torch.backends.cuda.cudnn_sdp_enabled
     mesh, model, _, _ = build(config)
     before, during = allowed(), []
-    generate(model, mesh, [1, 2], 3, 20, show=lambda token: during.append(allowed()) or True)
+    with mock.patch("torch.distributed.all_gather", side_effect=AssertionError("a message to oneself")):
+        generate(model, mesh, [1, 2], 3, 20, show=lambda token: during.append(allowed()) or True)
     return before, set(during), allowed()
 
 
@@ -179,17 +181,6 @@ def test_each_token_is_shown_on_every_rank_until_show_says_stop(pool):
     config = tiny(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
     for shown, whole, stopped in pool.run(show_rank, config, weights, world_size=4):
         assert whole[:7] == stopped == [1, 2, *shown] and len(whole) == 14
-
-
-def alone_rank(config):
-    mesh, model, _, _ = build(config)
-    with mock.patch("torch.distributed.all_gather", side_effect=AssertionError("a message to oneself")):
-        return generate(model, mesh, [1], 3, 20)
-
-
-def test_a_single_process_sends_no_logits(pool):
-    """gloo sends from a thread of its own, so each token would wait for a second thread."""
-    assert len(pool.run(alone_rank, tiny(1), world_size=1)[0]) == 4
 
 
 # ---- the characters

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -39,10 +38,7 @@ CONFIGS = [      # (model, changes of config.json, error)
     ("gpt2", dict(reorder_and_upcast_attn=True), "has reorder_and_upcast_attn true, but"),
     ("gpt2", dict(add_cross_attention=True), "has add_cross_attention true, but"),
     ("gpt2", dict(n_layer=0), f"has n_layer 0{WHOLE}; correct it"),
-    ("gpt2", dict(n_head="4"), f'has n_head "4"{WHOLE}'),
-    ("gpt2", dict(n_head=5), "an impossible model: hidden-size 48 must be divisible by num-attention-heads 5; correct"),
     ("gpt2", dict(layer_norm_epsilon=-1.0), f"has layer_norm_epsilon -1.0, but it {POSITIVE} number"),
-    ("gpt2", dict(tie_word_embeddings="yes"), f'has tie_word_embeddings "yes", {ONLY} true or false'),
     ("gpt2", dict(tie_word_embeddings=False), "lacks lm_head.weight, which a GPT2LMHeadModel with this config.json"),
     ("gpt2", dict(architectures=["BertForMaskedLM"]), 'of type "BertForMaskedLM", but only GPT2LMHeadModel, Llama'),
     ("gpt2", dict(architectures=["GPT2LMHeadModel", "LlamaForCausalLM"]), "a model of type .*, but only GPT2LMHeadMo"),
@@ -59,12 +55,11 @@ CONFIGS = [      # (model, changes of config.json, error)
     ("llama", dict(use_parallel_residual=True), "has use_parallel_residual true, but nanodomino has only the layers"),
     ("llama", dict(hidden_act="gelu"), f'has hidden_act "gelu", {ONLY} "silu" or "swish"'),
     ("llama", dict(attention_bias=True), "has attention_bias true and mlp_bias false, but nanodomino has biases"),
-    ("llama", dict(mlp_bias=True), "has attention_bias false and mlp_bias true, but"),
+    ("llama", dict(num_hidden_layers=10**9), "with num-layers 1000000000, but the tensors in the weight fi"),
     ("llama", dict(num_key_value_heads=3), "model: num-attention-heads 4 must be divisible by num-query-groups 3"),
     ("llama", dict(partial_rotary_factor=0.5), "has partial_rotary_factor 0.5, but"),
     ("llama", dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.5)), "rotary_factor 0.5, "),
     ("llama", dict(rope_scaling=dict(type="yarn", factor=4.0)), f'rope of type "yarn", {ONLY} default, linear, '),
-    ("llama", dict(rope_scaling=dict(rope_type="dynamic", factor=4.0)), 'has rope of type "dynamic", but'),
     ("llama", dict(rope_scaling=dict(rope_type="linear")), f"has factor null, but it {POSITIVE} number"),
     ("llama", dict(rope_scaling=LLAMA3 | dict(low_freq_factor=2.0)), f"has low_freq_factor 2.0, {ONLY} 1"),
     ("llama", dict(rope_scaling=LLAMA3 | {ROPE: 4096}), f"scales rope from {ROPE} 4096, {ONLY} Llama 3's 8192"),
@@ -78,9 +73,7 @@ CONFIGS = [      # (model, changes of config.json, error)
     ("qwen2", dict(use_sliding_window=True, sliding_window=4), "has sliding_window 4, max_position_embeddings"),
     ("qwen2", dict(layer_types=["full_attention", "sliding_attention"]), "but nanodomino's attention sees all pre"),
     ("qwen3", dict(attention_bias=True), f"has attention_bias true, {ONLY} false"),
-    ("mixtral", dict(num_local_experts=3), r"holds model.layers.\d.block_sparse_moe.experts.3.w\d.weight, which a Mix"),
     ("mixtral", dict(num_local_experts=5), r"gate.weight in .* has shape \(4, 48\), but config.json implies \(5, 48\)"),
-    ("mixtral", dict(num_experts_per_tok=5), "model: moe-router-topk 5 must be at most num-experts 4; correct it"),
     ("qwen3-moe", dict(decoder_sparse_step=2), f"has decoder_sparse_step 2, {ONLY} 1; import another model"),
     ("qwen3-moe", dict(mlp_only_layers=[0]), rf"has mlp_only_layers \[0\], {ONLY} \[\] or null"),
     ("qwen3-moe", dict(shared_expert_intermediate_size=40), "has shared_.* 40, but nanodomino has only thi"),
@@ -125,17 +118,6 @@ TENSORS = [      # (change of the tensors, error)
 ]
 
 
-@pytest.mark.parametrize("model, size, message", [
-    ("gpt2", "n_layer", "with num-layers 1000000000, but the tensors in the weight files allow at most 40; import"),
-    ("llama", "num_hidden_layers", "with num-layers 1000000000, but the tensors in the weight files allow at most 30"),
-    ("gpt2", "n_embd", "with hidden-size 1000000000, but the tensors in the weight files allow at most 300")])
-def test_sizes_of_a_billion_are_refused_before_anything_of_this_size_is_made(folder, tmp_path, model, size, message):
-    changed, start = folder(model), time.perf_counter()
-    change_config(changed, **{size: 10**9})
-    assert_import_refused(changed, tmp_path, message)
-    assert time.perf_counter() - start < 5
-
-
 @pytest.mark.parametrize("number", range(len(TENSORS)))
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 def test_a_missing_unknown_or_wrong_tensor_is_named(folder, tmp_path, model, number):
@@ -167,7 +149,6 @@ def add_to_index(folder: Path, **entries):
 FILES = [        # (change of a folder with three files and an index, error)
     (lambda folder: (folder / "config.json").unlink(), "has no config.json; give the folder of a model"),
     (lambda folder: (folder / "config.json").write_text("{"), "config.json can't be read .*; download the folder"),
-    (lambda folder: (folder / "config.json").write_bytes(b"\xff"), "config.json can't be read"),
     (lambda folder: (folder / "config.json").write_text("[]"), "config.json must hold one JSON object"),
     (lambda folder: (folder / INDEX).unlink(), f"has neither model.safetensors nor {INDEX}; give a folder in"),
     (lambda folder: (folder / INDEX).write_text("{}"), "must have a weight_map from each tensor to a file in the same"),
@@ -176,7 +157,6 @@ FILES = [        # (change of a folder with three files and an index, error)
      "lists lm_head.weight in part-0.safetensors, but that file does not hold it"),
     (lambda folder: (folder / "part-1.safetensors").unlink(), "part-1.safetensors is missing; download the folder"),
     (lambda folder: os.truncate(folder / "part-1.safetensors", 5000), "part-1.safetensors is damaged or not a safeten"),
-    (lambda folder: (folder / "part-1.safetensors").write_bytes(b""), "part-1.safetensors is damaged"),
     (lambda folder: (folder / "part-1.safetensors").write_bytes(b"\xff" * 100), "part-1.safetensors is damaged"),
     (lambda folder: shutil.copy(folder / "part-1.safetensors", folder / "part-2.safetensors"),
      "is in both .*part-1.safetensors and .*part-2.safetensors"),
@@ -322,7 +302,6 @@ def test_output_is_complete_or_absent(saved, tmp_path, monkeypatch, module, name
 @pytest.mark.parametrize("choices, message", [
     (dict(normalization="RMSNorm"), "GPT2LMHeadModel needs normalization LayerNorm, not RMSNorm; export another model"),
     (dict(position_embedding_type="none"), "GPT2LMHeadModel needs position-embedding-type learned_absolute, not none"),
-    (dict(swiglu=True), "GPT2LMHeadModel needs swiglu False, not True"),
     (dict(disable_bias_linear=True), "GPT2LMHeadModel needs disable-bias-linear False, not True"),
     (dict(kv_channels=8), "GPT2LMHeadModel needs kv-channels 4, not 8"),
     (dict(model="nano-llama", rotary_percent=0.5), "LlamaForCausalLM needs rotary-percent 1.0, not 0.5"),
@@ -331,7 +310,6 @@ def test_output_is_complete_or_absent(saved, tmp_path, monkeypatch, module, name
     (dict(model="nano-moe", moe_shared_expert_intermediate_size=8),
      "nearest: MixtralForCausalLM needs moe-shared-expert-intermediate-size None, not 8"),
     (dict(model="nano-moe", moe_router_score_function="sigmoid"), "needs moe-router-score-function softmax, not sigmo"),
-    (dict(model="nano-moe", moe_layer_freq=2), "MixtralForCausalLM needs moe-layer-freq 1, not 2; export another"),
     (dict(model="nano-llama", hidden_size=18, kv_channels=8),
      "Llama's hidden-size 18 is divisible by its num-attention-heads 4")])
 def test_a_model_that_no_family_fits_is_not_exported(choices, message):
@@ -377,7 +355,6 @@ def test_the_export_of_a_live_run_takes_the_newest_checkpoint_if_its_own_is_dele
     ("import DIR", "--output"), ("export DIR", "arguments are required: DIR"), ("export DIR OUT --dtype int8", "int8"),
     ("import DIR --output X --dtype float16", "unrecognized arguments: --dtype float16; "),
     ("export DIR OUT --max-shard-size 5TB", "--max-shard-size must be a number of B, KB, MB or GB, but is 5TB"),
-    ("export DIR OUT --max-shard-size 0", "--max-shard-size must be"),
     ("export nowhere OUT", "there is no folder nowhere to load from"),
     (f"import {__file__} --output OUT", "test_refusals.py is a file, not a folder; give the folder around it"),
     ("import nowhere --output OUT", "there is no folder nowhere; give one with config.json")])
