@@ -27,7 +27,6 @@ import torch.distributed as dist
 
 from data.prepare import DEFAULT_CORPUS, prepare_default_corpus
 from nanodomino import pipeline
-from nanodomino.analysis.step_time import estimate, require_memory, with_two_slices
 from nanodomino.checkpoint.find_checkpoints import recorded_settings, with_checkpoint
 from nanodomino.checkpoint.load import restore
 from nanodomino.checkpoint.save import Saver
@@ -46,6 +45,7 @@ from nanodomino.model import GPT
 from nanodomino.run.agreement import check_agreement, from_rank_0
 from nanodomino.run.check_copies import drift_warning, make_compiler_deterministic
 from nanodomino.run.command_line import from_command_line
+from nanodomino.run.estimates import Estimate, estimated_seconds, require_memory, with_two_slices
 from nanodomino.run.kernels import choose_kernels
 from nanodomino.run.rank_failure import run_rank
 from nanodomino.run.report import Report, expected_quality
@@ -58,6 +58,7 @@ from nanodomino.schedules.placement_and_messages import Timetable
 from nanodomino.timeline.draw import draw_timeline
 from nanodomino.zero import StepResult, ZeroOptimizer
 
+PROGRAM = sys.modules[__name__]      # this file, for the dry run of a step before the run
 PROMPT_TOKENS = 32       # length of the prompt, taken from the validation text, for the sample at the end
 
 
@@ -182,8 +183,10 @@ def warm_up(stage: Domino, optimizer: ZeroOptimizer, config: Config, mesh: Mesh)
 
 
 def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], mesh: Mesh, run: Run,
-             watchdog: Watchdog) -> int:
+             watchdog: Watchdog, estimate: Estimate | None) -> int:
     """Build or load the model, train, validate, save, test and print a sample. Returns the exit code.
+
+    estimate: of the run's memory and time; None except on rank 0.
 
     With train_iters 0 it only validates and tests. A run that starts from --load --finetune validates before step 1.
     """
@@ -198,7 +201,7 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
     model = model_builder(config, mesh, initialize=not run.checkpoint)
     trace = (VerboseTrace if config.verbose else Trace)(mesh.device, recording=False)
     optimizer = ZeroOptimizer(model, config, mesh, trace)
-    stage = Domino(model, config.slices, config.columns, config.active_compile_backend, trace)
+    stage = Domino(model, config.slices, config.columns, config.compiler, trace)
     checkpoint, done = None, 0
     if run.checkpoint:
         checkpoint, done = with_checkpoint(run.source, partial(restore, model=model, optimizer=optimizer, mesh=mesh,
@@ -208,7 +211,7 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
     if run.weights_only:
         report.say(f"starting from the weights in {checkpoint}, without its optimizer state and step")
     if done < config.train_iters:
-        report.estimate(*estimate(config, mesh))
+        report.estimate(estimate, estimated_seconds(estimate, config, mesh))
     warm_up(stage, optimizer, config, mesh)
     step, traced = done, config.traced_steps
     if traced and traced[-1] <= done:
@@ -310,13 +313,15 @@ def main(arguments: list[str], launch: LaunchInfo) -> int:
     corpus = find_corpus(config, launch)
     config = dataclasses.replace(config.with_vocabulary(corpus.vocab_size).with_device(device),
                                  data_path=str(corpus.path.resolve()), data_sha256=corpus.sha256["train"])
-    config = with_two_slices(config, device, launch.local_world_size)
+    config = with_two_slices(PROGRAM, config, device, launch.local_world_size)
     datasets = dataset_builder(config, corpus, device)
     if config.sample_tokens:
         corpus.tokenizer()                                     # a failure should show now, not at the end
-    require_memory(config, device, launch.local_world_size)
     check_package(config)
-    run = open_run(config, launch) if launch.rank == 0 else None
+    run = estimate = None
+    if launch.rank == 0:
+        estimate = require_memory(PROGRAM, config, device, launch.local_world_size)
+        run = open_run(config, launch)
 
     choose_kernels(config)
     if config.compile and config.tp > 1:                       # each rank compiles by itself; all must compute alike
@@ -330,7 +335,7 @@ def main(arguments: list[str], launch: LaunchInfo) -> int:
     config = dataclasses.replace(config, cpu_threads=choose_threads(
         config, device, from_rank_0(recorded_settings(run.folder)), quiet=launch.rank > 0))
     with Watchdog(launch, mesh, config.timeout) as watchdog:
-        code = pretrain(config, corpus, datasets, mesh, run, watchdog)
+        code = pretrain(config, corpus, datasets, mesh, run, watchdog, estimate)
         dist.barrier()                                         # so that none disconnects while another communicates
     dist.destroy_process_group()
     return code

@@ -18,6 +18,7 @@ layers.
 
 from argparse import BooleanOptionalAction
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -66,10 +67,10 @@ def answer(flags, launch):
     rows = torch.zeros(config.micro_batch_size, config.seq_length + 1, dtype=torch.int64)
     batch = Batch.from_rows(rows, list(range(len(rows))), device=device)
 
-    backends = {"nanodomino": None, **({"nanodomino, compiled": config.compile_backend} if flags.compile else {})}
+    compilers = {"nanodomino": None, **({"nanodomino, compiled": partial(torch.compile, backend=config.compile_backend)} if flags.compile else {})}
     sides = {"autograd": AutogradSide(model, batch, config.slices),
-             **{name: DominoSide(Domino(model, config.slices, config.columns, backend), batch)
-                for name, backend in backends.items()}}
+             **{name: DominoSide(Domino(model, config.slices, config.columns, compiler), batch)
+                for name, compiler in compilers.items()}}
     alternatives = {(name, passes): repeated(getattr(side, passes)) for name, side in sides.items()
                     for passes in ("forward", "both")}
     return report(config, device, compare(alternatives, flags.repeats, device))

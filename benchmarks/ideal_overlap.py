@@ -68,7 +68,7 @@ class IdealStage:
                 if isinstance(module, Router):
                     module.choose = partial(balanced_choice, module, self.wire)
             ZeroOptimizer(self.models[chunks], config, self.mesh)      # gives each parameter its main_grad
-        return Domino(self.models[chunks], slices, columns, self.config.active_compile_backend,
+        return Domino(self.models[chunks], slices, columns, self.config.compiler,
                       **(dict(trace=trace) if trace else {}))
 
     def alternatives(self) -> dict:

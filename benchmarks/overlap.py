@@ -183,12 +183,12 @@ def prepare(config, mesh, batches):
     """
     model = GPT(config, mesh)
     ZeroOptimizer(model, config, mesh)                         # gives each parameter its main_grad
-    backend = config.active_compile_backend
-    megatron, domino = Domino(model, 1, 1, backend), Domino(model, config.slices, config.columns, backend)
+    compiler = config.compiler
+    megatron, domino = Domino(model, 1, 1, compiler), Domino(model, config.slices, config.columns, compiler)
     split_backward = split_backward_timetable(len(batches))
-    whole = Domino(model, config.slices, config.columns, backend)
+    whole = Domino(model, config.slices, config.columns, compiler)
     whole.ops.stream = ReplicatedResidual(mesh.tp_group)
-    compute = without_collectives(Domino(model, config.slices, config.columns, backend))
+    compute = without_collectives(Domino(model, config.slices, config.columns, compiler))
     plain = dtensor_model(config, mesh)
     steps = {"blocking": lambda: blocking_step(model, batches),
              "megatron": lambda: domino_step(megatron, batches),

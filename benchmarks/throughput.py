@@ -100,7 +100,7 @@ class OurTraining:
         self.config, self.mesh, self.tokens, self.losses = config, mesh, tokens, []
         self.model = train.model_builder(config, mesh)
         self.optimizer = ZeroOptimizer(self.model, config, mesh)
-        self.stage = Domino(self.model, config.slices, config.columns, config.active_compile_backend)
+        self.stage = Domino(self.model, config.slices, config.columns, config.compiler)
 
     def step(self):
         result = train.train_step(len(self.losses) + 1, self.stage, self.optimizer, self.tokens, self.config, self.mesh)

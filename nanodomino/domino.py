@@ -62,7 +62,6 @@ With tp = ep = cp = 1 nothing is ever in flight.
 
 from collections import deque
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 
@@ -148,10 +147,12 @@ class Domino:
     backward or weight_backward of one microbatch, or of two microbatches in turn. run_to_end() runs one by itself.
     """
 
-    def __init__(self, model, slices=1, columns=1, compile_backend=None, trace=NO_TRACE):
-        """Cut each microbatch into `slices` slices, and each matmul with a collective into `columns` (slice_ops.py)."""
+    def __init__(self, model, slices=1, columns=1, compiled=None, trace=NO_TRACE):
+        """Cut each microbatch into `slices` slices, and each matmul with a collective into `columns` (slice_ops.py).
+
+        compiled: a function such as torch.compile, which makes a function faster; None: run all functions as they are
+        """
         self.model, self.mesh, self.slices, self.trace = model, model.mesh, slices, trace
-        compiled = partial(torch.compile, backend=compile_backend) if compile_backend else None
         self.ops = SliceOps(residual_stream(model.config, self.mesh), columns, trace,
                             always_yields=self.mesh.tp > 1 or self.mesh.ep == self.mesh.cp == 1)
         fused = compiled or (lambda function: function)

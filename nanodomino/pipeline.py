@@ -43,6 +43,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from nanodomino.comm.device import kind_of
 from nanodomino.comm.trace import NO_TRACE
 from nanodomino.mesh import Mesh
 from nanodomino.schedules.actions import Action
@@ -58,7 +59,7 @@ class P2PCommunicator:
     def __init__(self, mesh: Mesh, table: Timetable, shape, dtype, trace=NO_TRACE):
         self.mesh, self.shape, self.dtype, self.trace = mesh, shape, dtype, trace
         self.placement, self.stage = table.placement, mesh.pp_rank
-        self.receives = [*receives_to_post(table, ACTIONS_AHEAD[mesh.device.type])[self.stage], []]
+        self.receives = [*receives_to_post(table, ACTIONS_AHEAD[kind_of(mesh.device)])[self.stage], []]
         self.outbox, self.inbox, self.sends_in_flight = [], {}, deque()
 
     def send_later(self, action: Action, output):

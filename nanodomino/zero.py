@@ -54,6 +54,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from nanodomino.comm.device import on_gpu
 from nanodomino.comm.scatter_and_gather import all_gather, reduce_scatter
 from nanodomino.comm.trace import NO_TRACE
 from nanodomino.optim.buckets import Bucket, sort_into_buckets
@@ -66,7 +67,7 @@ MAX_REDUCES_IN_FLIGHT = 2        # in ZeRO-2, where each reduce in flight keeps 
 def sum_of_squares(flat):
     """Return the sum of squares of a flat tensor in float64. Blocks are first summed in the tensor's own type, which is
     several times as fast. A GPU sums each block as a tree, so its blocks may be large, which saves launches."""
-    return torch.stack(torch._foreach_norm(flat.split(1 << (24 if flat.is_cuda else 18)))).double().square().sum()
+    return torch.stack(torch._foreach_norm(flat.split(1 << (24 if on_gpu(flat) else 18)))).double().square().sum()
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "nanodomino"
 ORDER = [
     "minimal", "errors", "files", "comm", "mesh", "optim", "parallel", "layers", "schedules", "overlap", "corpus",
     "data", "model", "domino", "pipeline", "zero", "config", "checkpoint", "huggingface", "plot", "timeline",
-    "analysis", "run", "generate", "scripts"]
+    "analysis", "dry_run", "run", "generate", "scripts"]
 
 
 def place_of(module: str) -> int:

@@ -1,10 +1,5 @@
-"""Predicts the memory, communication and time of a training step from the sizes alone, without running it.
+"""What can be said of a training step without running it; dry_run/ says the rest.
 
-    sizes.py              the quantities that the formulas use
-    sublayer_memory.py    what a tape keeps of attention, an MLP, experts
-    context_parallel.py   what attention needs in addition if ranks share samples
-    expected_memory.py    bytes of memory
-    expected_traffic.py   collectives and bytes sent
-    step_time.py          seconds, from a few rates such as FLOP/s
-    hardware.py           peak FLOP/s of known GPUs
+Read formulas.py (what a student should know by heart: parameters, FLOPs, bytes), machine.py (a machine as a few rates,
+from a data sheet or measured), hardware.py (data sheets of GPUs).
 """

@@ -1,8 +1,9 @@
-"""Looks up the peak FLOP/s of GPUs, for MFU, and reads the peak memory that a process has used."""
+"""Looks up figures from GPUs' data sheets, and reads the peak memory that a process has used."""
 
 import re
 import resource
 import sys
+from dataclasses import dataclass
 
 import torch
 
@@ -13,6 +14,25 @@ PEAK_FLOPS = {"A10": 125e12, "A30": 165e12, "A40": 150e12, "A100": 312e12, "A800
 
 # In fp8 the dense peak of Ada, Hopper and Blackwell is twice the 16-bit peak; an RTX 4090's if it adds up in fp32.
 FP8_SPEEDUP, WITHOUT_FP8 = 2.0, {"A10", "A30", "A40", "A100", "A800", "RTX 3090"}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Figures from a GPU's data sheet."""
+    memory: float                # bytes
+    memory_rate: float           # bytes/s
+    link: str                    # the link to the other GPUs of the host: NVLink or PCIe
+    link_rate: float             # bytes/s over it, each way
+    host_rate: float             # bytes/s to the host over PCIe, each way
+
+
+# GPUs with bfloat16. NVLink each way is half of the data sheet's figure; PCIe x16 is 32 GB/s each way in generation 4,
+# 64 GB/s in generation 5.
+GPUS = {"A100": Gpu(80e9, 2.039e12, "NVLink", 300e9, 32e9),
+        "H100": Gpu(80e9, 3.35e12, "NVLink", 450e9, 64e9), "H100 PCIe": Gpu(80e9, 2.0e12, "PCIe", 64e9, 64e9),
+        "H200": Gpu(141e9, 4.8e12, "NVLink", 450e9, 64e9), "B200": Gpu(180e9, 8e12, "NVLink", 900e9, 64e9),
+        "A10": Gpu(24e9, 0.6e12, "PCIe", 32e9, 32e9), "L40S": Gpu(48e9, 0.864e12, "PCIe", 32e9, 32e9),
+        "RTX 4090": Gpu(24e9, 1.008e12, "PCIe", 32e9, 32e9)}
 
 
 def find_peak_flops(config, device) -> float | None:

@@ -24,6 +24,8 @@ import threading
 import torch
 import torch.distributed as dist
 
+from nanodomino.comm.device import on_gpu
+
 # torch 2.13 renamed both functions and warns about the old names; older versions have only the old names
 native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -38,7 +40,7 @@ def reduce_scatter(whole, group):
     rows. Their order is always the same, so the sum has the same bits in every run. Ignore the other parts of `whole`.
     """
     parts, rank = whole.chunk(group.size()), group.rank()
-    if whole.is_cuda:
+    if on_gpu(whole):
         return native_reduce_scatter(parts[rank], whole, group=group, async_op=True), None
     received = torch.empty_like(whole).view(group.size(), -1)
     received[rank] = parts[rank]
@@ -50,7 +52,7 @@ def all_gather(whole, own, group):
 
     own: this rank's part, which may lie in `whole` or elsewhere. NCCL copies it there itself.
     """
-    if whole.is_cuda:
+    if on_gpu(whole):
         return native_all_gather(whole, own, group=group, async_op=True)
     parts, rank = whole.chunk(group.size()), group.rank()
     if not own.is_set_to(parts[rank]):
@@ -63,7 +65,7 @@ def all_to_all(received, sent, output_splits: list[int], input_splits: list[int]
 
     output_splits, input_splits: the number of rows from and to each rank. Returns the work to wait for.
     """
-    if sent.is_cuda:
+    if on_gpu(sent):
         return dist.all_to_all_single(received, sent, output_splits, input_splits, group=group, async_op=True)
     sends, receives, rank = sent.split(input_splits), received.split(output_splits), group.rank()
     receives[rank].copy_(sends[rank])

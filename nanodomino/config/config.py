@@ -339,9 +339,9 @@ class Config:
         return DTYPES[self.dtype]
 
     @property
-    def active_compile_backend(self) -> str | None:
-        """The backend for torch.compile, or None if compilation is off."""
-        return self.compile_backend if self.compile else None
+    def compiler(self):
+        """torch.compile with its backend, or None if compilation is off."""
+        return partial(torch.compile, backend=self.compile_backend) if self.compile else None
 
     @property
     def offloads_to_host(self) -> bool:

@@ -25,6 +25,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from nanodomino.comm.device import on_gpu
 from nanodomino.layers.autograd_segment import run_segment
 from nanodomino.layers.dropout_and_positions import drop
 from nanodomino.layers.main_grad import add_gradients
@@ -155,7 +156,7 @@ def fused_arguments(q, k, v, bias) -> dict:
     inputs, and flash attention takes no bias. In other cases torch would silently use a kernel that stores all scores,
     so k and v are repeated here first.
     """
-    if q.is_cuda and (bias is not None or q.element_size() > 2):
+    if on_gpu(q) and (bias is not None or q.element_size() > 2):
         k, v = repeat_kv(q, k, v)
     return dict(query=q, key=k, value=v, attn_mask=bias, is_causal=bias is None and q.size(2) == k.size(2),
                 enable_gqa=k.size(1) < q.size(1))

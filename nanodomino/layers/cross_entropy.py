@@ -28,6 +28,7 @@ VocabParallelCrossEntropy, which the plain model uses, copies the logits.) Sums 
 import torch
 import torch.distributed as dist
 
+from nanodomino.comm.device import kind_of
 from nanodomino.layers.main_grad import wide_dtype
 
 CHUNK_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}    # size of a temporary: fits a CPU's caches, or keeps a GPU busy
@@ -37,7 +38,7 @@ def in_chunks(function):
     """Return a version of function(logits [rows, n], *others [rows]) that processes a few rows at a time and joins the
     results [rows]."""
     def chunked(logits, *others):
-        rows = max(1, CHUNK_BYTES[logits.device.type] // (4 * logits.size(-1)))
+        rows = max(1, CHUNK_BYTES[kind_of(logits.device)] // (4 * logits.size(-1)))
         results = [function(*chunk) for chunk in zip(*(tensor.split(rows) for tensor in (logits, *others)))]
         return [torch.cat(chunks) for chunks in zip(*results)]
     return chunked

@@ -94,6 +94,7 @@ class MasksAndPositions:
 def seeded_generator(device, *key) -> torch.Generator:
     """Return a generator seeded only by `key`, so that every rank, layout and run draws the same numbers."""
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
+    device = "cpu" if torch.device(device).type == "meta" else device
     return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
 
 

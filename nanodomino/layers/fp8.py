@@ -58,6 +58,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from nanodomino.comm.device import on_gpu
 from nanodomino.layers.main_grad import main_grad_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -187,7 +188,7 @@ class Fp8Weight:
         grad_output = self.recipe.convert_transposed(grad_output, self.recipe.gradient)
         x, main_grad = self.recipe.convert_transposed(x, self.recipe.activation), main_grad_of(self.weight)
         # with rowwise scales, CUDA's matmul returns only bfloat16
-        dtype = self.recipe.dtype if self.recipe.rowwise and main_grad.is_cuda else main_grad.dtype
+        dtype = self.recipe.dtype if self.recipe.rowwise and on_gpu(main_grad) else main_grad.dtype
         main_grad.add_(scaled_matmul(grad_output, x, dtype))
 
 

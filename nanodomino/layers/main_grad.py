@@ -7,6 +7,8 @@ smaller than the sum so far would be rounded away. So the sum is kept in fp32. W
 
 import torch
 
+from nanodomino.comm.device import on_gpu
+
 
 def main_grad_of(weight):
     """Return the tensor that accumulates this weight's gradient. With ZeRO-2 it is allocated here, at its first use."""
@@ -44,7 +46,7 @@ def add_weight_gradient(main_grad, grad_output, activation, ends=None):
         main_grad.add_(grad_output.sum(dim=0, dtype=main_grad.dtype))
     elif main_grad.dtype == grad_output.dtype:
         main_grad.addmm_(grad_output.t(), activation.flatten(0, 1))
-    elif main_grad.is_cuda and ADDS_TO_FP32:
+    elif on_gpu(main_grad) and ADDS_TO_FP32:
         torch.addmm(main_grad, grad_output.t(), activation.flatten(0, 1), out_dtype=main_grad.dtype, out=main_grad)
     elif grad_output.dtype == torch.float16:               # fp32, because a sum over tokens may overflow fp16
         main_grad.addmm_(grad_output.t().to(main_grad.dtype), activation.flatten(0, 1).to(main_grad.dtype))

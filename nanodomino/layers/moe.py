@@ -43,6 +43,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanodomino.comm.device import capability_of, on_gpu
 from nanodomino.comm.scatter_and_gather import all_to_all
 from nanodomino.layers.activations import ACTIVATIONS
 from nanodomino.layers.dropout_and_positions import add_residual
@@ -83,7 +84,12 @@ def plan_dispatch(experts, tokens_per_expert, received_per_expert) -> Dispatch:
     ep, local = tokens_per_expert.shape
     permutation = experts.flatten().argsort(stable=True)
     offsets = received_per_expert.sum(0).cumsum(0, dtype=torch.int32)
-    numbers = torch.cat([tokens_per_expert.sum(1), received_per_expert.sum(1), offsets]).tolist()  # one wait for a GPU
+    if experts.is_meta:                      # without numbers, assume that all experts are chosen equally often
+        rows = experts.numel()
+        numbers = [*2 * [rows * (i + 1) // ep - rows * i // ep for i in range(ep)],
+                   *(rows * (i + 1) // local for i in range(local))]
+    else:                                    # the host waits for the GPU once
+        numbers = torch.cat([tokens_per_expert.sum(1), received_per_expert.sum(1), offsets]).tolist()
     input_splits, output_splits, ends = numbers[:ep], numbers[ep:2 * ep], numbers[2 * ep:]
     expert = torch.arange(local, device=permutation.device).repeat(ep)
     by_expert = expert.repeat_interleave(received_per_expert.flatten(), output_size=ends[-1]).argsort(stable=True)
@@ -108,8 +114,8 @@ def grouped_linear(x, weights, dispatch: Dispatch):
 def has_grouped_kernel(x, weights) -> bool:
     """Return whether torch multiplies all groups of rows in one kernel: on GPUs from Ampere on, in bfloat16, if rows of
     x and of the weights are aligned to 16 bytes."""
-    return (x.is_cuda and x.dtype == torch.bfloat16 and len(x) > 0 and x.size(-1) % 8 == weights.size(1) % 8 == 0
-            and torch.cuda.get_device_capability(x.device) >= (8, 0))
+    return (on_gpu(x) and x.dtype == torch.bfloat16 and len(x) > 0 and x.size(-1) % 8 == weights.size(1) % 8 == 0
+            and capability_of(x.device) >= (8, 0))
 
 
 class ExchangeRows(torch.autograd.Function):

@@ -47,6 +47,8 @@ from functools import lru_cache
 
 import torch
 
+from nanodomino.comm.device import kind_of
+
 # Constants of Llama 3.1's scaling; published models differ only in the factor
 ORIGINAL_LENGTH, LOW_FREQUENCY, HIGH_FREQUENCY = 8192, 1.0, 4.0
 POSITION_EMBEDDING_TYPES = ("learned_absolute", "rope", "none")
@@ -153,4 +155,4 @@ def own_places(whole, mesh, dim=1) -> torch.Tensor:
 def to_device(x, device: torch.device):
     """Return a tensor of the host's memory on `device`. A GPU copies it from pinned memory, so the host does not wait.
     """
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
+    return x.pin_memory().to(device, non_blocking=True) if kind_of(device) == "cuda" else x

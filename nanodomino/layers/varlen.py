@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from nanodomino.comm.device import has_flash_attention
 from nanodomino.layers.positions import attention_bias, first_of_document, to_device
 
 
@@ -37,8 +38,7 @@ def fits_varlen(config) -> bool:
 
 def uses_varlen(config, device: torch.device) -> bool:
     """Return whether attention within documents uses varlen_attn on this device."""
-    return (fits_varlen(config) and device.type == "cuda" and torch.backends.cuda.is_flash_attention_available()
-            and torch.cuda.get_device_capability(device) >= (8, 0))
+    return fits_varlen(config) and has_flash_attention(device)
 
 
 def document_inputs(config, documents, device: torch.device) -> dict:

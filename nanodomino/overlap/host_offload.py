@@ -21,6 +21,8 @@ from dataclasses import dataclass
 
 import torch
 
+from nanodomino.comm.device import streams_of
+
 
 @dataclass
 class Offloaded:
@@ -34,8 +36,8 @@ class HostMemory:
     """Moves activations between a GPU and pinned host memory. At most max_leaving copies to the host are in flight."""
 
     def __init__(self, device, max_leaving: int):
-        self.device, self.max_leaving = device, max_leaving
-        self.out_stream, self.back_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.device, self.max_leaving, self.streams = device, max_leaving, streams_of(device)
+        self.out_stream, self.back_stream = self.streams.Stream(device), self.streams.Stream(device)
         self.leaving = deque()                     # (Offloaded, event after its copy)
         self.free = {}                             # (shape, dtype) -> [unused pinned buffer]
 
@@ -44,13 +46,13 @@ class HostMemory:
         free = self.free.setdefault((x.shape, x.dtype), [])
         offloaded = Offloaded(free.pop() if free else torch.empty(x.shape, dtype=x.dtype, pin_memory=True), x)
         # The GPU may still compute x. And the buffer's last copy back is done, because take() made this stream wait.
-        self.out_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.out_stream):
+        self.out_stream.wait_stream(self.streams.current_stream())
+        with self.streams.stream(self.out_stream):
             offloaded.host.copy_(x, non_blocking=True)
         self.leaving.append((offloaded, self.out_stream.record_event()))
         if len(self.leaving) > self.max_leaving:
             gone, copied = self.leaving.popleft()
-            torch.cuda.current_stream().wait_event(copied)
+            self.streams.current_stream().wait_event(copied)
             gone.x = None
         return offloaded
 
@@ -58,8 +60,8 @@ class HostMemory:
         """Start to copy x back, unless it is still on the GPU."""
         if offloaded.x is None:
             offloaded.x = torch.empty(offloaded.host.shape, dtype=offloaded.host.dtype, device=self.device)
-            self.back_stream.wait_stream(torch.cuda.current_stream())        # its work may still use this memory
-            with torch.cuda.stream(self.back_stream):
+            self.back_stream.wait_stream(self.streams.current_stream())        # its work may still use this memory
+            with self.streams.stream(self.back_stream):
                 offloaded.x.copy_(offloaded.host, non_blocking=True)
             offloaded.fetched = self.back_stream.record_event()
 
@@ -67,6 +69,6 @@ class HostMemory:
         """Return x on the GPU. The current stream waits until x has been copied back."""
         self.fetch(offloaded)
         if offloaded.fetched:
-            torch.cuda.current_stream().wait_event(offloaded.fetched)
+            self.streams.current_stream().wait_event(offloaded.fetched)
             self.free[offloaded.host.shape, offloaded.host.dtype].append(offloaded.host)
         return offloaded.x

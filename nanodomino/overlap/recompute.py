@@ -40,6 +40,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from nanodomino.comm.device import kind_of
 from nanodomino.overlap.host_offload import HostMemory
 
 # The fields dropped at the end of a sublayer's forward: "h" is a field of TapeEntry, the others of its `inside`.
@@ -65,7 +66,7 @@ class TapePolicy:
         self.drops, self.residual_norm = GRANULARITIES[config.recompute_granularity], residual_norm
         self.recomputes = config.recompute_granularity != "none"
         self.keeps_masks = "h" not in self.drops               # the dropout masks of the residual stream
-        self.host = HostMemory(device, slices) if config.offloads_to_host and device.type == "cuda" else None
+        self.host = HostMemory(device, slices) if config.offloads_to_host and kind_of(device) == "cuda" else None
 
     def keep(self, entry: TapeEntry) -> TapeEntry:
         """Drop what backward will recompute, and start to move x to the host if it is to be kept there."""

@@ -8,7 +8,7 @@
 
 MFU is model FLOPs utilization (PaLM, appendix B): tokens per second x FLOPs per token / peak FLOP/s of all devices. A
 token takes 6 N + 12 L h s FLOPs, with N active parameters, L layers, hidden size h and sequence length s
-(flops_per_token in analysis/sizes.py).
+(flops_per_token in analysis/formulas.py).
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from nanodomino.analysis.formulas import active_parameter_count, flops_per_token, parameter_count
 from nanodomino.analysis.hardware import find_peak_flops, peak_memory
-from nanodomino.analysis.sizes import active_parameter_count, flops_per_token, parameter_count
 from nanodomino.checkpoint.find_checkpoints import recorded_settings
 from nanodomino.config.config import Config
 from nanodomino.config.setting import names_affecting
@@ -108,24 +108,27 @@ class Report:
             print(f"resuming after step {first_step} of {config.train_iters}"
                   + "".join(f"; {change}" for change in self.changes), flush=True)
 
-    def estimate(self, seconds: float, size: int):
+    def estimate(self, estimate, seconds: float | None):
         """Say how many epochs the run trains and how long that takes, warn of many epochs, and announce slow steps.
 
-        seconds: time of a step; size: bytes of memory on the fullest rank; both estimated.
+        estimate: the Estimate of the run, on rank 0; seconds: estimated time of a step; None: there is no estimate.
         """
+        if not self.enabled:
+            return
         steps, windows = self.config.train_iters, max(self.corpus.tokens["train"] - 1, 1) // self.config.seq_length
         epochs = steps * self.config.global_batch_size / max(windows, 1)
         left = steps - self.first_step
         self.say(f"{counted(steps, 'step')} = {epochs:{'.0f' if epochs >= 10 else '.2g'}} epochs of this text, "
                  + (f"{counted(left, 'step')} to go, " if self.first_step else "")
-                 + f"about {duration(left * seconds)}")
+                 + (f"no estimate of memory and time ({estimate.failure})" if seconds is None else
+                    f"about {duration(left * seconds)}"))
         if epochs > FEW_EPOCHS:
             enough = max(FEW_EPOCHS * windows // self.config.global_batch_size, 1)
             self.say(f"warning: after about {FEW_EPOCHS} epochs a model gains little from the same text and begins to "
                      f"memorize it; try --train-iters {enough}, a smaller --global-batch-size or more text")
-        if seconds > SLOW_STEP:
-            self.say(f"a step will take about {seconds:.0f} s, and the fullest rank will need about {size / 1e9:.1f} "
-                     "GB of memory (estimates, good to a factor of two)")
+        if seconds is not None and seconds > SLOW_STEP:
+            self.say(f"a step will take about {seconds:.0f} s (estimate, good to a factor of two), and the fullest rank "
+                     f"will need {estimate.bytes / 1e9:.1f} GB of memory")
 
     def say(self, line: str):
         """Print a line above the bar."""

@@ -5,6 +5,7 @@ make the start of a deep model take minutes. The tests count what torch.compile 
 """
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def graphs(layers, micro_batch_size=4, one_differs=False, **changes):
     data, found = random_data(config, 2), []
     with fake_world(0, 2):
         mesh, model, optimizer, _ = build(config)
-        stage = Domino(model, config.slices, config.columns, compile_backend="eager")
+        stage = Domino(model, config.slices, config.columns, compiled=partial(torch.compile, backend="eager"))
         if one_differs:
             step = stage.sublayers[model.chunks[0]][1]
             weight, bias = step.norm_weights

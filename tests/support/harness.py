@@ -187,7 +187,7 @@ def build(config: Config, weights=None, trace=NO_TRACE):
             if weights is not None:
                 weight.copy_(local_shard(weights[name], weight))
     optimizer = ZeroOptimizer(model, config, mesh, trace)
-    return mesh, model, optimizer, Domino(model, config.slices, config.columns, config.active_compile_backend, trace)
+    return mesh, model, optimizer, Domino(model, config.slices, config.columns, config.compiler, trace)
 
 
 def train_rank(config: Config, weights, data: FixedData, steps: int) -> Outcome:

@@ -1,0 +1,175 @@
+"""A machine as a few rates, from a data sheet or measured, and the seconds that operations and collectives take on it.
+
+    operation     takes the longer of FLOPs / rate and bytes / rate
+    collective    latency + bytes sent / the rate of the slowest link between its ranks
+
+**Matmuls.** A GPU computes the result [m, n] in tiles, one tile on a multiprocessor at a time. So a matmul takes whole
+waves of as many tiles as the GPU has multiprocessors, and the last wave may be nearly empty. A tile adds up k numbers,
+after a start that takes as long as 160 more. Small tiles load each number more often for the same FLOPs, so they reach
+less of the peak. If there are few tiles, kernels also cut k and add up the parts. The fastest choice counts.
+
+TILES, START, KERNEL, ATTENTION and LARGE_MATMUL are assumptions, not measurements. They resemble what cuBLAS and cuDNN are reported
+to reach on an H100.
+"""
+
+import math
+import os
+import statistics
+import time
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from nanodomino.analysis.formulas import bytes_sent
+from nanodomino.config.config import Config
+from nanodomino.mesh import Mesh
+
+# (rows, columns, FLOP/s relative to the largest tile)
+TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.89), (64, 256, 0.83), (128, 64, 0.64), (64, 128, 0.64))
+START = 160                      # the numbers that could be added up until a tile's pipeline is full
+KERNEL = 2e-6                    # seconds between the start of a GPU's kernel and its first full use of the GPU
+# The share of the 16-bit peak that fused attention reaches: (forward, backward) by head size.
+ATTENTION = {64: (0.40, 0.32), 128: (0.61, 0.47)}
+LARGE_MATMUL = 0.7               # the share of the 16-bit peak that a large matmul reaches
+FP8_SPEEDUP = 2.0                # of matmuls, compared with 16 bits
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The rates that one process reaches."""
+    matmul_rate: float           # FLOP/s of a large matmul in 16 bits
+    intra_host_rate: float       # bytes/s sent to processes on the same host
+    inter_host_rate: float       # bytes/s sent to other hosts
+    latency: float               # seconds that each collective takes in addition to sending its bytes
+    ranks_per_host: int
+    memory_rate: float           # bytes/s of reads and writes; infinite if matmul_rate includes element-wise work
+    host_copy_rate: float = math.inf         # bytes/s between a GPU and its host
+    overlap_slowdown: float = 0.0            # share of the GPU that a collective in flight takes from compute
+    peak: float = 0.0                        # FLOP/s of a GPU's data sheet in 16 bits; 0: not a GPU
+    multiprocessors: int = 0                 # of a GPU; 0: matmuls of all shapes reach matmul_rate
+
+    def operation_seconds(self, operation) -> float:
+        """Return the seconds of a dry_run.accounts.Operation."""
+        start = KERNEL if self.multiprocessors else 0.0
+        moving = operation.bytes / self.memory_rate
+        if operation.kind == "matmul":
+            rate = self.matmul_rate * (FP8_SPEEDUP if operation.element_size == 1 and self.multiprocessors else 1.0)
+            computing = (matmul_seconds(*operation.shape, rate, self.multiprocessors, self.memory_rate)
+                         if self.multiprocessors else operation.flops / rate)
+        elif operation.kind == "memory" or not self.peak:
+            computing = operation.flops / self.matmul_rate
+        else:
+            shares = ATTENTION[128 if operation.shape[0] >= 128 else 64]
+            computing = operation.flops / (self.peak * shares[operation.kind == "attention backward"])
+        return max(computing, moving) + start
+
+    def collective_seconds(self, kind: str, bytes_: float, ranks: tuple) -> float:
+        """Return the seconds of a collective. If its ranks are on several hosts, it runs at the rate between hosts,
+        because a ring is as slow as its slowest link."""
+        if len(ranks) == 1:
+            return 0.0
+        near = len({rank // self.ranks_per_host for rank in ranks}) == 1
+        sent = bytes_sent(kind, bytes_, len(ranks))
+        return self.latency + sent / (self.intra_host_rate if near else self.inter_host_rate)
+
+
+@lru_cache(maxsize=65536)
+def matmul_seconds(count, rows, columns, summed, rate, multiprocessors, memory_rate) -> float:
+    """Return the seconds of `count` matmuls [rows, summed] x [summed, columns]; see above. rate: FLOP/s of the largest
+    tile."""
+    best = math.inf
+    for tile_rows, tile_columns, efficiency in TILES:
+        tiles = count * math.ceil(rows / tile_rows) * math.ceil(columns / tile_columns)
+        for parts in (1, 2, 3, 4):
+            waves = math.ceil(tiles * parts / multiprocessors)
+            flops = 2 * tile_rows * tile_columns * (math.ceil(summed / parts) + START)
+            adding = (parts > 1) * (KERNEL + 2 * parts * count * rows * columns * 4 / memory_rate)
+            best = min(best, waves * flops * multiprocessors / (rate * efficiency) + adding)
+    return best
+
+
+# ---- this machine
+
+def measure_machine(config: Config, mesh: Mesh) -> Machine:
+    """Briefly measure the rates that each process reaches while all of them are busy. Every rank must call it.
+
+    On a CPU, a rate of forward and backward of an MLP with this rank's part of the features includes element-wise work.
+    On a GPU, kernels of a few microseconds would measure their launches, and small tensors fit into its cache. So there
+    the tensors have 64 MB to 256 MB.
+    """
+    dtype, device, cuda = config.params_dtype, mesh.device, mesh.device.type == "cuda"
+    h, ffn = config.hidden_size, config.ffn_hidden_size // config.tp
+    rows = min(128, config.micro_batch_size * config.seq_length // config.cp)
+    if cuda:
+        rows = h = ffn = 8192 if dtype.itemsize == 2 else 4096
+    x, up, down = (torch.ones(shape, device=device, dtype=dtype, requires_grad=True)
+                   for shape in ((rows, h), (ffn, h), (h, ffn)))
+
+    def mlp():
+        y = x + F.gelu(F.layer_norm(x, (h,)) @ up.t(), approximate="tanh") @ down.t()
+        torch.autograd.grad(y.sum(), [x, up, down])
+
+    def matmul():
+        torch.mm(x.detach(), up.detach().t())
+
+    work, flops = (matmul, 2 * rows * h * ffn) if cuda else (mlp, 3 * 2 * 2 * rows * h * ffn)
+    matmul_rate = measure_rate(flops, work, device)
+    large = torch.zeros(2**26 if cuda else 2**22, device=device)
+    memory = network = measure_rate(2 * large.nbytes, lambda: large.mul_(1.0), device)
+    group = next((group for group in (mesh.tp_group, mesh.dp_group, mesh.pp_group) if group.size() > 1), None)
+    if group is not None:
+        sent = large[:2**24] if cuda else torch.zeros(rows, h, dtype=dtype)
+        network = measure_rate(bytes_sent("all_reduce", sent.nbytes, group.size()),
+                               lambda: dist.all_reduce(sent, group=group), device)
+    rates = dict(matmul_rate=matmul_rate, intra_host_rate=network, inter_host_rate=network, latency=0.0,
+                 ranks_per_host=config.world_size)
+    if not cuda:
+        return Machine(**rates, memory_rate=math.inf)
+    pinned = torch.empty(2**24, pin_memory=True)
+    host = measure_rate(pinned.nbytes, lambda: pinned.copy_(large[:2**24], non_blocking=True), device)
+    return Machine(**rates, memory_rate=memory, host_copy_rate=host, peak=matmul_rate / LARGE_MATMUL,
+                   multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def memory_of_process(device, local_world_size: int) -> int:
+    """Return the bytes of a process's GPU, or its part of the host's memory."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_world_size
+
+
+def measure_rate(amount: float, work, device, times=5) -> float:
+    """Return the rate of work() on the slowest rank while all ranks run it: the median of three measurements.
+
+    amount: what one call of work() does, for example its FLOPs or bytes. times: calls per measurement.
+    """
+    seconds = []
+    for _ in range(3):
+        synchronize_ranks(device)
+        start = time.perf_counter()
+        for _ in range(times):
+            work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(slowest(time.perf_counter() - start))
+    return amount * times / statistics.median(seconds)
+
+
+def synchronize_ranks(device):
+    """Wait for the GPU, then for all ranks."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def slowest(seconds: float) -> float:
+    """Return the largest value that any rank passes."""
+    if not dist.is_initialized():
+        return seconds
+    value = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return value.item()

@@ -1,0 +1,156 @@
+"""Runs a training step of one rank without data, memory or other ranks: train.py's own code, on the meta device.
+
+    process groups    torch's "fake" backend, in which every collective is done at once
+    device            meta tensors that stand for a CPU or a GPU (comm/device.py)
+    data              samples of one document each
+    experts           chosen equally often (layers/moe.py)
+
+A process can be in only one world. So a dry run must come before the run's own process group, or after it.
+"""
+
+import itertools
+import statistics
+from collections import defaultdict
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from nanodomino.comm.device import StandIn, kind_of, standing_for
+from nanodomino.config.config import Config
+from nanodomino.data import Batch, EndOfText
+from nanodomino.domino import Domino
+from nanodomino.dry_run.accounts import Accounts, ActionEnd, FusedAttention, Streams
+from nanodomino.mesh import Mesh, make_mesh
+from nanodomino.schedules import simulation
+from nanodomino.zero import ZeroOptimizer
+
+META = torch.device("meta")
+GROUPS = ("tp", "cp", "dp", "pp", "embedding", "ep", "expert_dp")
+
+
+@dataclass(frozen=True, eq=False)
+class RankRun:
+    """What a rank does in a training step. `kinds` are the kinds of an action; see kinds_of()."""
+    state: dict[str, int]        # bytes of parameters, gradients and optimizer
+    activations: int             # peak bytes between two actions, besides the state: what the tapes keep
+    peak: int                    # peak bytes
+    host: int                    # peak bytes in pinned memory of the host
+    traffic: dict                # {(group, kind): (calls, bytes)}
+    events: list                 # for clock.Clock
+    ranks_of: dict[str, tuple]   # {group: its ranks}
+    layers: tuple[int, ...]      # of each chunk
+    alive: int                   # peak number of microbatches on the stage
+    row: tuple[tuple, ...]       # the kinds of each action, in order
+    kept: dict[tuple, float]     # {kinds: bytes that an action leaves alive, minus those that it frees}
+    peaks: dict[tuple, float]    # {kinds: peak bytes of an action, besides what was alive before}
+    first_peak: int              # peak bytes of all actions but the last, besides the state
+    last_peak: int               # peak bytes of the last action and what follows, besides the state
+
+
+def kinds_of(action) -> tuple:
+    """Return what the cost of an action depends on: the kind and the chunk of each half, for example
+    (("backward", 0), ("forward", 0)) of a pair."""
+    return tuple((half.kind, half.chunk) for half in action.halves)
+
+
+class NoTokens:
+    """Stands in for a TokenDataset."""
+
+    def __init__(self, config: Config):
+        self.end_of_text, self.seq_length, self.depths = (EndOfText.of(-1, config), config.seq_length,
+                                                          config.mtp_num_layers)
+
+    def batch(self, step, microbatch, dp_rank, dp, micro_batch_size, global_batch_size, shuffle=True) -> Batch:
+        device = "cpu" if kind_of(META) == "cuda" else "meta"  # a GPU's run counts documents in the host's memory
+        rows = torch.zeros(micro_batch_size, self.seq_length + 1, dtype=torch.int64, device=device)
+        return Batch.from_rows(rows, [*range(micro_batch_size)], None, self.end_of_text, META, self.depths)
+
+
+@contextmanager
+def world_of(rank: int, size: int):
+    """Join a world in which the other ranks do not exist."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore          # registers the backend "fake"
+    dist.init_process_group("cpu:fake,meta:fake", rank=rank, world_size=size, store=FakeStore())
+    dist.group.WORLD._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)       # or destroying it would warn
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def groups_of(mesh: Mesh) -> dict:
+    """Return {name: process group} of a rank, as `Accounts` needs it. Counts of rows belong to ep, too."""
+    return ({"world": dist.group.WORLD, "ep counts": mesh.ep_counts_group}
+            | {name: mesh.group(name) for name in GROUPS if name != "expert_dp" or mesh.ep > 1})
+
+
+def dry_run(program, config: Config, rank=0) -> RankRun:
+    """Run a step of one rank.
+
+    program: has model_builder and train_step, like the module train.py
+    config: resolved, and with its vocabulary. config.device says for which device the run is: "cpu" or "cuda"
+    """
+    compiles = config.device == "cuda" if config.compile is None else config.compile
+    with world_of(rank, config.world_size):
+        mesh = make_mesh(config.pp, config.dp, config.tp, META, ep=config.ep, cp=config.cp)
+        groups = groups_of(mesh)
+        accounts = Accounts(groups, host_counts=config.device == "cpu")
+        # AdamW's fused kernel refuses meta tensors, but an account of it needs no numbers
+        with standing_for(StandIn(config.device, Streams(accounts))), accounts, FusedAttention(), \
+                mock.patch("torch.optim.adam._device_dtype_check_for_fused"):
+            model = program.model_builder(config, mesh)
+            optimizer = ZeroOptimizer(model, config, mesh)
+            stage = Domino(model, config.slices, config.columns, accounts.fuse if compiles else None)
+            optimizer.update(0.0, 1.0, 1.0)                    # creates the moments
+            return measured_step(program, stage, optimizer, NoTokens(config), config, accounts)
+
+
+def measured_step(program, stage, optimizer, dataset, config: Config, accounts: Accounts) -> RankRun:
+    """Train one step and return the RankRun. `accounts` is active, and the optimizer has its moments. Real runs can be
+    measured with it as well."""
+    mesh, tensors = stage.mesh, state_tensors(stage.model, optimizer)
+    state = {name: sum(map(bytes_of, tensors)) for name, tensors in tensors.items()}
+    for tensor in itertools.chain(*tensors.values()):
+        accounts.allocate(tensor)
+    base = accounts.now                                        # besides the state, what is not of this step
+    actions = config.timetable.rows[mesh.pp_rank]
+    held, peaks, row = [0], [], tuple(map(kinds_of, actions))
+
+    def on_action(done, count):
+        peaks.append(accounts.peak - base)
+        held.append(accounts.now - base)
+        accounts.peak = accounts.now
+        accounts.events.append(ActionEnd(row[done - 1]))
+
+    accounts.restart()
+    program.train_step(1, stage, optimizer, dataset, config, mesh, on_action=on_action)
+    last_peak, found = max(peaks[-1], accounts.peak - base), defaultdict(list)
+    for kinds, before, peak, after in zip(row, held, peaks, held[1:]):
+        found[kinds].append((after - before, peak - before))
+    kept, extra = ({kinds: statistics.median(pair[index] for pair in pairs) for kinds, pairs in found.items()}
+                   for index in (0, 1))
+    return RankRun(
+        state, max(held), sum(state.values()) + max(*peaks, last_peak), accounts.host_peak,
+        {key: (round(calls), round(bytes_)) for key, (calls, bytes_) in accounts.traffic.items()}, accounts.events,
+        {name: tuple(dist.get_process_group_ranks(group)) for name, group in groups_of(mesh).items() if group},
+        tuple(len(chunk.layers) for chunk in stage.model.chunks), simulation.peak_microbatches(actions), row, kept, extra, max(peaks[:-1], default=0), last_peak)
+
+
+def state_tensors(model, optimizer) -> dict[str, list]:
+    """Return {parameters, gradients, optimizer: tensors with different storages}."""
+    tensors = {"parameters": [*model.parameters(), *(bucket.weights for bucket in optimizer.buckets)],
+               "gradients": [bucket.own_grad for bucket in optimizer.buckets],
+               "optimizer": optimizer.state_tensors()}
+    found, known = {}, set()
+    for name, held in tensors.items():
+        found[name] = [tensor for tensor in {one.untyped_storage()._cdata: one for one in held}.values()
+                       if tensor.untyped_storage()._cdata not in known]
+        known |= {tensor.untyped_storage()._cdata for tensor in found[name]}
+    return found
+
+
+def bytes_of(tensor) -> int:
+    return tensor.untyped_storage().nbytes()

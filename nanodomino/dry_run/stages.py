@@ -1,0 +1,174 @@
+"""Estimates a step on all ranks, for models and clusters of any size, from a few small dry runs.
+
+Layers are alike, and so are microbatches. So the first and the last stage of a pipeline of at most two stages run a few
+microbatches with two depths, for example with one and with two layers in each chunk. Everything in a run is linear in
+the layers, so two depths give all others:
+
+    value(L layers) = value(1) + (L - 1) (value(2) - value(1))
+
+For each kind of action these runs tell the seconds, the bytes that it leaves alive, and its peak. The schedule of all
+stages and microbatches is a list of the same actions:
+
+    memory    the state plus the largest peak of an action, on top of what the actions before it have left alive
+    time      the simulated schedule, plus what follows the last action: gradients in flight, update, all-gather
+
+A stage between the first and the last has neither embedding nor head, so only what grows with the layers counts. Data
+parallelism, precision, recomputation and everything else are those of the real run.
+"""
+
+import dataclasses
+import math
+from collections import Counter
+from functools import lru_cache, wraps
+
+from nanodomino.config.config import Config
+from nanodomino.dry_run.clock import clock_of
+from nanodomino.dry_run.rank import RankRun, dry_run, kinds_of
+from nanodomino.model import stage_layers
+from nanodomino.schedules import simulation
+
+SMALL = 32       # layers times microbatches of a model that runs as it is
+SETTLED = 16     # rounds of p microbatches after which each further round adds the same
+
+
+run_of = lru_cache(maxsize=512)(dry_run)
+
+
+def small_run(program, config: Config, depth: int, stage: int, stages: int) -> RankRun:
+    """Run one of only `stages` stages, with few microbatches. The model's last chunk has `depth` layers, or `depth`
+    periods of layers with and without experts. Other chunks have the depths of multi-token prediction more."""
+    chunks, depths = stages * config.virtual_stages, config.mtp_num_layers
+    layers = depth * config.moe_layer_freq + (config.first_last_layers_bf16 and chunks == 1)
+    small = dataclasses.replace(
+        config, num_layers=chunks * (layers + depths) - depths if chunks > 1 else layers,
+        pipeline_model_parallel_size=stages, world_size=config.world_size // config.pp * stages,
+        global_batch_size=min(config.microbatches, 2 * stages + 1 // stages) * config.micro_batch_size * config.dp)
+    return run_of(program, small, stage * small.world_size // stages)
+
+
+def add_up(row, kept: dict, peaks: dict) -> tuple[float, float]:
+    """Return the peak bytes between the actions of a row, and the peak bytes of all. kept, peaks: as in RankRun."""
+    held = most = peak = 0.0
+    for kinds in row:
+        peak, held = max(peak, held + peaks[kinds]), held + kept[kinds]
+        most = max(most, held)
+    return most, peak
+
+
+class Stage:
+    """Estimates one stage. program, config: see dry_run().
+
+    quick: whether a stage between the first and the last may be estimated from those two. Only its seconds are right
+        then, because only what grows with the layers counts.
+    """
+
+    def __init__(self, program, config: Config, stage: int, quick=False):
+        self.config, placement = config, config.placement
+        self.all_actions = config.timetable.rows[stage]
+        self.row = tuple(map(kinds_of, self.all_actions))
+        self.actions = dict(zip(self.row, self.all_actions)).values()       # one of each kind
+        self.layers = [len(stage_layers(config.num_layers, placement.virtual_stage(stage, chunk), placement.last + 1,
+                                        config.mtp_num_layers)) for chunk in range(placement.chunks)]
+        stages, last = min(config.pp, 2), stage == config.pp - 1
+        between = 0 < stage and not last and not placement.folded
+        self.whole, depths = not (between and quick), (2, 3) if config.zero_stage == 2 else (1, 2)
+        if config.num_layers * config.microbatches <= SMALL:   # quicker than small runs
+            self.sides = [[run_of(program, config, stage * config.world_size // config.pp)] * 2]
+        elif between and not quick:
+            self.sides = [[small_run(program, config, depth, 1, 3) for depth in depths]]
+        else:    # a schedule that splits backward may not split it on the first stage, so look at the other one, too
+            order = range(stages) if stage == 0 or between else reversed(range(stages))
+            self.sides = [[small_run(program, config, depth, one, stages) for depth in depths] for one in order]
+
+    def linear(self, value, runs=None, chunk=None, whole=True):
+        """Extrapolate value(run), a number or {name: number}, to this stage's layers, or to those of a chunk. whole:
+        False leaves out what does not grow with the layers."""
+        runs = runs or self.sides[0]
+        first, second, layers = (sum(counts) if chunk is None else counts[chunk]
+                                 for counts in (*(run.layers for run in runs), self.layers))
+        def line(one, two):
+            if isinstance(one, dict):
+                return {name: line(one.get(name, 0.0), two.get(name, 0.0)) for name in {**one, **two}}
+            slope = (two - one) / (second - first) if second > first else 0.0
+            return slope * layers + (one - slope * first) * whole
+        return line(*map(value, runs))
+
+    def of_action(self, action, value):
+        """Return value(run, kinds) of an action, extrapolated to its layers."""
+        kinds = kinds_of(action)
+        for runs in self.sides:
+            if all(kinds in run.kept for run in runs):
+                return self.linear(lambda run: value(run, kinds), runs, kinds[0][1], self.whole)
+        one, other = (self.of_action(half, value) for half in action.halves)         # a pair that no small run has
+        return {name: one[name] + other[name] for name in one} if isinstance(one, dict) else one + other
+
+    def memory(self) -> dict[str, float]:
+        """Return {name: bytes} of a rank at its peak: parameters, gradients, optimizer, activations, working, host."""
+        kept, peaks = {}, {}
+        for action in self.actions:
+            kept[kinds_of(action)] = self.of_action(action, lambda run, kinds: run.kept[kinds])
+            peaks[kinds_of(action)] = self.of_action(action, lambda run, kinds: run.peaks[kinds])
+        most, peak = add_up(self.row, kept, peaks)
+        # what the sums leave out, such as receives that are posted before the first action, is known from the small runs
+        most += self.linear(lambda run: run.activations - add_up(run.row, run.kept, run.peaks)[0])
+        peak += self.linear(lambda run: run.first_peak - add_up(run.row[:-1], run.kept, run.peaks)[1])
+        peak = max(peak, self.linear(lambda run: run.last_peak))
+        host = self.linear(lambda run: run.host / run.alive) * simulation.peak_microbatches(self.all_actions)
+        return {**self.linear(lambda run: run.state), "activations": most, "working": peak - most, "host": host}
+
+    def seconds(self, machine) -> tuple[dict, dict]:
+        """Return ({kinds of action: {part: seconds}}, {part: seconds after the last action})."""
+        return ({kinds_of(action): self.of_action(action, lambda run, kinds: clock_of(run, machine).actions[kinds])
+                 for action in self.actions}, self.linear(lambda run: clock_of(run, machine).after))
+
+
+def linear_in_microbatches(function):
+    """Make function(program, config, ..) -> {name: number} as quick for many microbatches as for a few.
+
+    A schedule repeats itself every p microbatches. So after some rounds of p microbatches, each further round adds the
+    same to a time or to a peak (mostly 0).
+    """
+    @wraps(function)
+    def extrapolated(program, config: Config, *arguments):
+        times, rest = divmod(config.microbatches, each := SETTLED * config.pp)
+        if times <= 2:
+            return function(program, config, *arguments)
+        one, two = (function(program, dataclasses.replace(
+            config, global_batch_size=(count * each + rest) * config.micro_batch_size * config.dp), *arguments)
+            for count in (1, 2))
+        return {name: one[name] + (times - 1) * (two[name] - one[name]) for name in one}
+    return extrapolated
+
+
+@linear_in_microbatches
+def stage_memory(program, config: Config, stage: int) -> dict[str, float]:
+    """Return {name: bytes} of a rank of this stage; see Stage.memory()."""
+    return Stage(program, config, stage).memory()
+
+
+def fullest_rank_bytes(program, config: Config) -> float:
+    """Return the peak bytes of the rank that needs the most. One of the two ends does: the first stage holds the most
+    microbatches, the last one the logits."""
+    return max(sum(found.values()) - found["host"] for found in (
+        stage_memory(program, config, stage) for stage in {0, config.pp - 1}))
+
+
+@linear_in_microbatches
+def step_seconds(program, config: Config, machine) -> dict[str, float]:
+    """Return {part of a step: seconds}: the work and the exposed communication of the busiest stage, its idle time
+    ("bubble"), the time that messages between stages add, and what follows the last action."""
+    stages = [Stage(program, config, stage, quick=True) for stage in range(config.pp)]
+    costs = [stage.seconds(machine) for stage in stages]
+    lengths = [{kinds: sum(parts.values()) for kinds, parts in actions.items()} for actions, _ in costs]
+    ranks = (0, config.world_size // config.pp)
+    message = machine.collective_seconds("send", math.prod(config.residual_shape) * config.params_dtype.itemsize, ranks)
+    free, real = (simulation.simulate(config.timetable, lambda stage, action: lengths[stage][kinds_of(action)], delay)
+                  for delay in (0.0, message))
+    busiest = max(range(config.pp), key=lambda stage: sum(end - start for _, start, end in free[stage]))
+    parts = Counter()
+    for kinds, count in Counter(stages[busiest].row).items():
+        parts.update({name: count * seconds for name, seconds in costs[busiest][0][kinds].items()})
+    after = max((after for _, after in costs), key=lambda after: sum(after.values()))
+    return parts | {"bubble": simulation.step_time(free) - simulation.busy_time(free),
+                    "pp exposed": simulation.step_time(real) - simulation.step_time(free),
+                    **{f"{name}, at the end": seconds for name, seconds in after.items()}}
