@@ -23,11 +23,10 @@ def check_record(record: dict, source) -> dict:
     require(not unknown, f"{source} has settings that this version does not know ({', '.join(unknown)}); correct "
             "the name, or use the version that wrote the file")
     for name, value in record.items():
-        if value is None:
-            continue
         if name == "given":
             require(isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value),
                     f"{source} gives {value!r} as 'given', but must give a list of names; correct it")
+        if value is None or name == "given":
             continue
         type = known[name].type
         fits = isinstance(value, (int, float) if type is float else type) and (type is bool) == isinstance(value, bool)

@@ -43,19 +43,21 @@ def from_command_line(arguments: list[str], world_size: int) -> Config:
     for flag in (argument.partition("=")[0] for argument in arguments):
         require(flag not in REFUSED_FLAGS, f"{flag} is refused, because {REFUSED_FLAGS.get(flag)}")
     requested = vars(command_line_parser().parse_args(arguments))
-    typed = tuple(requested)
+    typed, unset = tuple(requested), {}
     if requested.get("config"):
         record = read_settings(Path(requested["config"]))
         # null in the file restores a default, even if the run remembers another value.
-        unset = {name: None for name, value in record.items()
-                 if value is None and name not in names_affecting(Config, "launch")}
-        file = remembered_settings(record)
+        unset = {setting.name: setting.default for setting in flag_settings(Config)
+                 if setting.name in record and record[setting.name] is None and setting.metadata["affects"] != "launch"}
+        # Only the program writes "given". In a file without it, a user has given all the settings.
+        file = remembered_settings(record) if "given" in record else {
+            name: value for name, value in record.items() if value is not None}
         if any(requested.get(flag) for flag in SHORT_DTYPES):      # a flag overrides the file's dtype
             file.pop("dtype", None)
         requested = unset | file | requested
     run = recorded_settings(Path(requested["run_dir"])) if requested.get("run_dir") else None
     remembered = remembered_settings(with_legacy_defaults(run, requested["run_dir"])) if run else {}
-    given = {*requested, *(run or {}).get("given", ())}
+    given = {*requested, *(run or {}).get("given", ())} - unset.keys() | {*typed}
     if "dtype" not in requested and any(requested.get(flag) for flag in SHORT_DTYPES):
         remembered.pop("dtype", None)
         given.discard("dtype")

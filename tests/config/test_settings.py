@@ -243,10 +243,19 @@ def test_other_training_tokens_are_refused(pool, tmp_path):
 
 
 def test_flags_override_a_config_file(tmp_path):
-    path = tmp_path / "mine.json"
-    path.write_text(json.dumps({"lr": 0.5, "num_layers": 3, "exit_interval": 4}))
+    """A file without "given" is a user's: its derived settings and those of one launch count, too."""
+    path, file = tmp_path / "mine.json", dict(lr=0.5, num_layers=3, exit_interval=4, slices=1, schedule="gpipe",
+                                              micro_batch_size=2, min_lr=0.1, ffn_hidden_size=48, columns=2)
+    path.write_text(json.dumps(file))
     config = settled("--config", path, "--num-layers", 2)
-    assert (config.lr, config.num_layers, config.exit_interval) == (0.5, 2, None)
+    assert {name: getattr(config, name) for name in file} == file | {"num_layers": 2}
+    assert {*config.given} == file.keys() - {"exit_interval"}
+
+
+def test_null_in_a_config_file_is_the_default(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({each.name: None for each in flag_settings(Config)}))
+    assert dataclasses.replace(settled("--config", path), config=None) == settled()
 
 
 def test_the_config_json_of_a_run_is_a_config_file(begun):
