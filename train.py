@@ -322,6 +322,8 @@ def main(arguments: list[str], launch: LaunchInfo) -> int:
     if launch.rank == 0:
         estimate = require_memory(PROGRAM, config, device, launch.local_world_size)
         run = open_run(config, launch)
+        if run.checkpoint:
+            corpus.check_tokenizer_of(run.checkpoint)
 
     choose_kernels(config)
     if config.compile and config.tp > 1:                       # each rank compiles by itself; all must compute alike

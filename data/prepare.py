@@ -43,7 +43,7 @@ from nanodomino.config.command_exit import run_command
 from nanodomino.config.flags import Parser
 from nanodomino.corpus.atomic_folder import check_output, clear_leftovers, publish, temporary_sibling
 from nanodomino.corpus.documents import find_files, ids_of_line, read_documents, text_of_line
-from nanodomino.corpus.prepared_folder import FORMAT, SPLITS, file_sha256, load_corpus
+from nanodomino.corpus.prepared_folder import FORMAT, SPLITS, file_sha256, load_corpus, sample_sha256
 from nanodomino.corpus.tokenizer import Tokenizer, build_tokenizer
 from nanodomino.errors import UserError, counted, require
 from nanodomino.files import open_regular_file, read_file, write_file
@@ -93,7 +93,8 @@ def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), vocab_file=Non
                 "bytes": dict(zip(SPLITS, sizes)), "documents": dict(zip(SPLITS, documents)),
                 "cut_off": cut_off, "skipped": dict(+skipped),
                 "unigram_entropy": unigram, "bigram_entropy": bigram, "bigram_tokens": counted_tokens,
-                "sha256": {name: file_sha256(folder / f"{name}.bin") for name in SPLITS}}
+                "sha256": {name: file_sha256(folder / f"{name}.bin") for name in SPLITS},
+                "sample_sha256": {name: sample_sha256(folder / f"{name}.bin") for name in SPLITS}}
             if vocab_file is not None:
                 meta |= {"vocab_file": "encoder.json", "merge_file": "vocab.bpe"}
             if text_tokenizer.name == "huggingface":

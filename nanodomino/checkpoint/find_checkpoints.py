@@ -10,8 +10,10 @@ A killed process can leave hidden folders behind; the next launch deletes them. 
 user's copy of a checkpoint, are ignored and never deleted.
 """
 
+import dataclasses
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -20,6 +22,7 @@ from nanodomino.checkpoint.index import Index
 from nanodomino.checkpoint.load import open_weights
 from nanodomino.checkpoint.manifest import read_manifest, step_of, verify
 from nanodomino.config.command_exit import sentence_and_code
+from nanodomino.config.config import Config
 from nanodomino.errors import UserError, require
 from nanodomino.files import delete, read_file
 
@@ -100,25 +103,28 @@ def on_rank_0(function, *arguments):
 
 
 def recorded_settings(folder: Path) -> dict | None:
-    """Return the settings of a run's latest launch, or of a checkpoint; None if none can be read."""
+    """Return the settings of a run's latest launch, or of a checkpoint; None if none can be read.
+
+    If config.json can't be read or lacks settings, they are those of the newest checkpoint.
+    """
+    record, candidates = {}, []
     try:
-        record = json.loads(read_file(folder / "config.json"))
-        if isinstance(record, dict):
-            return record
+        found = json.loads(read_file(folder / "config.json"))
+        record = found if isinstance(found, dict) else {}
     except (OSError, ValueError, RecursionError):
         pass                                                   # not a run, or killed while it wrote config.json
-    try:
+    if record.keys() >= {field.name for field in dataclasses.fields(Config)}:
+        return record
+    with suppress(OSError):                                    # for example, the name is too long
         candidates = [folder, *checkpoints_of(folder)]
-    except OSError:                                            # for example, the name is too long
-        return None
     for checkpoint in candidates:
         try:
             manifest = read_manifest(checkpoint)
             Index(checkpoint, manifest)                        # raises if the settings don't belong to the tensors
-            return manifest["config"]
+            return manifest["config"] | record
         except (UserError, OSError):
             pass
-    return None
+    return record or None
 
 
 def delete_checkpoint(folder: Path):

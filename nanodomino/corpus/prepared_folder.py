@@ -20,6 +20,7 @@ from nanodomino.files import read_file
 
 SPLITS = ("train", "valid", "test")
 FORMAT = "nanodomino-corpus-1"
+SAMPLE_BLOCK, SAMPLE_BLOCKS = 1 << 12, 64       # bytes that sample_sha256() reads at a time, and how often
 TOKENIZER_FILES = ("tokenizer_file", "vocab_file", "merge_file")       # keys of meta.json
 
 
@@ -73,6 +74,19 @@ class Corpus:
               f"{self.tokenizer_name} has {tokenizer.vocab_size}")
         return tokenizer
 
+    def check_tokenizer_of(self, checkpoint: Path):
+        """Raise UserError if an imported checkpoint's tokenizer.json reads other text from the first training tokens.
+
+        The sizes do not tell: the tokenizers of Llama 2 and of Mistral 7B both have 32,000 tokens.
+        """
+        if (checkpoint / "tokenizer.json").is_file():
+            ids = np.fromfile(self.path / "train.bin", self.dtype, SAMPLE_BLOCK)
+            ids = ids[(ids < self.vocab_size) & (ids != self.end_of_text)]     # a fine-tuned model may rename its special tokens
+            texts = [b"".join(map(tokenizer.token_bytes, ids.tolist()))
+                     for tokenizer in (self.tokenizer(), build_tokenizer(str(checkpoint)))]
+            require(texts[0] == texts[1], f"{self.path} was prepared with another tokenizer than the tokenizer.json of "
+                    f"{checkpoint}; prepare its text with data/prepare.py --tokenizer {checkpoint}")
+
     def verify(self):
         """Read every byte and check the checksums and the largest token id. Raises UserError. Slow for a big corpus."""
         for split in SPLITS:
@@ -96,8 +110,19 @@ def file_sha256(path) -> str:
     return digest.hexdigest()
 
 
+def sample_sha256(path) -> str:
+    """Return the SHA-256 of blocks that are spread evenly over a file, which takes milliseconds for any size."""
+    digest, last = hashlib.sha256(), max(os.path.getsize(path) - SAMPLE_BLOCK, 0)
+    with open(path, "rb") as file:
+        for block in range(SAMPLE_BLOCKS):
+            file.seek(last * block // (SAMPLE_BLOCKS - 1))
+            digest.update(file.read(SAMPLE_BLOCK))
+    return digest.hexdigest()
+
+
 def load_corpus(folder) -> Corpus:
-    """Read and check the meta.json of a corpus, and compare it with the sizes of the other files. Raises UserError."""
+    """Read and check the meta.json of a corpus, and compare it with the sizes and samples of the other files.
+    Raises UserError."""
     folder = Path(folder)
     require(not os.path.isfile(folder), f"{folder} is a file, not a data folder; prepare it with "
             f"data/prepare.py --input {folder} --output {folder}-tokens")
@@ -118,6 +143,7 @@ def load_corpus(folder) -> Corpus:
             unigram_entropy=float(meta["unigram_entropy"]), bigram_entropy=float(meta["bigram_entropy"]), meta=meta,
             documents={split: int(meta.get("documents", {}).get(split, 0)) for split in SPLITS},
             bytes={split: int(meta["bytes"][split]) for split in SPLITS} if "bytes" in meta else None)
+        samples = {split: meta["sample_sha256"][split] for split in SPLITS} if "sample_sha256" in meta else {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); prepare the text again") from error
     known = (*TOKENIZERS, "huggingface") if meta.get("tokenizer_file") else TOKENIZERS
@@ -141,4 +167,6 @@ def load_corpus(folder) -> Corpus:
         size = path.stat().st_size
         check(size == expected,
               f"{path} should hold {corpus.tokens[split]} tokens in {expected} bytes, but has {size} bytes")
+        check(not samples or sample_sha256(path) == samples[split],
+              f"{path} holds other tokens than those that meta.json describes")
     return corpus

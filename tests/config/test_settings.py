@@ -307,7 +307,7 @@ def test_a_run_of_an_older_version_can_be_resumed(tmp_path, old_run):
     assert config.num_layers == 1 and config.train_iters == 3
 
 
-@pytest.mark.parametrize("content", [None, "", '{"num_layers": 1, "hid', "[]"])
+@pytest.mark.parametrize("content", [None, "", '{"num_layers": 1, "hid', "[]", '{"train_iters": 3}'])
 def test_a_run_that_has_lost_its_config_json_takes_the_settings_of_its_checkpoint(tmp_path, content, old_run):
     run = Path(shutil.copytree(old_run, tmp_path / "run"))
     saved = json.loads((run / "config.json").read_text())

@@ -316,6 +316,22 @@ def test_a_data_folder_reads_its_tokens_after_the_tokenizer_has_moved(tmp_path, 
     assert not (tmp_path / "out/tokenizer.json").exists()
 
 
+def test_a_corpus_of_another_tokenizer_than_an_imported_models_is_refused(tmp_path, families):
+    """Also if both tokenizers have the same size; after a change of the special tokens it is still the same."""
+    prepare(write(tmp_path / "a.txt", "Hello q\nq"), tmp_path / "out", families["llama3"], split=(1, 0, 0), progress=False)
+    corpus, other = load_corpus(tmp_path / "out"), tmp_path / "renamed"
+    corpus.check_tokenizer_of(tmp_path)                        # an import without a tokenizer
+    corpus.check_tokenizer_of(families["llama3"])
+    text = (families["llama3"] / "tokenizer.json").read_text()
+    other.mkdir()
+    write(other / "tokenizer.json", text.replace("reserved_special_token_5", "eot_id"))
+    corpus.check_tokenizer_of(other)
+    write(other / "tokenizer.json", text.replace('"q":', '"Q0":').replace('"Q":', '"q":').replace('"Q0":', '"Q":'))
+    for folder in (other, families["qwen2"]):
+        with pytest.raises(UserError, match=f"with another tokenizer than the tokenizer.json of {folder}; prepare"):
+            corpus.check_tokenizer_of(folder)
+
+
 @pytest.mark.parametrize("name, begin", [("llama3", "<|begin_of_text|>"), ("llama2", "<s>"), ("smollm2", None)])
 def test_a_data_folder_remembers_how_special_tokens_are_spelled_and_what_begins_a_document(tmp_path, families, name,
                                                                                            begin):

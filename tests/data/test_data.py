@@ -758,6 +758,9 @@ def test_a_damaged_corpus_is_named(tmp_path):
     with pytest.raises(UserError, match="train.bin is missing"):
         load_corpus(tmp_path / "out")
     train.write_bytes(b"\xff" * len(content))
+    with pytest.raises(UserError, match="train.bin holds other tokens than those that meta.json describes; prepare"):
+        load_corpus(tmp_path / "out")
+    path.write_text(json.dumps({key: value for key, value in meta.items() if key != "sample_sha256"}))     # an old one
     with pytest.raises(UserError, match="token id 65535, outside the vocabulary of 257"):
         TokenDataset(load_corpus(tmp_path / "out"), "train", 8, 0).batch(0, 0, 0, 1, 2, 2)
     for folder, message in [(tmp_path / "none", "no data folder"), (tmp_path, "no meta.json"),

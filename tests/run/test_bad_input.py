@@ -298,9 +298,10 @@ def named_pipe(name):
 
 
 def change_meta(**changes):
+    """Change entries of meta.json. None: remove."""
     def change(folder):
-        meta = json.loads((folder / "data/meta.json").read_text())
-        (folder / "data/meta.json").write_text(json.dumps(meta | changes))
+        meta = json.loads((folder / "data/meta.json").read_text()) | changes
+        write(META, json.dumps({key: value for key, value in meta.items() if value is not None}).encode())(folder)
     return change
 
 
@@ -309,7 +310,7 @@ def shorten(split: str, tokens: int):
     def change(folder):
         cut(f"data/{split}.bin", 2 * tokens)(folder)
         counts = json.loads((folder / "data/meta.json").read_text())["tokens"]
-        change_meta(tokens={**counts, split: tokens})(folder)
+        change_meta(tokens={**counts, split: tokens}, sample_sha256=None)(folder)
     return change
 
 
@@ -347,6 +348,7 @@ TABLE += [Bad("--sample-tokens 5", says, damage, f"with {what}") for what, damag
     ("no valid.bin", remove("data/valid.bin"), "data/valid.bin is missing", PREPARE_AGAIN),
     ("an empty train.bin", cut("data/train.bin", 0), "train.bin should hold", "has 0 bytes", PREPARE_AGAIN),
     ("half a token too few", cut("data/train.bin", -1), "tokens in 24018 bytes, but has 24017", PREPARE_AGAIN),
+    ("other text", write("data/train.bin", 24018 * b"\0"), "train.bin holds other tokens than those", PREPARE_AGAIN),
     ("a truncated valid.bin", cut("data/valid.bin", -2), "valid.bin should hold", PREPARE_AGAIN),
     ("no training text", shorten("train", 0), "train split", "has 0 tokens", "+ 1 = 129", "lower --seq-length"),
     ("one token too few", shorten("train", 128), "train split", "has 128 tokens", "+ 1 = 129", "lower --seq-length")]]
@@ -651,7 +653,9 @@ PROCESS_TABLE = [
     Bad(f"--load {STEP} --num-layers 3 --tp {{n}}", ["holds 2 layers, but its manifest says num_layers 3", ANOTHER],
         forge(config=dict(num_layers=3)), "without a layer"),
     Bad("--seq-length 16", ["token id 65535, outside the vocabulary of 257", PREPARE_AGAIN],
-        write("data/train.bin", 24018 * b"\xff"), "with tokens outside the vocabulary"),
+        lambda folder: [change(folder) for change in (write("data/train.bin", 24018 * b"\xff"),
+                                                      change_meta(sample_sha256=None))],
+        "with tokens outside the vocabulary"),
     *(Bad(flags, ["fff: File name too long", "choose another file or folder"],
           forge(files={name: {"size": 1, "sha256": ""} for name in (5000 * "f", "index.json")}),
           "with a file with a long name", command, (n,), code=1)
