@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a script,
 from nanodomino.config.command_exit import run_command
 from nanodomino.config.flags import Parser
 from nanodomino.corpus.atomic_folder import check_output, clear_leftovers, publish, temporary_sibling
-from nanodomino.corpus.documents import find_files, ids_of_line, read_documents, text_of_line
+from nanodomino.corpus.documents import find_files, ids_of_line, is_jsonl, read_documents, size_of, text_of_line
 from nanodomino.corpus.prepared_folder import FORMAT, SPLITS, file_sha256, load_corpus, sample_sha256
 from nanodomino.corpus.tokenizer import Tokenizer, build_tokenizer
 from nanodomino.errors import UserError, counted, require
@@ -75,7 +75,7 @@ def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), vocab_file=Non
         for path in files:
             require(Path(path).parent != output,
                     f"the input {path} lies in the output folder, which would be replaced; choose another --output")
-            require(not ids or path.endswith(".jsonl"),
+            require(not ids or is_jsonl(path),
                     f"--ids reads the tokens field of .jsonl files, but the input {path} is not one; leave out this "
                     "input, or --ids")
         with temporary_sibling(output) as folder:
@@ -159,7 +159,7 @@ def write_splits(folder: Path, files: dict[str, bool], tokenizer: Tokenizer, dty
         read_line = partial(ids_of_line, vocab_size=tokenizer.vocab_size, end_of_text=tokenizer.end_of_text)
         encode = partial(np.fromstring, dtype=np.int64, sep=" ")       # of a text such as "17 4 256"
     begin = b"" if tokenizer.begin_of_text is None else np.array([tokenizer.begin_of_text], dtype).tobytes()
-    total, position = sum(map(os.path.getsize, files)), 0
+    total, position = sum(map(size_of, files)), 0
     documents, written, split_of = [0] * 3, [0] * 3, {}
     end_of_text = np.array([tokenizer.end_of_text], dtype).tobytes()
     with ExitStack() as stack:
@@ -305,7 +305,7 @@ def build_parser() -> Parser:
     parser = Parser("python data/prepare.py", usage="python data/prepare.py [flags]", description=__doc__,
                     allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", nargs="+", metavar="TEXT",
-                        help="text or .jsonl files, folders, globs (default: Python's own standard library)")
+                        help="text or .jsonl files, also .gz, folders, globs (default: Python's own standard library)")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="the folder to create")
     parser.add_argument("--tokenizer", default="byte", metavar="NAME",
                         help="byte (default), gpt2, or the folder or tokenizer.json of a Hugging Face tokenizer "

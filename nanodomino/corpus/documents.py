@@ -1,11 +1,18 @@
-"""Finds text files and reads the documents in them: a document is a text file, or a line of a .jsonl file."""
+"""Finds text files and reads the documents in them: a document is a text file, or a line of a .jsonl file.
+
+Files that gzip has compressed (books.txt.gz, web.jsonl.gz) are read as the files that they hold.
+"""
 
 import glob
+import gzip
+import io
 import json
 import os
 import re
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +20,10 @@ from nanodomino.corpus.safe_cuts import split_at_safe_cuts
 from nanodomino.errors import UserError, require
 
 CHUNK = 1 << 20                 # characters read at once
+GZIP = b"\x1f\x8b"              # its first bytes
+# The first bytes of formats that are not read, and how to convert such a file
+CONVERSIONS = {b"(\xb5/\xfd": "zstd -d", b"\xfd7zXZ\0": "xz -d", b"BZh91AY&SY": "bunzip2", b"PK\3\4": "unzip",
+               b"PAR1": "pandas.read_parquet(FILE).to_json(OUTPUT, orient='records', lines=True)"}
 
 
 @dataclass
@@ -39,6 +50,10 @@ def find_files(inputs: list, output: Path) -> tuple[dict[str, bool], Counter]:
             else:
                 require(os.path.isfile(match),
                         f"the input {match} is neither a file nor a folder; write its text to a file first")
+                with open(match, "rb") as file:
+                    how = [CONVERSIONS[magic] for magic in CONVERSIONS if file.peek(10).startswith(magic)]
+                require(not how, f"the input {match} holds no text, but a compressed format; convert it first: "
+                        f"{''.join(how)}")
                 files[os.path.realpath(match)] = True
     return files, skipped
 
@@ -89,10 +104,32 @@ def text_files_below(top: str, output: Path, skipped: Counter) -> Iterator[str]:
 def is_text(path: str) -> bool:
     """Return whether the whole file is UTF-8 without NUL characters."""
     try:
-        with open(path, encoding="utf-8", newline="") as file:
-            return not any("\0" in chunk for chunk in iter(lambda: file.read(CHUNK), ""))
-    except UnicodeDecodeError:
+        with open_input(path) as file:
+            text = io.TextIOWrapper(file, "utf-8", newline="")
+            return not any("\0" in chunk for chunk in iter(lambda: text.read(CHUNK), ""))
+    except (UnicodeDecodeError, UserError):
         return False
+
+
+def is_jsonl(path: str) -> bool:
+    return path.removesuffix(".gz").endswith(".jsonl")
+
+
+@contextmanager
+def open_input(path: str) -> Iterator[io.BufferedIOBase]:
+    """Open a file of bytes for a with block, decompressed if gzip has compressed it. Raises UserError if the compressed
+    file is damaged."""
+    with open(path, "rb") as file:
+        try:
+            yield gzip.GzipFile(fileobj=file) if file.peek(2).startswith(GZIP) else file
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise UserError(f"the input {path} is a damaged gzip file ({error}); replace it") from None
+
+
+def size_of(path: str) -> int:
+    """Return the bytes of an input after decompression, for which a gzip file is read once."""
+    with open_input(path) as file:
+        return file.seek(0, os.SEEK_END)
 
 
 def read_documents(files: dict[str, bool], safe_cut: re.Pattern, any_bytes: bool,
@@ -103,12 +140,11 @@ def read_documents(files: dict[str, bool], safe_cut: re.Pattern, any_bytes: bool
     a line of a .jsonl file, text_of_line or ids_of_line below.
     """
     for path, named in files.items():
-        if not path.endswith(".jsonl"):
-            size = os.path.getsize(path)
-            yield Document(size, size, text_chunks(path, safe_cut, any_bytes and named))
+        if not is_jsonl(path):
+            yield Document(size := size_of(path), size, text_chunks(path, safe_cut, any_bytes and named))
             continue
-        with open(path, "rb") as lines:
-            for number, line in enumerate(lines, 1):
+        with open_input(path) as file:
+            for number, line in enumerate(file, 1):
                 text = text_of_line(line, f"{path}, line {number},") if line.strip() else ""
                 yield Document(len(text.encode()), len(line), iter([text]))
 
@@ -147,8 +183,9 @@ def text_chunks(path: str, safe_cut: re.Pattern, any_bytes: bool) -> Iterator[st
     """
     rest = ""
     try:
-        with open(path, encoding="utf-8", errors="surrogateescape" if any_bytes else "strict", newline="") as file:
-            while chunk := file.read(CHUNK):
+        with open_input(path) as file:
+            text = io.TextIOWrapper(file, "utf-8", "surrogateescape" if any_bytes else "strict", newline="")
+            while chunk := text.read(CHUNK):
                 *chunks, rest = split_at_safe_cuts(rest + chunk, safe_cut, CHUNK, 2 * CHUNK)
                 yield from chunks
     except UnicodeDecodeError:

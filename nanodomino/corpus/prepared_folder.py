@@ -81,7 +81,7 @@ class Corpus:
         """
         if (checkpoint / "tokenizer.json").is_file():
             ids = np.fromfile(self.path / "train.bin", self.dtype, SAMPLE_BLOCK)
-            ids = ids[(ids < self.vocab_size) & (ids != self.end_of_text)]     # a fine-tuned model may rename its special tokens
+            ids = ids[(ids < self.vocab_size) & (ids != self.end_of_text)]     # a model may rename its end-of-text
             texts = [b"".join(map(tokenizer.token_bytes, ids.tolist()))
                      for tokenizer in (self.tokenizer(), build_tokenizer(str(checkpoint)))]
             require(texts[0] == texts[1], f"{self.path} was prepared with another tokenizer than the tokenizer.json of "

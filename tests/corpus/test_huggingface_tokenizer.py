@@ -318,7 +318,7 @@ def test_a_data_folder_reads_its_tokens_after_the_tokenizer_has_moved(tmp_path, 
 
 def test_a_corpus_of_another_tokenizer_than_an_imported_models_is_refused(tmp_path, families):
     """Also if both tokenizers have the same size; after a change of the special tokens it is still the same."""
-    prepare(write(tmp_path / "a.txt", "Hello q\nq"), tmp_path / "out", families["llama3"], split=(1, 0, 0), progress=False)
+    prepare(write(tmp_path / "a.txt", "q\nHello, you"), tmp_path / "out", families["llama3"], progress=False)
     corpus, other = load_corpus(tmp_path / "out"), tmp_path / "renamed"
     corpus.check_tokenizer_of(tmp_path)                        # an import without a tokenizer
     corpus.check_tokenizer_of(families["llama3"])

@@ -2,6 +2,7 @@
 
 import fcntl
 import itertools
+import gzip
 import json
 import math
 import os
@@ -484,8 +485,15 @@ def test_a_text_of_one_token_leaves_a_split_empty(tmp_path, ids):
 
 
 def test_the_same_input_gives_the_same_files(tmp_path, corpus):
-    again = quietly(corpus.path.parent / "text.jsonl", tmp_path / "out")
-    assert again["sha256"] == corpus.sha256
+    """Also if gzip has compressed it."""
+    text, compressed = corpus.path.parent / "text.jsonl", tmp_path / "in" / "text.jsonl.gz"
+    assert quietly(text, tmp_path / "out")["sha256"] == corpus.sha256
+    (tmp_path / "in").mkdir()
+    compressed.write_bytes(gzip.compress(text.read_bytes()))
+    assert quietly(compressed, tmp_path / "out2")["sha256"] == corpus.sha256
+    whole = quietly(shutil.copy(text, tmp_path / "text.txt"), tmp_path / "out3")
+    compressed.rename(compressed.with_name("text.gz"))
+    assert quietly(compressed.parent, tmp_path / "out4")["sha256"] == whole["sha256"]
 
 
 # Outputs
@@ -676,6 +684,7 @@ def test_command_line_mistakes_are_one_sentence_and_exit_code_two(tmp_path, monk
     for name, content in {"a.txt": b"text", "empty.txt": b"", "latin.txt": b"caf\xe9",
                           "bad.jsonl": b'{"text": "a"}\n{"text": \n',
                           "textless.jsonl": b'\n{"content": "a"}\n', "number.jsonl": b'{"text": 3}\n',
+                          "cut.gz": gzip.compress(b"text")[:-9], "a.jsonl.zst": b"(\xb5/\xfd-", "a.parquet": b"PAR1-",
                           "list.jsonl": b'["text"]', "latin.jsonl": b'{"text": "caf\xe9"}'}.items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / "nothing").mkdir()
@@ -692,6 +701,9 @@ def test_command_line_mistakes_are_one_sentence_and_exit_code_two(tmp_path, monk
             (["--input", "textless.jsonl", "--output", "out"], "textless.jsonl, line 2, has no text field"),
             (["--input", "number.jsonl", "--output", "out"], "number.jsonl, line 1, has no text field"),
             (["--input", "list.jsonl", "--output", "out"], "list.jsonl, line 1, has no text field"),
+            (["--input", "cut.gz", "--output", "out"], "cut.gz is a damaged gzip file (Compressed file ended before"),
+            (["--input", "a.jsonl.zst", "--output", "out"], "a compressed format; convert it first: zstd -d"),
+            (["--input", "a.parquet", "--output", "out"], "convert it first: pandas.read_parquet(FILE).to_json("),
             (["--input", "a.txt"], "--input needs --output"),
             (["--input", "a.txt", "--output", "empty.txt"], "empty.txt is a file, but must be a folder"),
             (["--input", "a.txt", "--output", "empty.txt/out"], "File exists"),
