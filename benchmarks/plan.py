@@ -110,7 +110,8 @@ def processes(flags) -> int:
     others = set(flags.given) - {"published", "product_efficiency", "wire_efficiency", "overlap_slowdown", "latency"}
     require(not (flags.published and others),
             f"--published has no use for {', '.join(map(flag_name, sorted(others)))}; leave that out")
-    flags.vocab_size = flags.vocab_size or PUBLISHED_VOCABULARIES.get(flags.model, GPT2_VOCABULARY)
+    if flags.vocab_size is None:
+        flags.vocab_size = PUBLISHED_VOCABULARIES.get(flags.model, GPT2_VOCABULARY)
     measures_here = flags.gpu == "here"
     flags.device = flags.device if measures_here else "cuda"
     require(not (flags.search and measures_here), f"--search needs a --gpu of {', '.join(GPUS)}, but it is `here`")

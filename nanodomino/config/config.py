@@ -72,7 +72,7 @@ class Config:
     hidden_size: int = model_setting(None, "width h of the residual stream", at_most=2**24)
     ffn_hidden_size: int = model_setting(
         None, "width of the MLP (default: the preset's; else 4 h, or with --swiglu 8/3 h rounded down to a multiple "
-              "of 64)", derived=True, at_most=2**24)
+              "of 64)", derived=True, at_most=2**24, needs="--moe-layer-freq above 1 or no --moe-ffn-hidden-size")
     num_attention_heads: int = model_setting(None, "number of attention heads", at_most=2**16)
     group_query_attention: bool = model_setting(
         False, "let several heads share keys and values; automatic if --num-query-groups is below the number of heads")
@@ -154,7 +154,7 @@ class Config:
     attention_dropout: float = model_setting(
         0.0, "dropout rate for the attention probabilities", below=1.0, affects="losses")
     init_method_std: float = model_setting(
-        None, "standard deviation of the initial weights (default: the preset's)", affects="nothing",
+        None, "standard deviation of the initial weights (default: the preset's)", affects="run",
         needs="random initial weights")
 
     tensor_model_parallel_size: int = layout_setting(
@@ -266,7 +266,9 @@ class Config:
         None, "folder made by data/prepare.py (default: one made from the source code of Python's standard library)",
         affects="nothing")
     eod_mask_loss: bool = data_setting(False, "leave predictions of the end-of-text token out of the loss")
-    reset_position_ids: bool = data_setting(False, "restart positions at 0 after each end-of-text token")
+    reset_position_ids: bool = data_setting(
+        False, "restart positions at 0 after each end-of-text token",
+        needs="--position-embedding-type rope or learned_absolute")
     reset_attention_mask: bool = data_setting(False, "let tokens attend only to their own document")
 
     run_dir: str = run_setting(
@@ -297,9 +299,11 @@ class Config:
     sample_tokens: int = run_setting(
         120, "number of tokens to generate at the end; 0 for none", at_least=0, at_most=2**16)
     temperature: float = run_setting(
-        0.8, "sampling temperature of the text at the end; 0 always takes the most likely token")
+        0.8, "sampling temperature of the text at the end; 0 always takes the most likely token",
+        needs="--sample-tokens above 0")
     top_k: int = run_setting(
-        20, "sample the text at the end from this many most likely tokens; 0 for all tokens", at_least=0)
+        20, "sample the text at the end from this many most likely tokens; 0 for all tokens", at_least=0,
+        needs=("--sample-tokens above 0", "--temperature above 0"))
 
     device: str = machine_setting("auto", "auto uses CUDA if torch finds a GPU", choices=("auto", "cpu", "cuda"))
     compile: bool = machine_setting(

@@ -2,9 +2,10 @@
 
 import argparse
 import dataclasses
+import sys
 
 from nanodomino.config.setting import flag_name, flag_settings
-from nanodomino.errors import UserError
+from nanodomino.errors import UserError, require
 
 
 class Parser(argparse.ArgumentParser):
@@ -12,6 +13,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         raise UserError(f"{message}; {self.prog} --help lists every flag")
+
+    def parse_known_args(self, args=None, namespace=None):
+        """Parse as ArgumentParser does, but refuse an empty name. Only a prompt may be empty."""
+        args = sys.argv[1:] if args is None else args
+        for flag, value in zip(["an argument", *args], args):
+            flag, value = value.split("=", 1) if value.startswith("--") and "=" in value else (flag, value)
+            require(value or flag == "--prompt", f"{flag} must not be empty, but is ''; give a value, or leave it out")
+        return super().parse_known_args(args, namespace)
 
 
 def add_flags(parser, settings: list[dataclasses.Field], **defaults):

@@ -21,6 +21,13 @@ MAX_FORWARDS = 2**16
 NEEDS = {
     "--position-embedding-type rope": ("position_embedding_type", lambda c: c.rope),
     "--use-rope-scaling": ("use_rope_scaling", lambda c: c.use_rope_scaling),
+    "--position-embedding-type rope or learned_absolute": (
+        "position_embedding_type", lambda c: c.position_embedding_type != "none" or c.mtp_num_layers),
+    "--sample-tokens above 0": ("sample_tokens", lambda c: c.sample_tokens),
+    "--temperature above 0": ("temperature", lambda c: c.temperature),
+    "--moe-layer-freq above 1 or no --moe-ffn-hidden-size": (
+        "moe_layer_freq", lambda c: not c.num_experts or not all(map(c.has_experts, range(c.num_layers)))
+        or c.moe_ffn_hidden_size == c.ffn_hidden_size),
     "--num-experts": ("num_experts", lambda c: c.num_experts),
     "--mtp-num-layers": ("mtp_num_layers", lambda c: c.mtp_num_layers),
     "--moe-router-score-function softmax": (

@@ -31,8 +31,8 @@ FP32_MAX, FP32_SMALLEST = (2 - 2**-23) * 2.0**127, 2.0**-126     # the largest a
 EFFECTS = {"model": "refused, because the checkpoint's weights would not fit or would compute something else",
            "optimizer": "refused, because the checkpoint's optimizer state would not fit; allowed with `--load` and "
                         "`--finetune`",
-           "run": "refused when a run is resumed, because it would go on with other batches, masks or positions; "
-                  "allowed with `--load`",
+           "run": "refused when a run is resumed, because it would go on with other batches, masks or positions, or "
+                  "because it would have no effect; allowed with `--load`",
            "losses": "allowed; the losses change",
            "nothing": "allowed; the losses stay the same up to rounding",
            "launch": "applies to one launch only; a resumed run does not remember it"}

@@ -71,7 +71,6 @@ def command_line(arguments: list[str]) -> argparse.Namespace:
                         help="guess tokens with the first depth of multi-token prediction: the same text in fewer "
                         "steps; needs --temperature 0 and the cache (default: off)")
     flags = parser.parse_args(arguments)
-    require(flags.load, "--load must not be empty; give a checkpoint or the folder of a run")
     for name, least in (("num_samples", 1), ("max_tokens", 0), ("top_k", 0), ("seed", 0)):
         if (value := getattr(flags, name)) is not None:
             check_range(flag_name(name), value, at_least=least)

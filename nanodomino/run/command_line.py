@@ -71,6 +71,9 @@ def from_command_line(arguments: list[str], world_size: int) -> Config:
     try:
         config = Config(**remembered | requested, given=tuple(sorted(given))).resolve(world_size)
         check_needs(config, typed)
+        for flag, dtype in SHORT_DTYPES.items():
+            require(requested.get(flag) is not False or flag not in typed or config.dtype != dtype,
+                    f"--no-{flag} and --dtype {dtype} contradict each other; give another --dtype, such as float32")
         return config
     except UserError as error:
         rule = re.findall(r"\w[\w-]*", str(error).partition(";")[0])

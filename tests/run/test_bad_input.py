@@ -197,6 +197,12 @@ TABLE = [Bad(flags, says, processes=(n,)) for n, flags, *says in [
     (1, "--fp16-lm-cross-entropy", "--fp16-lm-cross-entropy needs --fp16", "--dtype is float32", "change that"),
     (1, "--bf16 --hysteresis 3", "--hysteresis 3 needs --fp16 to have an effect, but --dtype is bfloat16"),
     (1, "--fp16 --loss-scale 8 --loss-scale-window 9", "needs no --loss-scale to have an effect", "is 8.0"),
+    (1, "--dtype bfloat16 --no-bf16", "--no-bf16 and --dtype bfloat16 contradict each other", "give another --dtype"),
+    (1, "--position-embedding-type none --reset-position-ids", "needs --position-embedding-type rope or learned"),
+    (1, "--top-k 5 --sample-tokens 0", "--top-k 5 needs --sample-tokens above 0 to have an effect", "is 0"),
+    (1, "--top-k 5 --temperature 0 --sample-tokens 9", "--top-k 5 needs --temperature above 0 to have an effect"),
+    (1, "--model nano-moe --ffn-hidden-size 48 --moe-ffn-hidden-size 16", "--ffn-hidden-size 48 needs --moe-layer-freq "
+     "above 1 or no --moe-ffn-hidden-size"),
     (1, "--compile-backend aot_eager", "--compile-backend aot_eager needs --compile to have an effect"),
     (1, f"--load {STEP} --init-method-std 0.1", "--init-method-std 0.1 needs random initial weights", "--load is"),
     (1, "--finetune", "--finetune needs a checkpoint to take the weights from", "add --load FOLDER"),
@@ -226,7 +232,8 @@ TABLE += [Bad(flags, says, command="nanodomino.generate") for flags, *says in [
     ("--load run --prompt \udcff", "--prompt must be UTF-8 text", "convert it"),
     ("--load run --max-token 9", "unrecognized arguments: --max-token 9", "--help lists every flag"),
     ("--load run --device cuda", "--device cuda needs a GPU that torch can see, and there is none", "try --device cpu"),
-    ("--load ''", "--load must not be empty", "give a checkpoint or the folder of a run"),
+    ("--load ''", "--load must not be empty, but is ''", "give a value, or leave it out"),
+    ("--load run --data-path=", "--data-path must not be empty", "give a value, or leave it out"),
     ("--prompt def", "the following arguments are required: --load", "--help lists every flag"),
     ("--load run --data-path nowhere", "there is no data folder nowhere", "data/prepare.py --output nowhere")]]
 
@@ -249,6 +256,7 @@ TABLE += [Bad(flags, says, command="data/prepare.py", processes=(1,)) for flags,
     ("--input data --output " + 300 * "o", "File name too long", "choose another"),
     ("--input data --output out --tokenizer word", "unknown tokenizer 'word'", "try one of byte, gpt2"),
     ("--input data/meta.json --output data --overwrite", "the input", "lies in the output", "choose another --output"),
+    ("--input data --output ''", "--output must not be empty", "give a value, or leave it out"),
     ("--outputs out", "unrecognized arguments: --outputs out", "--help lists every flag"),
     ("--verify data --input data", "--verify only checks a folder, so --input has no effect", "leave out --verify or"),
     ("--verify run", "run is not a folder made by data/prepare.py", "give another folder")]]
@@ -515,7 +523,7 @@ def refuse(folder, monkeypatch):
     (1, ""), (4, ""), (8, ""), (8, "--tp 8 --slices 4"), (8, "--pp 8"), (8, "--dp 2"), (8, "--tp 1 --pp 1 --dp 8"),
     (1, "--slices 4"), (1, "--columns 96"), (1, "--fp16 --dtype float16 --loss-scale 8"), (1, "--vocab-size 300"),
     (1, "--trace 5:5"), (1, "--seed 2147483647"), (2, "--run-dir run"), (4, f"--load {STEP}"),
-    (1, "--eval-iters 0 --sample-tokens 0 --top-k 0 --seed 0 --clip-grad 0 --temperature 0 --lr 0"),
+    (1, "--eval-iters 0 --sample-tokens 0 --seed 0 --clip-grad 0 --lr 0"),
     (1, "--rotary-base 10000 --no-sequence-parallel --adam-beta1 0.9 --optimizer lion"),    # without effect, but true
     (1, "--lr-warmup-fraction 1 --layernorm-epsilon 1")])
 def test_good_input_reaches_the_process_group(refuse, n, flags):
