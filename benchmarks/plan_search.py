@@ -24,6 +24,7 @@ import dataclasses
 import heapq
 import itertools
 import math
+import sys
 from collections import Counter
 from functools import cache
 
@@ -150,6 +151,8 @@ class Search:
         tokens = self.config.seq_length or PRESETS[self.config.model]["seq_length"]
         contexts = self.choices(LAYOUT[2], context_sizes(tokens, self.gpus))
         for values in itertools.product(*degrees, contexts, self.choices(LAYOUT[3], micro_batches)):
+            if self.gpus % math.prod(values[:3]) and self.broken_rule:     # breaks a rule, too: most do for 10^6 GPUs
+                continue
             for way in self.choices("cp_comm_type", ("all_gather", "a2a") if values[2] > 1 else ("all_gather",)):
                 if config := self.accepted(self.config, **dict(zip(LAYOUT, values)), cp_comm_type=way,
                                            **self.recomputation[0]):
@@ -287,6 +290,8 @@ def answer(flags, machine: Machine, usable: float, peak: float):
     config = Config(**{name: getattr(flags, name) for name in CONFIG_FLAGS} | {"device": "cuda"})
     search = Search(config, flags.gpus, set(CONFIG_FLAGS) & set(flags.given), machine, usable)
     rows, layouts = [], []
+    if flags.gpus > 1 << 14:
+        print(f"searching the layouts of {flags.gpus:,} GPUs, which can take minutes", file=sys.stderr)
     for rank, (seconds, found) in enumerate(search.run(), 1):
         parts, memory, used = (step_time.step_seconds(found, machine), fullest_gpu_bytes(found),
                                step_time.mfu(found, seconds, peak))

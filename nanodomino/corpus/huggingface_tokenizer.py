@@ -63,7 +63,13 @@ class HuggingFaceTokenizer:
     def encode(self, text: str) -> np.ndarray:
         chunks, ids = split_at_safe_cuts(text, self.safe_cut, CHUNK, LONGEST_CHUNK), [np.zeros(0, np.uint32)]
         while batch := list(islice(chunks, CHUNKS_AT_ONCE)):
-            encodings = self.package_tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+            try:
+                encodings = self.package_tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+            except BaseException as error:          # a panic of the package's Rust code is no Exception
+                if isinstance(error, KeyboardInterrupt):
+                    raise
+                raise UserError(f"the tokenizers package cannot encode a text with {self.files['tokenizer.json']} "
+                                f"({' '.join(str(error).split())[:200]}); choose another tokenizer") from None
             ids += [np.array(encoding.ids, np.uint32) for encoding in encodings]
         return np.concatenate(ids)
 
@@ -88,6 +94,14 @@ def find_tokenizer(path) -> Path:
     return found
 
 
+def small_integer(digits: str) -> int:
+    """Return the integer. Raises ValueError if it is huge: the package makes a table of as many rows as the largest id.
+    """
+    if len(digits) > 8:
+        raise ValueError(f"it holds the number {digits[:20]}, but ids have at most 8 digits")
+    return int(digits)
+
+
 def read_huggingface(path, eod_token: str | None = None, special_tokens=False,
                      begin_of_text=False) -> HuggingFaceTokenizer:
     """Read and check a tokenizer.json, or the one in a folder.
@@ -103,7 +117,7 @@ def read_huggingface(path, eod_token: str | None = None, special_tokens=False,
                         "requirements-extra.txt") from None
     try:
         # the package ends the process, without an exception, if a string holds half of a surrogate pair
-        json.dumps(json.loads(read_file(path)), ensure_ascii=False).encode()
+        json.dumps(json.loads(read_file(path), parse_int=small_integer), ensure_ascii=False).encode()
         return check_tokenizer(Tokenizer.from_file(str(path)), path, eod_token, special_tokens, begin_of_text)
     except (UserError, KeyboardInterrupt):
         raise

@@ -284,6 +284,14 @@ def test_a_million_spaces_do_not_stop_the_package(families):
     assert tokenizer.decode(tokenizer.encode(text).tolist()) == text
 
 
+def test_a_regular_expression_that_gives_up_on_a_text_ends_in_one_sentence(tmp_path, families):
+    """It works on the sample that the check encodes; on a document it panics, which is no Exception."""
+    slow = whole(normalizer={"type": "Replace", "pattern": {"Regex": "(x+x+)+y"}, "content": ""})
+    tokenizer = build_tokenizer(changed(families["gpt2"], tmp_path / "it", slow))
+    with pytest.raises(UserError, match="cannot encode a text with .*/it/tokenizer.json .*retry-limit"):
+        tokenizer.encode("x" * 60)
+
+
 # ---- in the data folder
 
 @pytest.mark.parametrize("name, end", [
@@ -446,6 +454,7 @@ REFUSED = {
     "no model": (lambda record: record.pop("model") and None, "the tokenizers package cannot read"),
     "a regex without text": (whole(normalizer={"type": "Replace", "pattern": {"Regex": "(?=x)"}, "content": "y"}),
                              "the tokenizers package cannot read"),
+    "a huge id": (lambda record: record["model"]["vocab"].update(x=4_000_000_000), "holds the number 4000000000, but ids"),
     "half of a surrogate pair": (model(unk_token="\ud800"), "the tokenizers package cannot read"),
     "a list": (lambda record: [1], "the tokenizers package cannot read"),
     "no end": (whole(added_tokens=[]), "does not say which token is its eos_token; name one with --eod-token: it has "
