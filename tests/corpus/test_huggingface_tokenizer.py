@@ -453,8 +453,8 @@ REFUSED = {
     "a merge without its tokens": (model(merges=[["Ġ", "@"]]), "the tokenizers package cannot read"),
     "no model": (lambda record: record.pop("model") and None, "the tokenizers package cannot read"),
     "a regex without text": (whole(normalizer={"type": "Replace", "pattern": {"Regex": "(?=x)"}, "content": "y"}),
-                             "the tokenizers package cannot read"),
-    "a huge id": (lambda record: record["model"]["vocab"].update(x=4_000_000_000), "holds the number 4000000000, but ids"),
+                             "the tokenizers package cannot encode"),
+    "a huge id": (lambda record: record["model"]["vocab"].update(x=4 * 10**9), "the number 4000000000, but ids have"),
     "half of a surrogate pair": (model(unk_token="\ud800"), "the tokenizers package cannot read"),
     "a list": (lambda record: [1], "the tokenizers package cannot read"),
     "no end": (whole(added_tokens=[]), "does not say which token is its eos_token; name one with --eod-token: it has "
