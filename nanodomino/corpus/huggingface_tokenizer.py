@@ -65,9 +65,9 @@ class HuggingFaceTokenizer:
         while batch := list(islice(chunks, CHUNKS_AT_ONCE)):
             try:
                 encodings = self.package_tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+            except KeyboardInterrupt:
+                raise
             except BaseException as error:          # a panic of the package's Rust code is no Exception
-                if isinstance(error, KeyboardInterrupt):
-                    raise
                 raise UserError(f"the tokenizers package cannot encode a text with {self.files['tokenizer.json']} "
                                 f"({' '.join(str(error).split())[:200]}); choose another tokenizer") from None
             ids += [np.array(encoding.ids, np.uint32) for encoding in encodings]

@@ -336,6 +336,8 @@ TABLE += [Bad("--sample-tokens 5", says, damage, f"with {what}") for what, damag
     ("a list for a meta.json", write(META, b"[1, 2]"), "meta.json is damaged", PREPARE_AGAIN),
     ("an endless meta.json", write(META, 100_000 * b"["), "meta.json is damaged", PREPARE_AGAIN),
     ("another program's data", change_meta(format="megatron"), "meta.json is of format 'megatron'", PREPARE_AGAIN),
+    ("no end-of-text", change_meta(end_of_text=None), "meta.json is damaged (KeyError: 'end_of_text')", PREPARE_AGAIN),
+    ("one split", change_meta(tokens=dict(train=5)), "meta.json is damaged (KeyError: 'valid')", PREPARE_AGAIN),
     ("an unknown tokenizer", change_meta(tokenizer="llama"), "tokenizer 'llama'", "byte, gpt2", PREPARE_AGAIN),
     ("an unknown dtype", change_meta(dtype="float32"), "meta.json is damaged", "float32", PREPARE_AGAIN),
     ("another vocabulary", change_meta(vocab_size=300), "vocabulary of 300", "byte has 257", PREPARE_AGAIN),
