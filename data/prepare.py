@@ -17,7 +17,8 @@ No document may be in both training and validation data. So a file that several 
 of a document that went to valid or test are skipped.
 
 Memory use does not grow with the size of a text file, because text is read in chunks. A line of a .jsonl file is one
-chunk. Each document costs about a hundred bytes of memory.
+chunk. Each document costs about a hundred bytes of memory. The tokenizer gets the chunks of many documents at once, so
+that all cores have work.
 """
 
 import argparse
@@ -44,12 +45,14 @@ from nanodomino.config.flags import Parser
 from nanodomino.corpus.atomic_folder import check_output, clear_leftovers, publish, temporary_sibling
 from nanodomino.corpus.documents import find_files, ids_of_line, is_jsonl, read_documents, size_of, text_of_line
 from nanodomino.corpus.prepared_folder import FORMAT, SPLITS, file_sha256, load_corpus, sample_sha256
+from nanodomino.corpus.safe_cuts import batches
 from nanodomino.corpus.tokenizer import Tokenizer, build_tokenizer
 from nanodomino.errors import UserError, counted, require
 from nanodomino.files import open_regular_file, read_file, write_file
 
 DEFAULT_CORPUS = Path(__file__).resolve().parent / "python-stdlib"
 STANDARD_LIBRARY = f"the standard library of Python {sys.version.split()[0]}"
+AT_ONCE = 1 << 22               # characters of all texts that are tokenized at once
 BLOCK = 1 << 20                 # tokens counted at once
 DENSE_VOCABULARY = 1024         # up to this size, pairs of tokens are counted in a full table
 PAIRS_COUNTED = 1 << 24         # for a larger vocabulary, only pairs in the first 2**24 tokens are counted
@@ -154,41 +157,50 @@ def write_splits(folder: Path, files: dict[str, bool], tokenizer: Tokenizer, dty
 
     files: what find_files() returned. skipped: counts skipped documents by reason; updated here. ids: see prepare().
     """
-    encode, read_line = tokenizer.encode, text_of_line
+    encode, read_line = tokenizer.encode_batch, text_of_line
     if ids:
         read_line = partial(ids_of_line, vocab_size=tokenizer.vocab_size, end_of_text=tokenizer.end_of_text)
-        encode = partial(np.fromstring, dtype=np.int64, sep=" ")       # of a text such as "17 4 256"
+        encode = partial(map, partial(np.fromstring, dtype=np.int64, sep=" "))      # texts such as "17 4 256"
     begin = b"" if tokenizer.begin_of_text is None else np.array([tokenizer.begin_of_text], dtype).tobytes()
-    total, position = sum(map(size_of, files)), 0
+    total = sum(map(size_of, files))
     documents, written, split_of = [0] * 3, [0] * 3, {}
     end_of_text = np.array([tokenizer.end_of_text], dtype).tobytes()
     with ExitStack() as stack:
         outputs = [stack.enter_context(open_regular_file(folder / f"{split}.bin", "wb")) for split in SPLITS]
         bar = stack.enter_context(tqdm(desc="tokenizing", total=total, unit="B", unit_scale=True,
                                        disable=None if progress else True))     # None: no bar in a log file
-        for document in read_documents(files, tokenizer.safe_cut, tokenizer.name == "byte", read_line):
-            first = next(document.chunks, "")
-            # documents of equal length with equal first chunks count as copies
-            fingerprint = hashlib.blake2b(b"%d " % document.size + raw_bytes(first), digest_size=8).digest()
-            seen_in = split_of.get(fingerprint)
-            if not first:
-                skipped["empty documents"] += 1
-            elif seen_in:                           # 1 or 2, valid or test; train is 0 and may hold copies
-                skipped["copies of held-out documents"] += 1
-            else:
-                # a .jsonl file is not all text, so extrapolate from the text in the files read so far
-                expected = total * sum(written) / position if position else total
-                split = 0 if seen_in == 0 else choose_split(document.size, written, documents, weights, expected)
-                split_of[fingerprint] = split
-                documents[split] += 1
-                written[split] += document.size
-                outputs[split].write(begin)
-                for chunk in chain([first], document.chunks):
-                    outputs[split].write(encode(chunk).astype(dtype).tobytes())
-                    bar.update(len(raw_bytes(chunk)))
-                outputs[split].write(end_of_text)
-            position += document.size_in_file
-            bar.update(position - bar.n)
+
+        def pieces():
+            """Yield (split, text to be tokenized, or bytes to be written as they are)."""
+            position = 0
+            for document in read_documents(files, tokenizer.safe_cut, tokenizer.name == "byte", read_line):
+                first = next(document.chunks, "")
+                # documents of equal length with equal first chunks count as copies
+                fingerprint = hashlib.blake2b(b"%d " % document.size + raw_bytes(first), digest_size=8).digest()
+                seen_in = split_of.get(fingerprint)
+                if not first:
+                    skipped["empty documents"] += 1
+                elif seen_in:                           # 1 or 2, valid or test; train is 0 and may hold copies
+                    skipped["copies of held-out documents"] += 1
+                else:
+                    # a .jsonl file is not all text, so extrapolate from the text in the files read so far
+                    expected = total * sum(written) / position if position else total
+                    split = 0 if seen_in == 0 else choose_split(document.size, written, documents, weights, expected)
+                    split_of[fingerprint] = split
+                    documents[split] += 1
+                    written[split] += document.size
+                    yield split, begin
+                    for chunk in chain([first], document.chunks):
+                        yield split, chunk
+                        bar.update(len(raw_bytes(chunk)))
+                    yield split, end_of_text
+                position += document.size_in_file
+                bar.update(position - bar.n)
+
+        for batch in batches(pieces(), AT_ONCE):
+            encoded = iter(encode([piece for _, piece in batch if isinstance(piece, str)]))
+            for split, piece in batch:
+                outputs[split].write(next(encoded).astype(dtype).tobytes() if isinstance(piece, str) else piece)
         tokens = [output.tell() // dtype.itemsize for output in outputs]
     require(sum(documents),
             f"the input holds no text ({counted(len(files), 'file')}, {skipped_text(skipped) or 'none skipped'}); "

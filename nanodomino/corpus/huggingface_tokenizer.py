@@ -12,12 +12,11 @@ this token. With --special-tokens the name means the token, as in the text that 
 import json
 import re
 from collections.abc import Callable
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
-from nanodomino.corpus.safe_cuts import find_safe_cut, split_at_safe_cuts
+from nanodomino.corpus.safe_cuts import batches, find_safe_cut, split_at_safe_cuts
 from nanodomino.errors import UserError, require
 from nanodomino.files import read_file
 
@@ -29,7 +28,7 @@ BEGIN_OF_TEXT_TOKENS = ("<|begin_of_text|>", "<s>")
 ACCEPTED = "only BPE that is byte-level (GPT-2, Llama 3, Qwen, SmolLM2) or has byte_fallback (Llama 2, Mistral) works"
 
 CHUNK = 1 << 16             # characters that one thread encodes at a time
-CHUNKS_AT_ONCE = 32         # in one call of the package, which encodes them in parallel
+AT_ONCE = 1 << 21           # characters of all chunks in one call of the package, which encodes them in parallel
 LONGEST_CHUNK = 1 << 20     # characters, if a text has no safe cut
 
 
@@ -61,17 +60,24 @@ class HuggingFaceTokenizer:
         self.byte_of = bytes_of_characters() if byte_level else {}
 
     def encode(self, text: str) -> np.ndarray:
-        chunks, ids = split_at_safe_cuts(text, self.safe_cut, CHUNK, LONGEST_CHUNK), [np.zeros(0, np.uint32)]
-        while batch := list(islice(chunks, CHUNKS_AT_ONCE)):
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        ids = [[np.zeros(0, np.uint32)] for _ in texts]
+        chunks = ((i, chunk) for i, text in enumerate(texts)
+                  for chunk in split_at_safe_cuts(text, self.safe_cut, CHUNK, LONGEST_CHUNK))
+        for batch in batches(chunks, AT_ONCE):
+            numbers, parts = zip(*batch)
             try:
-                encodings = self.package_tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+                encodings = self.package_tokenizer.encode_batch_fast(parts, add_special_tokens=False)
             except KeyboardInterrupt:
                 raise
             except BaseException as error:          # a panic of the package's Rust code is no Exception
                 raise UserError(f"the tokenizers package cannot encode a text with {self.files['tokenizer.json']} "
                                 f"({' '.join(str(error).split())[:200]}); choose another tokenizer") from None
-            ids += [np.array(encoding.ids, np.uint32) for encoding in encodings]
-        return np.concatenate(ids)
+            for i, encoding in zip(numbers, encodings):
+                ids[i].append(np.array(encoding.ids, np.uint32))
+        return list(map(np.concatenate, ids))
 
     def decode(self, ids) -> str:
         return self.package_tokenizer.decode(list(ids), skip_special_tokens=False)

@@ -171,8 +171,8 @@ def write(path: Path, text: str) -> Path:
 def test_ids_and_text_are_those_of_the_package(families, name):
     tokenizer, special = (build_tokenizer(families[name], special_tokens=special) for special in (False, True))
     assert tokenizer.vocab_size == package(families[name]).get_vocab_size(with_added_tokens=True)
-    for text in TEXTS + random_texts(300, seed=1):
-        ids = tokenizer.encode(text).tolist()
+    texts = TEXTS + random_texts(300, seed=1)
+    for text, ids in zip(texts, map(list, tokenizer.encode_batch(texts))):
         assert ids == package_ids(families[name], text), repr(text)
         assert tokenizer.decode(ids) == package(families[name]).decode(ids, skip_special_tokens=False), repr(text)
         prompt = special.encode(text).tolist()
@@ -276,6 +276,8 @@ def test_the_package_never_gets_more_than_a_few_megabytes_at_once(families):
     tokenizer.package_tokenizer = Package()
     assert tokenizer.encode(text).sum() == len(text) == sum(sizes)
     assert len(sizes) > 1 and max(sizes) < 3e6
+    del sizes[:]
+    assert len(tokenizer.encode_batch(["a short document"] * 5000)) == 5000 and len(sizes) == 1, "one call for many"
 
 
 def test_a_million_spaces_do_not_stop_the_package(families):

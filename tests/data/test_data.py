@@ -264,6 +264,19 @@ def test_chunks_tokenize_like_the_whole(tmp_path, monkeypatch, gpt2_files, text)
         assert row(tmp_path / tokenizer, "train") == [*whole, load_corpus(tmp_path / tokenizer).end_of_text]
 
 
+def test_short_documents_are_tokenized_many_at_a_time(tmp_path, monkeypatch, gpt2_files):
+    """With one call for each document all threads but one have nothing to do."""
+    tokenizer, sizes = build_tokenizer("gpt2", **gpt2_files), []
+    texts = [f"{i} {PROSE[i % 70:]}" for i in range(1000)] + ["", " ", f"special? {END_OF_TEXT}"]
+    ids = [tokenizer.encode(text).tolist() for text in texts]
+    assert [part.tolist() for part in tokenizer.encode_batch(texts)] == ids
+    monkeypatch.setattr(nanodomino.corpus.tokenizer.TiktokenTokenizer, "encode_batch",
+                        lambda tokenizer, texts: sizes.append(len(texts)) or list(map(tokenizer.encode, texts)))
+    quietly(write_lines(tmp_path / "a.jsonl", texts), tmp_path / "out", split=(1, 0, 0), tokenizer="gpt2", **gpt2_files)
+    assert sizes == [1002] and row(tmp_path / "out", "train") == [
+        token for part in ids if part for token in (*part, tokenizer.end_of_text)]
+
+
 @pytest.mark.parametrize("text", ["x" * 5000, " " * 5000, "\n" * 5000, "東" * 5000])
 def test_a_document_without_a_safe_cut_still_comes_in_small_chunks(tmp_path, monkeypatch, gpt2_files, text):
     monkeypatch.setattr(documents, "CHUNK", 97)
