@@ -10,7 +10,8 @@
 A document is a text file, or a line of a .jsonl file ({"text": ...}, Megatron-LM's convention). Each document is
 followed by one end-of-text token. The document goes as a whole to the split that is furthest below its share of the
 bytes so far. This rule needs no random numbers. Each split gets documents from all parts of the input, and the shares
-are met even if there are few documents or their sizes differ. If a split gets no document, for example because the
+are met even if there are few documents or their sizes differ. For a small text they are raised to about 2,049 tokens, a
+sample of most models, but at most to a twentieth of the text. If a split gets no document, for example because the
 input is one big file, its share is cut off the end of the largest split.
 
 No document may be in both training and validation data. So a file that several inputs match is read once, and copies
@@ -52,6 +53,7 @@ from nanodomino.files import open_regular_file, read_file, write_file
 
 DEFAULT_CORPUS = Path(__file__).resolve().parent / "python-stdlib"
 STANDARD_LIBRARY = f"the standard library of Python {sys.version.split()[0]}"
+SAMPLE_TOKENS = 2049            # of a sample of 2,048 tokens and their labels
 AT_ONCE = 1 << 22               # characters of all texts that are tokenized at once
 BLOCK = 1 << 20                 # tokens counted at once
 DENSE_VOCABULARY = 1024         # up to this size, pairs of tokens are counted in a full table
@@ -81,6 +83,7 @@ def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), vocab_file=Non
             require(not ids or is_jsonl(path),
                     f"--ids reads the tokens field of .jsonl files, but the input {path} is not one; leave out this "
                     "input, or --ids")
+        weights = raise_small_shares(weights, sum(map(os.path.getsize, files)))
         with temporary_sibling(output) as folder:
             tokens, documents, sizes = write_splits(folder, files, text_tokenizer, dtype, weights, skipped, progress,
                                                     ids)
@@ -142,6 +145,13 @@ def check_split(split) -> list[float]:
     require(fits, "--split must be three numbers train,valid,test of at least 0, the first above 0, but is "
             f"{','.join(map(str, parts))}; try 949,50,1")
     return [weight / sum(weights) for weight in weights]
+
+
+def raise_small_shares(weights: list[float], size: int) -> list[float]:
+    """Raise shares below that of a sample in `size` bytes of text, up to a twentieth. A token has about 4 bytes."""
+    least = min(4 * SAMPLE_TOKENS / max(size, 1), 1 / 20)
+    raised = [weight and max(weight, least) for weight in weights]
+    return [weight / sum(raised) for weight in raised]
 
 
 def summary_of(inputs: list) -> str:
@@ -334,7 +344,8 @@ def build_parser() -> Parser:
     parser.add_argument("--ids", action="store_true",
                         help='the .jsonl lines hold token ids instead of text, such as {"tokens": [17, 4]}')
     parser.add_argument("--split", default="949,50,1", metavar="SHARES",
-                        help="shares of train,valid,test (default 949,50,1)")
+                        help="shares of train,valid,test (default 949,50,1); raised for a small text so that each "
+                        "split holds a sample")
     parser.add_argument("--vocab-file", metavar="FILE", help="GPT-2's encoder.json, instead of a download")
     parser.add_argument("--merge-file", metavar="FILE", help="GPT-2's vocab.bpe, instead of a download")
     parser.add_argument("--overwrite", action="store_true", help="replace the prepared text in --output")

@@ -417,16 +417,18 @@ def test_documents_that_only_begin_alike_are_no_copies(tmp_path, monkeypatch):
 @pytest.mark.parametrize("weights", [(949, 50, 1), (80, 10, 10), (1, 1, 1), (90, 10, 0), (1, 0, 0), (0.7, 0.2, 0.1)])
 @pytest.mark.parametrize("sizes", ["equal", "unequal", "one huge"])
 def test_shares_hold_in_tokens(tmp_path, weights, sizes):
+    """Also in a text so small that 0.1 % of it would not be a sample."""
     lengths = np.full(2000,
                       100) if sizes == "equal" else np.random.default_rng(1).lognormal(4, 1.5, 2000).astype(int) + 10
     if sizes == "one huge":
         lengths[9] = lengths.sum() // 8
     texts = [f"{i} ".ljust(length, "x") for i, length in enumerate(lengths)]
     meta = quietly(write_lines(tmp_path / "a.jsonl", texts), tmp_path / "out", split=weights)
-    for split, weight in zip(SPLITS, weights):
+    for split, weight in zip(SPLITS, meta["split"]):
         half_a_document = max(lengths) / lengths.sum() / 2
         share = meta["tokens"][split] / sum(meta["tokens"].values())
-        assert share == pytest.approx(weight / sum(weights), abs=max(0.01, half_a_document))
+        assert share == pytest.approx(weight, abs=max(0.01, half_a_document))
+    assert meta["tokens"]["test"] > 2049 or weights[2] == 0
 
 
 def test_held_out_documents_are_as_long_as_training_documents(tmp_path):
@@ -438,15 +440,16 @@ def test_held_out_documents_are_as_long_as_training_documents(tmp_path):
     assert mean["valid"] == pytest.approx(mean["train"], rel=0.25)
 
 
-def test_one_document_is_cut_in_three(tmp_path):
-    """One big text file must still leave something to validate on."""
-    text = "".join(f"line {i}\n" for i in range(10_000))
+@pytest.mark.parametrize("lines, sample", [(400, 129), (10_000, 2049)])
+def test_one_document_is_cut_in_three(tmp_path, lines, sample):
+    """One text file must still leave a sample to validate and to test on, a small one a sample of nano."""
+    text = "".join(f"line {i}\n" for i in range(lines))
     (tmp_path / "a.txt").write_text(text)
     meta = quietly(tmp_path / "a.txt", tmp_path / "out")
     parts = [row(tmp_path / "out", split) for split in SPLITS]
     assert sum(parts, []) == [*text.encode(), BYTE_END], "train, then valid, then test, nothing twice, nothing lost"
     assert meta["cut_off"] == ["valid", "test"] and meta["documents"] == {"train": 1, "valid": 0, "test": 0}
-    assert len(parts[0]) / len(sum(parts, [])) == pytest.approx(0.949, abs=0.001)
+    assert sample <= len(parts[2]) < 0.05 * len(text) and meta["split"] == pytest.approx([0.905, 0.048, 0.048], rel=0.1)
     assert list(meta["bytes"].values()) == [len(parts[0]), len(parts[1]), len(parts[2]) - 1]
 
 
