@@ -209,7 +209,9 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
     saver = Saver(run.folder, mesh, config.keep_last, config.timeout, resumed_from=done)
     report = Report(config, corpus, mesh, run.folder, done, enabled=dist.get_rank() == 0)
     if run.weights_only:
-        report.say(f"starting from the weights in {checkpoint}, without its optimizer state and step")
+        why = "" if "lr" in config.given else ", a tenth of the preset's: --lr sets another"
+        report.say(f"starting from the weights in {checkpoint}, without its optimizer state and step, with the peak "
+                   f"learning rate {config.lr:g}{why}")
     if done < config.train_iters:
         report.estimate(estimate, estimated_seconds(estimate, config, mesh))
     warm_up(stage, optimizer, config, mesh)

@@ -272,19 +272,18 @@ def test_train_iters_0_evaluates_and_finetune_begins_with_a_validation(pool, sma
     ended = train_in_pool(pool, small, "--run-dir", tmp_path / "more", "--load", run, "--finetune", "--train-iters", 2)
     baseline, last = metric_points(tmp_path / "more", "valid_loss")
     assert baseline == (0, pytest.approx(trained[0][1], rel=1e-5)) and last[0] == 2
-    assert "2 steps = " in ended.output
+    assert "2 steps = " in ended.output and "peak learning rate 0.0004, a tenth of the preset's: --lr" in ended.output
     assert ended.output.index("step     0 | valid") < ended.output.index("step     1 |")
     ended = train_in_pool(pool, small, "--run-dir", run, "--train-iters", 0)
     assert ended.code == 0 and saved_steps(run) == [3] and len(metric_points(run, "loss")) == 3
 
 
-def test_finetune_has_a_small_batch_by_default():
-    """A preset's batch suits pre-training: 512 x 1024 tokens, several times a typical text for fine-tuning."""
-    config = from_command_line(["--model", "gpt2", "--load", "x", "--finetune"], 2)
-    assert (config.global_batch_size, config.micro_batch_size, config.dp) == (16, 16, 1)
-    assert from_command_line(["--model", "gpt2", "--load", "x"], 1).global_batch_size == 512
-    assert from_command_line(["--model", "gpt2", "--load", "x", "--finetune", "--global-batch-size", "64"],
-                             1).global_batch_size == 64
+@pytest.mark.parametrize("flags, batch, lr", [("", 512, 6e-4), ("--finetune", 16, 6e-5),
+                                              ("--finetune --global-batch-size 64 --lr 1", 64, 1.0)])
+def test_finetune_has_a_small_batch_and_learning_rate_by_default(flags, batch, lr):
+    """A preset's suit pre-training: 512 x 1024 tokens are several texts, and its rate would wreck a trained model."""
+    config = from_command_line(["--model", "gpt2", "--load", "x", *flags.split()], 2)
+    assert (config.global_batch_size, config.lr, config.min_lr) == pytest.approx((batch, lr, lr / 10))
 
 
 def test_an_old_test_loss_is_removed_when_the_run_is_extended(pool, small, tmp_path):

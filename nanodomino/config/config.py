@@ -28,8 +28,8 @@ from operator import attrgetter
 
 import torch
 
-from nanodomino.config.presets import (DEFAULT_LAYOUTS, DTYPES, FINETUNE_BATCH_SIZE, GPT2, LR_DECAY_STYLES, PRESETS,
-                                       SHORT_DTYPES)
+from nanodomino.config.presets import (DEFAULT_LAYOUTS, DTYPES, FINETUNE_BATCH_SIZE, FINETUNE_LR_DIVISOR, GPT2,
+                                       LR_DECAY_STYLES, PRESETS, SHORT_DTYPES)
 from nanodomino.config.rules import check_rules, check_trace, default_ffn_hidden_size, default_schedule, largest_divisor
 from nanodomino.config.setting import check_values, setting
 from nanodomino.errors import require
@@ -212,7 +212,8 @@ class Config:
         None, f"samples per optimizer step (default: the preset's; with --finetune at most {FINETUNE_BATCH_SIZE})",
         affects="run")
     optimizer: str = training_setting("adamw", "optimizer", choices=OPTIMIZERS, affects="optimizer")
-    lr: float = training_setting(None, "peak learning rate (default: the preset's, which suits AdamW)")
+    lr: float = training_setting(
+        None, f"peak learning rate (default: the preset's, for AdamW, or 1/{FINETUNE_LR_DIVISOR} with --finetune)")
     min_lr: float = training_setting(None, "final learning rate (default: lr / 10)", derived=True,
                                      needs="--lr-decay-style cosine or linear")
     lr_decay_style: str = training_setting(
@@ -448,6 +449,8 @@ class Config:
         filled = {name: value for name, value in PRESETS[self.model].items() if getattr(self, name) is None}
         if self.finetune and "global_batch_size" in filled:
             filled["global_batch_size"] = min(filled["global_batch_size"], FINETUNE_BATCH_SIZE)
+        if self.finetune and "lr" in filled:
+            filled["lr"] /= FINETUNE_LR_DIVISOR
         filled["world_size"] = world_size
         for flag, dtype in SHORT_DTYPES.items():
             if getattr(self, flag):
