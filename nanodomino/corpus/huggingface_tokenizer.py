@@ -123,7 +123,9 @@ def read_huggingface(path, eod_token: str | None = None, special_tokens=False,
                         "requirements-extra.txt") from None
     try:
         # the package ends the process, without an exception, if a string holds half of a surrogate pair
-        json.dumps(json.loads(read_file(path), parse_int=small_integer), ensure_ascii=False).encode()
+        record = json.loads(read_file(path), parse_int=small_integer)
+        json.dumps(record, ensure_ascii=False).encode()
+        check_added_tokens(record["added_tokens"], path, special_tokens)    # first: the package needs long for Gemma's
         return check_tokenizer(Tokenizer.from_file(str(path)), path, eod_token, special_tokens, begin_of_text)
     except (UserError, KeyboardInterrupt):
         raise
@@ -131,6 +133,15 @@ def read_huggingface(path, eod_token: str | None = None, special_tokens=False,
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"the tokenizers package cannot read {path} ({reason}); give the folder of an intact "
                         "tokenizer.json") from None
+
+
+def check_added_tokens(added_tokens: list[dict], path: Path, special_tokens: bool):
+    """Raise UserError if a safe cut could split a token that a document can contain."""
+    for token in added_tokens:
+        require(token["special"] and not special_tokens
+                or not (token["lstrip"] or token["rstrip"] or re.search(r"\s", token["content"])),
+                f"{path} has the added token {token['content']!r}, which contains or strips whitespace, so long texts "
+                f"could not be cut; {'leave out --special-tokens, or ' * token['special']}choose another tokenizer")
 
 
 def check_tokenizer(package_tokenizer, path: Path, eod_token: str | None, special_tokens: bool,
@@ -146,13 +157,6 @@ def check_tokenizer(package_tokenizer, path: Path, eod_token: str | None, specia
     require(model["type"] == "BPE" and (byte_level or model["byte_fallback"]),
             f"{path} is a {model['type']} tokenizer without byte-level symbols or byte_fallback; {ACCEPTED}")
     require(not model["dropout"], f"{path} has dropout {model['dropout']}, so its ids are random; set it to null")
-    for token in record["added_tokens"]:            # a safe cut must not split a token that a document can contain
-        require(token["special"] and not special_tokens
-                or not (token["lstrip"] or token["rstrip"] or re.search(r"\s", token["content"])),
-                f"{path} has the added token {token['content']!r}, which contains or strips whitespace, so long texts "
-                "could not be cut; leave out --special-tokens and mark this token as special, or choose another "
-                "tokenizer")
-
     safe_cut = find_safe_cut(word_splitter(package_tokenizer))
     require(safe_cut, f"{path} joins words across whitespace, so long texts could not be cut; {ACCEPTED}")
     special = {token["content"] for token in record["added_tokens"]}

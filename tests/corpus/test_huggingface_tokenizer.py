@@ -450,7 +450,9 @@ REFUSED = {
     "words across lines": (split(r"[^\n]*\n|[^\n]+"), "joins words across whitespace"),
     "lower case": (whole(normalizer={"type": "Lowercase"}), "changes a text that is encoded and then decoded"),
     "a lacking letter": (bytes_without_q, "changes a text that is encoded and then decoded"),
-    "an added token with a space": (added(), "'<x y>', which contains or strips whitespace"),
+    "an added token with a space, before the package reads the file": (
+        lambda record: added()(record) or record.pop("model") and None,
+        "'<x y>', which contains or strips whitespace, so long texts could not be cut; choose another tokenizer"),
     "an added token that strips": (added("<x>", lstrip=True), "'<x>', which contains or strips whitespace"),
     "a merge without its tokens": (model(merges=[["Ġ", "@"]]), "the tokenizers package cannot read"),
     "no model": (lambda record: record.pop("model") and None, "the tokenizers package cannot read"),
