@@ -1,5 +1,8 @@
 """Reduce-scatter and all-gather against plain sums and copies."""
 
+import time
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,33 +15,37 @@ def numbers(rank, size, dtype):
     return torch.randn(size, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(dtype)
 
 
-def both(size, dtype, in_place):
+def both(size, dtype, place):
     """Return this rank's part after a reduce-scatter, the tensor after an all-gather of the parts, and the tensor as it
-    was before the first wait()."""
+    was before the first wait(). place: the part to gather lies in the part of rank + place; None: elsewhere. The ranks
+    send one after the other."""
     group, rank = dist.group.WORLD, dist.get_rank()
     whole = numbers(rank, size, dtype)
     work, received = reduce_scatter(whole, group=group)
     before = whole.clone()
     work.wait()
     part = received.sum(dim=0)
-    elsewhere = torch.full_like(whole, torch.nan)
-    if in_place:
-        part = elsewhere.chunk(group.size())[rank].copy_(part)
-    work = all_gather(elsewhere, part, group)
+    elsewhere, own = torch.full_like(whole, torch.nan), part
+    if place is not None:
+        own = elsewhere.chunk(group.size())[(rank + place) % group.size()].copy_(part)
+    isend = dist.isend
+    with mock.patch.object(dist, "isend", lambda *args, **options: time.sleep(rank / 100) or isend(*args, **options)):
+        work = all_gather(elsewhere, own, group)
     work.wait()
     work.wait()                                                # torch's works allow a second wait(), too
-    return part.clone(), elsewhere, before
+    return part, elsewhere, before
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_each_rank_gets_the_sum_of_its_part_and_all_get_all_parts(pool, ranks, dtype):
+@pytest.mark.parametrize("ranks, place", [(1, 0), (2, 1), (3, None), (8, 0)])
+def test_each_rank_gets_the_sum_of_its_part_and_all_get_all_parts(pool, ranks, place, dtype):
     """The order of the sum is fixed, so its bits are the same in every run, whichever rank is late. The part to gather
-    may lie in the whole tensor, as with ZeRO, or elsewhere, as with sequence parallelism."""
+    may lie in the whole tensor, as with ZeRO, even where a late rank has received another, or elsewhere, as with
+    sequence parallelism."""
     size = 24 * 16
     theirs = [numbers(rank, size, dtype) for rank in range(ranks)]
     whole = torch.cat([torch.stack([one.chunk(ranks)[part] for one in theirs]).sum(dim=0) for part in range(ranks)])
-    results = pool.run(both, size, dtype, ranks % 2 == 0, world_size=ranks)
+    results = pool.run(both, size, dtype, place, world_size=ranks)
     for rank, (part, gathered, before) in enumerate(results):
         assert torch.equal(part, whole.chunk(ranks)[rank])
         assert torch.equal(gathered, whole)
