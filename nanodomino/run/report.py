@@ -96,7 +96,7 @@ class Report:
                 print(f"the {split} split holds {counted(samples, 'sample')} of {config.seq_length} tokens: "
                       + ("its loss will be noisy" if samples else "it will have no loss")
                       + "; prepare more text, or a larger split with data/prepare.py --split")
-        print(mesh.picture([describe_stage(config, stage) for stage in range(mesh.pp)]))
+        print(mesh.picture([describe_stage(config, stage) for stage in range(mesh.pp)]) + default_layout(config, mesh))
         print(simulation.picture(config.schedule, mesh.pp, config.microbatches, config.virtual_stages), flush=True)
         if config.train_iters == 0:
             print("evaluating without training, because --train-iters is 0", flush=True)
@@ -233,6 +233,14 @@ def describe_stage(config: Config, stage: int) -> str:
                       + (", head" + f", {counted(config.mtp_num_layers, 'depth')} of multi-token prediction"
                          * (config.mtp_num_layers > 0) if virtual_stage == placement.last else ""))
     return "; ".join(chunks)
+
+
+def default_layout(config: Config, mesh: Mesh) -> str:
+    """Return a line that says how to find the fastest layout, if several GPUs use the default one; else ""."""
+    given = {f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "data")} & {*config.given}
+    return "" if given or config.world_size == 1 or mesh.device.type == "cpu" else (
+        "\nthis default layout uses tp, pp and dp together; the fastest is found by python bench.py plan --search "
+        f"--model {config.model} --gpus {config.world_size}")
 
 
 def what_hides_what(config: Config) -> str:

@@ -24,7 +24,7 @@ from nanodomino.model import meta_stage
 from nanodomino.plot.curves import Curve
 from nanodomino.run import kernels
 from nanodomino.run.metrics_file import MetricsFile, remove_outdated
-from nanodomino.run.report import Report, describe_stage, duration, expected_quality, what_hides_what
+from nanodomino.run.report import Report, default_layout, describe_stage, duration, expected_quality, what_hides_what
 from nanodomino.run.signals import StopSignal
 from nanodomino.schedules.simulation import picture
 from nanodomino.zero import StepResult
@@ -64,6 +64,14 @@ def test_the_start_shows_the_chunks_and_the_schedule(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "stage 1   [1]   layer 1; layer 3, head" in said
     assert picture("interleaved", 2, config.microbatches, 2) in said and "through 2 chunks a stage" in said
+
+
+@pytest.mark.parametrize("ranks, device, changes, said", [
+    (8, "cuda", {}, "--search --model nano --gpus 8"), (1, "cuda", {}, ""), (8, "cpu", {}, ""),
+    (8, "cuda", dict(given=("data_parallel_size",)), "")])
+def test_a_default_layout_of_gpus_is_not_passed_off_as_the_fastest(ranks, device, changes, said):
+    found = default_layout(tiny(ranks, **changes), SimpleNamespace(device=torch.device(device)))
+    assert found.endswith(said) and bool(found) == bool(said)
 
 
 EP2 = dict(num_experts=4, disable_bias_linear=True, expert_model_parallel_size=2, tensor_model_parallel_size=1)
