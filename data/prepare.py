@@ -31,6 +31,7 @@ import shutil
 import sys
 import sysconfig
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
@@ -46,7 +47,6 @@ from nanodomino.config.flags import Parser
 from nanodomino.corpus.atomic_folder import check_output, clear_leftovers, publish, temporary_sibling
 from nanodomino.corpus.documents import find_files, ids_of_line, is_jsonl, read_documents, size_of, text_of_line
 from nanodomino.corpus.prepared_folder import FORMAT, SPLITS, file_sha256, load_corpus, sample_sha256
-from nanodomino.corpus.safe_cuts import batches
 from nanodomino.corpus.tokenizer import Tokenizer, build_tokenizer
 from nanodomino.errors import UserError, counted, require
 from nanodomino.files import open_regular_file, read_file, write_file
@@ -207,7 +207,7 @@ def write_splits(folder: Path, files: dict[str, bool], tokenizer: Tokenizer, dty
                 position += document.size_in_file
                 bar.update(position - bar.n)
 
-        for batch in batches(pieces(), AT_ONCE):
+        for batch in batches(pieces()):
             encoded = iter(encode([piece for _, piece in batch if isinstance(piece, str)]))
             for split, piece in batch:
                 outputs[split].write(next(encoded).astype(dtype).tobytes() if isinstance(piece, str) else piece)
@@ -216,6 +216,19 @@ def write_splits(folder: Path, files: dict[str, bool], tokenizer: Tokenizer, dty
             f"the input holds no text ({counted(len(files), 'file')}, {skipped_text(skipped) or 'none skipped'}); "
             "check the paths")
     return tokens, documents, written
+
+
+def batches(pieces: Iterator[tuple[int, str | bytes]]) -> Iterator[list[tuple[int, str | bytes]]]:
+    """Yield lists of pieces (split, text) with about AT_ONCE characters. A short text takes memory too: 64 more."""
+    batch, size = [], 0
+    for split, text in pieces:
+        batch.append((split, text))
+        size += len(text) + 64
+        if size >= AT_ONCE:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def raw_bytes(text: str) -> bytes:

@@ -12,11 +12,12 @@ this token. With --special-tokens the name means the token, as in the text that 
 import json
 import re
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
-from nanodomino.corpus.safe_cuts import batches, find_safe_cut, split_at_safe_cuts
+from nanodomino.corpus.safe_cuts import find_safe_cut, split_at_safe_cuts
 from nanodomino.errors import UserError, require
 from nanodomino.files import read_file
 
@@ -27,8 +28,8 @@ END_OF_TEXT_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>")
 BEGIN_OF_TEXT_TOKENS = ("<|begin_of_text|>", "<s>")
 ACCEPTED = "only BPE that is byte-level (GPT-2, Llama 3, Qwen, SmolLM2) or has byte_fallback (Llama 2, Mistral) works"
 
-CHUNK = 1 << 16             # characters that one thread encodes at a time
-AT_ONCE = 1 << 21           # characters of all chunks in one call of the package, which encodes them in parallel
+CHUNK = 1 << 14             # characters that one thread encodes at a time
+CHUNKS_AT_ONCE = 128        # in one call of the package, which encodes them in parallel
 LONGEST_CHUNK = 1 << 20     # characters, if a text has no safe cut
 
 
@@ -66,7 +67,7 @@ class HuggingFaceTokenizer:
         ids = [[np.zeros(0, np.uint32)] for _ in texts]
         chunks = ((i, chunk) for i, text in enumerate(texts)
                   for chunk in split_at_safe_cuts(text, self.safe_cut, CHUNK, LONGEST_CHUNK))
-        for batch in batches(chunks, AT_ONCE):
+        while batch := list(islice(chunks, CHUNKS_AT_ONCE)):
             numbers, parts = zip(*batch)
             try:
                 encodings = self.package_tokenizer.encode_batch_fast(parts, add_special_tokens=False)

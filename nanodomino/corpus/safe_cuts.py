@@ -53,16 +53,3 @@ def split_at_safe_cuts(text: str, safe_cut: re.Pattern, size: int, longest: int)
         start = next_start
     if start < len(text):
         yield text[start:]
-
-
-def batches(pairs: Iterator[tuple[int, str]], at_once: int) -> Iterator[list[tuple[int, str]]]:
-    """Yield lists of pairs (number, text) with about `at_once` characters. A short text takes memory too: 64 more."""
-    batch, size = [], 0
-    for number, text in pairs:
-        batch.append((number, text))
-        size += len(text) + 64
-        if size >= at_once:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
