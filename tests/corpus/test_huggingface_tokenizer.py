@@ -6,7 +6,6 @@ here on a few texts. Wherever the package itself is the reference, it encodes th
 
 import json
 import random
-import subprocess
 import sys
 import unicodedata
 from functools import cache
@@ -25,7 +24,6 @@ from nanodomino.corpus.safe_cuts import SAFE_CUT, split_at_safe_cuts
 from nanodomino.corpus.tokenizer import build_tokenizer
 from nanodomino.errors import UserError
 
-SCRIPT = Path(prepare_module.__file__).resolve()
 LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
           r"|\s+(?!\S)|\s+")
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
@@ -531,13 +529,3 @@ def test_a_damaged_meta_names_the_tokenizers_file(tmp_path, families):
     (tmp_path / "out/tokenizer.json").unlink()
     with pytest.raises(UserError, match="names .*out/tokenizer.json, which is missing; prepare the text again"):
         load_corpus(tmp_path / "out").tokenizer()
-
-
-def test_prepare_py_takes_a_folder_as_its_tokenizer(tmp_path, families):
-    write(tmp_path / "a.txt", "It is 1234.\n")
-    done = subprocess.run([sys.executable, str(SCRIPT), "--input", "a.txt", "--output", "out", "--split", "1,0,0",
-                           "--tokenizer", str(families["llama3"])],
-                          cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    ids = np.fromfile(tmp_path / "out/train.bin", "<u2").tolist()
-    assert load_corpus(tmp_path / "out").tokenizer().decode(ids).startswith("It is 1234.")

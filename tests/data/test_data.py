@@ -603,31 +603,6 @@ def test_what_a_killed_preparation_has_left_is_gone_at_the_next(tmp_path):
     assert not alive.exists()
 
 
-def test_two_preparations_at_once_both_end_well(tmp_path):
-    """Each waits with its finished folder until the other has one too, so both rename at the same moment."""
-    write_lines(tmp_path / "a.jsonl", (f"document {i} " + "text " * 50 for i in range(3000)))
-    program = f"""if True:
-        import sys
-        sys.path.insert(0, {str(SCRIPT.parent.parent)!r})
-        from data import prepare
-        publish = prepare.publish
-        prepare.publish = lambda *arguments: (print("ready", flush=True), sys.stdin.readline(), publish(*arguments))[-1]
-        meta = prepare.prepare({str(tmp_path / "a.jsonl")!r}, {str(tmp_path / "out")!r}, progress=False)
-        print(meta["sha256"]["train"])"""
-    both = [subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            for _ in range(2)]
-    assert [process.stdout.readline() for process in both] == ["ready\n"] * 2
-    assert not (tmp_path / "out").exists()
-    for process in both:
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    results = [(process.communicate(timeout=60)[0].strip(), process.returncode) for process in both]
-    corpus = load_corpus(tmp_path / "out")
-    corpus.verify()
-    assert results == [(corpus.sha256["train"], 0)] * 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out"]
-
-
 def test_the_default_corpus_may_be_made_by_every_rank(tmp_path, monkeypatch):
     """A rank that finds no corpus at first, and one when it is done, takes that one."""
     (tmp_path / "a.txt").write_text("some text")
