@@ -67,7 +67,9 @@ def answer(flags, launch):
     rows = torch.zeros(config.micro_batch_size, config.seq_length + 1, dtype=torch.int64)
     batch = Batch.from_rows(rows, list(range(len(rows))), device=device)
 
-    compilers = {"nanodomino": None, **({"nanodomino, compiled": partial(torch.compile, backend=config.compile_backend)} if flags.compile else {})}
+    compilers = {"nanodomino": None}
+    if flags.compile:
+        compilers["nanodomino, compiled"] = partial(torch.compile, backend=config.compile_backend)
     sides = {"autograd": AutogradSide(model, batch, config.slices),
              **{name: DominoSide(Domino(model, config.slices, config.columns, compiler), batch)
                 for name, compiler in compilers.items()}}

@@ -8,8 +8,8 @@ waves of as many tiles as the GPU has multiprocessors, and the last wave may be 
 after a start that takes as long as 160 more. Small tiles load each number more often for the same FLOPs, so they reach
 less of the peak. If there are few tiles, kernels also cut k and add up the parts. The fastest choice counts.
 
-TILES, START, KERNEL, ATTENTION and LARGE_MATMUL are assumptions, not measurements. They resemble what cuBLAS and cuDNN are reported
-to reach on an H100.
+TILES, START, KERNEL, ATTENTION and LARGE_MATMUL are assumptions, not measurements. They resemble what cuBLAS and cuDNN
+are reported to reach on an H100.
 """
 
 import math

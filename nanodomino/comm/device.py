@@ -19,7 +19,7 @@ class StandIn:
     capability: tuple[int, int] = (9, 0)     # of a GPU: an H100
 
 
-STAND_IN = ContextVar("the device that meta tensors stand for", default=StandIn())
+STAND_IN = ContextVar("the device that meta tensors stand for", default=StandIn())      # noqa: B039, it is frozen
 
 
 @contextmanager

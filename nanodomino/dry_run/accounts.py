@@ -6,15 +6,14 @@ torch calls a TorchDispatchMode for every operation, below autograd. `Accounts` 
     traffic      {(group, kind): [calls, bytes]} of the collectives and messages
     events       what clock.py turns into seconds: operations, launches, waits, ends of actions
 
-It also counts a real run, whose tensors have numbers; `bench.py memory` and `bench.py comm` compare both. On meta
-tensors it replaces what needs numbers: the host reads 1 from every tensor, and no collective sends anything.
+It counts a real run as well; `bench.py memory` and `bench.py comm` compare both. For meta tensors it replaces what
+needs numbers or other ranks: the host reads 1 from every tensor, and no collective sends anything.
 """
 
 import re
 import weakref
 from collections import defaultdict
 from contextlib import nullcontext
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanodomino.comm.device import kind_of
 from nanodomino.comm.scatter_and_gather import TAGS
-from nanodomino.dry_run.shapes import flatten, result_of
+from nanodomino.dry_run.shapes import arguments_of, flatten, result_of, storage
 from nanodomino.errors import UserError
 
 
@@ -35,20 +34,23 @@ class Operation(NamedTuple):
     kind: str                    # matmul, attention, attention backward, memory
     bytes: int                   # read and written
     flops: float = 0.0
-    shape: tuple = ()            # of a matmul: (how many, rows, columns, numbers that are added up)
-    element_size: int = 0        # bytes of a number that a matmul or attention reads; attention: its head size in shape
+    shape: tuple = ()            # (how many, rows, columns, numbers added up) of a matmul; (head size) of attention
+    element_size: int = 0        # bytes of a number that a matmul reads
 
 
 class Launch(NamedTuple):
-    """The start of a collective, of a message (group pp), or of a copy to or from the host (group "host")."""
+    """The start of a collective, of a message (group "pp"), or of a copy to or from the host (group "host").
+
+    bytes: the whole tensor: what is all-reduced, a reduce-scatter's or all-to-all's input, an all-gather's output
+    """
     group: str
     kind: str
-    bytes: float                 # the whole tensor: what is all-reduced, a reduce-scatter's input, an all-gather's output
+    bytes: float
     number: int
 
 
 class Wait(NamedTuple):
-    """The GPU, or the CPU, waits until launch `number` is done."""
+    """The device waits until launch `number` is done."""
     number: int
 
 
@@ -57,12 +59,11 @@ class ActionEnd(NamedTuple):
     kinds: tuple
 
 
-# Where the two operands of a matmul stand among its arguments. Operations in VECTORS multiply as well, but memory limits
-# them. LOOK_UPS touch only some rows of their first operand, and OVERWRITES do not read what they write to.
+# Where the two operands of a matmul stand among its arguments. VECTORS multiply as well, but memory limits them.
 MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "_scaled_mm": 0, "_grouped_mm": 0}
-VECTORS, MULTIPLIES = {"mv", "dot", "addmv", "vdot"}, re.compile(r"m[mv]_?$|dot|attention|attn|conv|bilinear")
-LOOK_UPS = {"embedding", "gather", "index", "index_select", "scatter_", "index_add_"}
-OVERWRITES = {"zero_", "fill_", "copy_"}
+VECTORS, MULTIPLIES = {"mv", "dot", "addmv"}, re.compile(r"m[mv]_?$|dot|attention|attn|conv|bilinear")
+LOOK_UPS = {"embedding", "gather", "index", "scatter_", "index_add_"}     # touch some rows of their first operand
+OVERWRITES = {"zero_", "fill_", "copy_"}                                  # do not read what they write to
 # c10d's operators: (name of the collective, index of the argument that is the whole tensor)
 COLLECTIVES = {"allreduce_": ("all_reduce", 0), "_reduce_scatter_base_": ("reduce_scatter", 1),
                "_allgather_base_": ("all_gather", 0), "alltoall_base_": ("all_to_all", 1), "send": ("send", 0),
@@ -70,27 +71,34 @@ COLLECTIVES = {"allreduce_": ("all_reduce", 0), "_reduce_scatter_base_": ("reduc
 KIND_OF_TAG = {tag: kind for kind, tag in TAGS.items()}
 
 
-def attention_flops(name: str, given: dict) -> float | None:
-    """Return the FLOPs of a fused attention kernel, or None for another operation. given: its arguments by name.
+def operation_of(name: str, given: dict, read, written) -> Operation:
+    """Describe an operation. given: its arguments by name; read, written: its tensors.
 
-    A causal kernel skips half of the scores. Forward multiplies twice, backward five times, since it repeats q k^T.
+    A causal attention kernel skips half of the scores. Its forward multiplies twice, its backward five times, since it
+    computes q k^T again. Raises UserError if the FLOPs are not known.
     """
-    q, k = given.get("query"), given.get("key")
-    if q is None or k is None or not re.search("attention|attn", name):
-        return None
-    if q.dim() == 3:             # varlen: q [n, heads, d]; sequences with equally many queries and k.size(0) keys
-        sequences = len(given.get("cu_seq_q", given.get("cum_seq_q"))) - 1
-        pairs = q.size(1) * (q.size(0) / sequences) * (k.size(0) - q.size(0) / 2)
-    else:
-        pairs = q.size(0) * q.size(1) * q.size(2) * k.size(2) * (0.5 if given.get("is_causal") else 1)
-    return (10 if "backward" in name else 4) * pairs * q.size(-1)
-
-
-@lru_cache(maxsize=None)
-def arguments_of(function) -> tuple[list[str], set[str]]:
-    """Return the names of an operation's arguments, and of those that it writes to."""
-    arguments = function._schema.arguments
-    return [one.name for one in arguments], {one.name for one in arguments if one.alias_info and one.alias_info.is_write}
+    skipped = read[:1] if name in LOOK_UPS else [one for one in written if name in OVERWRITES]
+    moved = sum(map(size, read)) + sum(map(size, written)) - sum(map(size, skipped))
+    if name in MATMULS:
+        a, b = [*given.values()][MATMULS[name]:][:2]
+        count, summed = b.size(0) if b.dim() == 3 else 1, a.size(-1)
+        rows = a.numel() // (summed * count)
+        return Operation("matmul", moved, 2 * count * rows * b.size(-1) * summed, (count, rows, b.size(-1), summed),
+                         a.element_size())
+    if "query" in given:
+        q, k = given["query"], given["key"]
+        if q.dim() == 3:         # varlen: q [n, heads, d], in sequences of equally many queries, which end with their keys
+            sequences = len(next(starts for name, starts in given.items() if name.startswith("cu"))) - 1
+            pairs = q.size(1) * q.size(0) / sequences * (k.size(0) - q.size(0) / 2)
+        else:
+            pairs = q.size(0) * q.size(1) * q.size(2) * k.size(2) * (0.5 if given.get("is_causal") else 1)
+        backward = "backward" in name
+        return Operation("attention" + " backward" * backward, moved, (10 if backward else 4) * pairs * q.size(-1),
+                         (q.size(-1),))
+    if MULTIPLIES.search(name) and name not in VECTORS:
+        raise UserError(f"the dry run does not know the FLOPs of torch's {name}; add it to MATMULS in "
+                        "nanodomino/dry_run/accounts.py")
+    return Operation("memory", moved)
 
 
 def size(tensor) -> int:
@@ -99,7 +107,7 @@ def size(tensor) -> int:
 
 
 class Arrival(FakeWork):
-    """Stands for a collective of a dry run. Whoever waits for it is recorded."""
+    """Stands for a collective in flight. The accounts hold it until wait(), or torch would forget its type."""
 
     def __init__(self, accounts, number: int):
         super().__init__()
@@ -107,12 +115,13 @@ class Arrival(FakeWork):
 
     def wait(self, timeout=None):
         self.accounts.events.append(Wait(self.number))
-        self.accounts.arrivals.pop(self.number, None)
+        self.accounts.in_flight.pop(self.number, None)
         return True
 
 
 class Streams:
-    """Stands in for torch.cuda's streams. Each stream of a dry run is this object."""
+    """Stands in for torch.cuda's streams, all of which are this object. A copy starts after all operations that were
+    launched before it, so no stream has to wait before."""
 
     def __init__(self, accounts):
         self.accounts = accounts
@@ -127,7 +136,7 @@ class Streams:
         return nullcontext()
 
     def wait_stream(self, other):
-        """Do nothing: a copy starts after all operations that were launched before it."""
+        pass
 
     def record_event(self) -> int:
         return self.accounts.launches                          # the number of the last launch, a copy
@@ -154,7 +163,7 @@ class FusedAttention(TorchFunctionMode):
 class Accounts(TorchDispatchMode):
     """Counts while it is active.
 
-    groups: {name: process group}
+    groups: {name: process group or None}
     host_counts: whether tensors on the CPU belong to the device's memory, because the device is a CPU
     """
 
@@ -162,9 +171,9 @@ class Accounts(TorchDispatchMode):
         super().__init__()
         self.names = {group.group_name: name for name, group in groups.items() if group is not None}
         self.host_counts, self.in_kernel = host_counts, None   # in_kernel: the FLOPs of the fused kernel that runs
-        self.alive, self.now, self.peak = {}, 0, 0
-        self.pinned, self.host_now, self.host_peak = set(), 0, 0
-        self.launches, self.arrivals = 0, {}
+        self.alive, self.pinned = {}, set()                    # numbers of storages; pinned: in the host's memory
+        self.now = self.peak = self.host_now = self.host_peak = self.launches = 0
+        self.in_flight = {}
         self.restart()
 
     def restart(self):
@@ -181,70 +190,50 @@ class Accounts(TorchDispatchMode):
         kwargs, name = kwargs or {}, function._opname
         if function.namespace == "c10d":
             return self.collective(function, name, args)
-        given = dict(zip(arguments_of(function)[0], args)) | kwargs
-        if (result := self.instead(name, given)) is not None:
+        names, written = arguments_of(function)
+        given = dict(zip(names, args)) | kwargs
+        if (result := self.without_numbers(name, given)) is not None:
             return result
         result = result_of(function, args, kwargs)
-        touched, results = list(flatten(given.values())), list(flatten([result]))
-        known = {tensor.untyped_storage()._cdata for tensor in touched}
-        new = [tensor for tensor in results if tensor.untyped_storage()._cdata not in known]
-        written = [tensor for key in arguments_of(function)[1] for tensor in flatten([given.get(key)])]
-        if not new and not written:
-            return result                                      # a view
-        operation = self.operation(name, given, touched, written + new, results)
-        if self.in_kernel is not None:                         # its temporaries stay in registers
+        touched = list(flatten(given.values()))
+        known = {*map(storage, touched)}
+        changed = [one for key in written for one in flatten([given.get(key)])] + [
+            one for one in flatten([result]) if storage(one) not in known]
+        if not changed:                                        # a view
+            return result
+        operation = operation_of(name, given, touched, changed)
+        if self.in_kernel is not None:                         # temporaries of a fused kernel stay in registers
             self.in_kernel += operation.flops
             return result
-        for tensor in touched + new:
+        for tensor in touched + changed:
             self.allocate(tensor)
-        if self.copies_to_host(name, touched):
-            self.launch("host", "to host" if touched[0].untyped_storage()._cdata in self.pinned else "from host",
-                        touched[0].nbytes)
+        if name == "copy_" and any(storage(tensor) in self.pinned for tensor in touched):
+            self.launch("host", "to host" if storage(touched[0]) in self.pinned else "from host", touched[0].nbytes)
         else:
             self.events.append(operation)
         return result
 
-    def instead(self, name: str, given: dict):
-        """Return the result of an operation that meta tensors do not have. None for any other operation."""
-        tensor = next(flatten(given.values()), None)
-        if given.get("pin_memory") and name == "empty":
+    def without_numbers(self, name: str, given: dict):
+        """Return the result of an operation that meta tensors or a machine without GPUs do not have; else None."""
+        tensors = list(flatten(given.values()))
+        if name == "empty" and given.get("pin_memory"):
             result = torch.empty(given["size"], dtype=given.get("dtype"), device="meta")
-            self.pinned.add(result.untyped_storage()._cdata)
+            self.pinned.add(storage(result))
             self.allocate(result)
             return result
-        if tensor is None or not tensor.is_meta:
-            return tensor.clone() if name == "_pin_memory" else None
+        if not tensors or not tensors[0].is_meta:
+            return tensors[0].clone() if name == "_pin_memory" else None
         if name == "_local_scalar_dense":
             return 1.0
         if name == "_to_copy" and given.get("device") == torch.device("cpu"):
-            return torch.ones(tensor.shape, dtype=given.get("dtype") or tensor.dtype)
+            return torch.ones(tensors[0].shape, dtype=given.get("dtype") or tensors[0].dtype)
         if name == "is_set_to":
-            one, other = ((x.untyped_storage()._cdata, x.storage_offset(), x.shape) for x in flatten(given.values()))
+            one, other = ((storage(x), x.storage_offset(), x.shape) for x in tensors)
             return one == other
         return None
 
-    def operation(self, name, given, touched, written, results) -> Operation:
-        skipped = {id(tensor) for tensor in touched[:1]} if name in LOOK_UPS else set()
-        read = [] if name in OVERWRITES else touched
-        read = touched[1:] if name == "copy_" else read
-        moved = sum(size(tensor) for tensor in [*read, *written] if id(tensor) not in skipped)
-        if name in MATMULS:
-            a, b = [*given.values()][MATMULS[name]:][:2]
-            count = b.size(0) if b.dim() == 3 else 1
-            rows, summed = max(a.numel() // (a.size(-1) * count), 1) if a.numel() else 0, a.size(-1)
-            return Operation("matmul", moved, 2 * count * rows * b.size(-1) * summed,
-                             (count, rows, b.size(-1), summed), a.element_size())
-        if (flops := attention_flops(name, given)) is not None:
-            q = given["query"]
-            return Operation("attention backward" if "backward" in name else "attention", moved, flops,
-                             (q.size(-1),), q.element_size())
-        if MULTIPLIES.search(name) and name not in VECTORS:
-            raise UserError(f"the dry run has no FLOPs for the operation {name}; add it to MATMULS in "
-                            "nanodomino/dry_run/accounts.py")
-        return Operation("memory", moved)
-
-    def fuse(self, function, **options):
-        """Stand in for torch.compile: a fused kernel reads its arguments, writes its results, and stores nothing else."""
+    def fuse(self, function):
+        """Stand in for torch.compile: a fused kernel reads its arguments, and writes nothing but its results."""
         def kernel(*args):
             if self.in_kernel is not None:
                 return function(*args)
@@ -253,23 +242,22 @@ class Accounts(TorchDispatchMode):
                 result = function(*args)
             finally:
                 flops, self.in_kernel = self.in_kernel, None
-            ends = {id(tensor): tensor for tensor in flatten((args, [result]))}
-            for tensor in ends.values():
+            ends = {id(tensor): tensor for tensor in flatten((args, [result]))}.values()
+            for tensor in ends:
                 self.allocate(tensor)
-            self.events.append(Operation("memory", sum(map(size, ends.values())), flops))
+            self.events.append(Operation("memory", sum(map(size, ends)), flops))
             return result
         return kernel
 
     # ---- memory
 
     def allocate(self, tensor):
-        """Count a tensor's storage, unless it counts already or is on another device."""
-        storage, pinned = tensor.untyped_storage(), tensor.untyped_storage()._cdata in self.pinned
-        if storage._cdata in self.alive or not pinned and tensor.device.type == "cpu" and not self.host_counts:
+        """Count a tensor's storage, unless it counts already or is in the memory of another device."""
+        memory, key = tensor.untyped_storage(), storage(tensor)
+        if key in self.alive or tensor.device.type == "cpu" and not self.host_counts and key not in self.pinned:
             return
-        self.alive[storage._cdata] = weakref.ref(
-            storage, lambda _, key=storage._cdata, bytes_=storage.nbytes(): self.free(key, bytes_))
-        self.add(storage.nbytes(), pinned)
+        self.alive[key] = weakref.ref(memory, lambda _, bytes_=memory.nbytes(): self.free(key, bytes_))
+        self.add(memory.nbytes(), key in self.pinned)
 
     def free(self, key: int, bytes_: int):
         del self.alive[key]
@@ -283,9 +271,6 @@ class Accounts(TorchDispatchMode):
         else:
             self.now += bytes_
             self.peak = max(self.peak, self.now)
-
-    def copies_to_host(self, name: str, touched) -> bool:
-        return name == "copy_" and any(tensor.untyped_storage()._cdata in self.pinned for tensor in touched)
 
     # ---- collectives
 
@@ -303,12 +288,12 @@ class Accounts(TorchDispatchMode):
         if group_name == "pp" or kind != "receive":
             found = self.traffic[group_name, kind]
             found[0], found[1] = found[0] + calls, found[1] + bytes_
-        self.launch(group_name, kind, bytes_, calls)
+        self.launch(group_name, kind, bytes_)
         if not tensors[0].is_meta:
             return function(*args)
-        work = self.arrivals[self.launches] = Arrival(self, self.launches)
+        work = self.in_flight[self.launches] = Arrival(self, self.launches)
         return work.boxed() if name in ("send", "recv_", "alltoall_base_") else (args[0], work.boxed())
 
-    def launch(self, group: str, kind: str, bytes_: float, calls=1.0):
+    def launch(self, group: str, kind: str, bytes_: float):
         self.launches += 1
         self.events.append(Launch(group, kind, bytes_, self.launches))

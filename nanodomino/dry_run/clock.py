@@ -16,7 +16,8 @@ from functools import lru_cache
 from nanodomino.analysis.machine import Machine
 from nanodomino.dry_run.accounts import ActionEnd, Launch, Operation
 
-PARTS = {"matmul": "matmuls", "attention": "attention", "attention backward": "attention", "memory": "element-wise work"}
+PARTS = {"matmul": "matmuls", **dict.fromkeys(("attention", "attention backward"), "attention"),
+         "memory": "element-wise work"}
 
 
 class Clock:

@@ -10,6 +10,7 @@ A process can be in only one world. So a dry run must come before the run's own 
 
 import itertools
 import statistics
+import sys
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,12 +74,14 @@ class NoTokens:
 def world_of(rank: int, size: int):
     """Join a world in which the other ranks do not exist."""
     from torch.testing._internal.distributed.fake_pg import FakeStore          # registers the backend "fake"
+    hook = sys.excepthook                                      # torch puts the rank in front of each line of an error
     dist.init_process_group("cpu:fake,meta:fake", rank=rank, world_size=size, store=FakeStore())
     dist.group.WORLD._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)       # or destroying it would warn
     try:
         yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook
 
 
 def groups_of(mesh: Mesh) -> dict:
@@ -133,10 +136,12 @@ def measured_step(program, stage, optimizer, dataset, config: Config, accounts: 
     kept, extra = ({kinds: statistics.median(pair[index] for pair in pairs) for kinds, pairs in found.items()}
                    for index in (0, 1))
     return RankRun(
-        state, max(held), sum(state.values()) + max(*peaks, last_peak), accounts.host_peak,
-        {key: (round(calls), round(bytes_)) for key, (calls, bytes_) in accounts.traffic.items()}, accounts.events,
-        {name: tuple(dist.get_process_group_ranks(group)) for name, group in groups_of(mesh).items() if group},
-        tuple(len(chunk.layers) for chunk in stage.model.chunks), simulation.peak_microbatches(actions), row, kept, extra, max(peaks[:-1], default=0), last_peak)
+        state, activations=max(held), peak=sum(state.values()) + max(*peaks, last_peak), host=accounts.host_peak,
+        traffic={key: (round(calls), round(bytes_)) for key, (calls, bytes_) in accounts.traffic.items()},
+        events=accounts.events, layers=tuple(len(chunk.layers) for chunk in stage.model.chunks),
+        ranks_of={name: tuple(dist.get_process_group_ranks(group)) for name, group in groups_of(mesh).items() if group},
+        alive=simulation.peak_microbatches(actions), row=row, kept=kept, peaks=extra,
+        first_peak=max(peaks[:-1], default=0), last_peak=last_peak)
 
 
 def state_tensors(model, optimizer) -> dict[str, list]:

@@ -1,14 +1,14 @@
-"""Runs an operation on meta tensors quickly.
+"""Runs operations on meta tensors quickly.
 
 torch's shape functions are written in Python and take 0.2 ms. A training step repeats the same operations on the same
 shapes, so each is called once for each combination of shapes, and then remembered.
 """
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 
-REMEMBERED = {}              # (operation, shapes and other arguments) -> (type, shapes) of the results
+REMEMBERED = {}              # (operation, shapes and other arguments) -> (type, leaves of the result)
 
 
 def flatten(tree):
@@ -20,6 +20,11 @@ def flatten(tree):
             yield from flatten(leaf)
 
 
+def storage(tensor) -> int:
+    """Return a number that identifies the tensor's storage while that exists."""
+    return tensor.untyped_storage()._cdata
+
+
 def signature(value):
     """Return what the shape of a result can depend on, as a hashable value. The type belongs to it, since 1 == 1.0."""
     if isinstance(value, torch.Tensor):
@@ -27,41 +32,32 @@ def signature(value):
     return tuple(map(signature, value)) if isinstance(value, (tuple, list)) else (type(value), value)
 
 
-@lru_cache(maxsize=None)
-def written_result(function) -> str | int | None:
-    """Return the name and the index of the argument that an operation writes to and returns, as (name, index)."""
-    schema = function._schema
-    for index, argument in enumerate(schema.arguments):
-        if (argument.alias_info and schema.returns and schema.returns[0].alias_info
-                and argument.alias_info.before_set == schema.returns[0].alias_info.before_set):
-            return argument.name, index
-    return None
+@cache
+def arguments_of(function) -> tuple[list[str], list[str]]:
+    """Return the names of an operation's arguments, and of those that it writes to."""
+    names = {one.name: one.alias_info is not None and one.alias_info.is_write for one in function._schema.arguments}
+    return [*names], [name for name, is_written in names.items() if is_written]
 
 
 def result_of(function, args, kwargs):
     """Return function(*args, **kwargs)."""
     if function.namespace == "prim" or not any(one.is_meta for one in flatten((args, [*kwargs.values()]))):
         return function(*args, **kwargs)
-    schema = function._schema
-    if schema.is_mutable:                                      # meta tensors have no numbers that could change
-        written = written_result(function)
-        return None if written is None else kwargs.get(written[0]) if written[0] in kwargs else args[written[1]]
-    if any(one.alias_info for one in schema.returns):          # a view
-        return function(*args, **kwargs)
+    schema, (names, written) = function._schema, arguments_of(function)
+    if written:                                                # meta tensors have no numbers that could change
+        results = [(dict(zip(names, args)) | kwargs)[name] for name in written[:len(schema.returns)]]
+        return tuple(results) if len(results) > 1 else results[0] if results else None
     try:
-        key = function, signature(args), tuple((name, signature(value)) for name, value in kwargs.items())
-        known = REMEMBERED.get(key)
-    except TypeError:                                          # an argument that is not hashable
-        return function(*args, **kwargs)
-    if known is None:
+        key = function, signature(args), signature([*kwargs.items()])
+        kind, leaves = REMEMBERED[key]
+    except (KeyError, TypeError):                              # not remembered, or an argument that is not hashable
         result = function(*args, **kwargs)
         leaves = [result] if isinstance(result, torch.Tensor) else result
-        before = {one.untyped_storage()._cdata for one in flatten(args)}
-        if (isinstance(leaves, (tuple, list)) and all(isinstance(one, (torch.Tensor, int, type(None))) for one in leaves)
-                and not any(one.untyped_storage()._cdata in before for one in flatten(leaves))):
+        if (not any(one.alias_info for one in schema.returns) and isinstance(leaves, (tuple, list))
+                and all(isinstance(one, (torch.Tensor, int, type(None))) for one in leaves)
+                and not {*map(storage, flatten(leaves))} & {*map(storage, flatten(args))}):      # or it is a view
             REMEMBERED[key] = type(result), [signature(one) if isinstance(one, torch.Tensor) else one for one in leaves]
         return result
-    kind, leaves = known
     made = [torch.empty_strided(one[0], one[1], dtype=one[2], device=one[3]) if isinstance(one, tuple) else one
             for one in leaves]
     return made[0] if kind is torch.Tensor else kind(made)

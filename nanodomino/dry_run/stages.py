@@ -109,7 +109,7 @@ class Stage:
             kept[kinds_of(action)] = self.of_action(action, lambda run, kinds: run.kept[kinds])
             peaks[kinds_of(action)] = self.of_action(action, lambda run, kinds: run.peaks[kinds])
         most, peak = add_up(self.row, kept, peaks)
-        # what the sums leave out, such as receives that are posted before the first action, is known from the small runs
+        # The small runs also know what the sums leave out, such as receives that are posted before the first action.
         most += self.linear(lambda run: run.activations - add_up(run.row, run.kept, run.peaks)[0])
         peak += self.linear(lambda run: run.first_peak - add_up(run.row[:-1], run.kept, run.peaks)[1])
         peak = max(peak, self.linear(lambda run: run.last_peak))
