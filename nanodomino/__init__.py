@@ -24,5 +24,6 @@ The tools around them, which the files above never import:
     config        settings, presets, command-line flags     run          a run's folder, signals, failures, report
     checkpoint    save, resume on any layout, verify        plot         loss curves
     huggingface   import and export of models               timeline     pictures of a traced step
-    generate      text from a trained model                 analysis     expected memory, traffic and step time
+    generate      text from a trained model                 analysis     formulas to know by heart, rates of machines
+    dry_run       a step without data, memory or GPUs: what it takes
 """

@@ -87,7 +87,7 @@ def operation_of(name: str, given: dict, read, written) -> Operation:
                          a.element_size())
     if "query" in given:
         q, k = given["query"], given["key"]
-        if q.dim() == 3:         # varlen: q [n, heads, d], in sequences of equally many queries, which end with their keys
+        if q.dim() == 3:         # varlen: q [n, heads, d]; sequences of equally many queries, whose last sees all keys
             sequences = len(next(starts for name, starts in given.items() if name.startswith("cu"))) - 1
             pairs = q.size(1) * q.size(0) / sequences * (k.size(0) - q.size(0) / 2)
         else:

@@ -2,6 +2,7 @@
 
     command_line.py    reads flags, and the settings that a run remembers
     run_folder.py      finds a run's folder and the checkpoint to resume from
+    estimates.py       estimates memory and time before the start
     agreement.py       checks that all ranks have the same settings
     report.py          writes to the terminal, and draws loss.svg
     metrics_file.py    keeps metrics.jsonl

@@ -127,8 +127,8 @@ class Report:
             self.say(f"warning: after about {FEW_EPOCHS} epochs a model gains little from the same text and begins to "
                      f"memorize it; try --train-iters {enough}, a smaller --global-batch-size or more text")
         if seconds is not None and seconds > SLOW_STEP:
-            self.say(f"a step will take about {seconds:.0f} s (estimate, good to a factor of two), and the fullest rank "
-                     f"needs {estimate.bytes / 1e9:.1f} GB of memory")
+            self.say(f"a step will take about {seconds:.0f} s (estimate, good to a factor of two), and the fullest "
+                     f"rank needs {estimate.bytes / 1e9:.1f} GB of memory")
 
     def say(self, line: str):
         """Print a line above the bar."""

@@ -3,39 +3,37 @@
 import importlib
 import time
 from argparse import ArgumentParser
+from functools import partial
 
 import pytest
 import torch
 
 import bench
+import train
 from benchmarks.common import MOST_PROCESSES, parse
-from nanodomino.analysis import expected_memory, sizes, step_time
-from nanodomino.analysis.step_time import Machine, require_memory
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.config.config import Config
 from nanodomino.config.rules import MAX_FORWARDS, largest_divisor
 from nanodomino.config.setting import flag_name, flag_settings
+from nanodomino.dry_run.stages import stage_memory, step_seconds
 from nanodomino.errors import UserError
 from nanodomino.run.command_line import from_command_line
+from nanodomino.run.estimates import ANY_MACHINE, require_memory
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.schedules.placement_and_messages import timetable
 from nanodomino.schedules.simulation import picture, receives_to_post
 
 HUGE = (10**6, 10**9, 10**12)
 LIMIT = 5.0              # seconds of this process, so that the load of the machine does not count
-MACHINE = Machine(1e12, 1e10, 1e9, 1e-5, 2, 1e12)
-PEAKS = (expected_memory.microbatches_in_flight, expected_memory.peak_tape_bytes, expected_memory.peak_host_bytes,
-         expected_memory.peak_message_bytes, expected_memory.tape_and_receive_bytes)
 
 
 def start_training(arguments: list[str]):
     """Do what train.py computes from the sizes alone before its first step."""
     device = torch.device("cpu")
     config = from_command_line(arguments, 1).with_vocabulary(256).with_device(device)
-    require_memory(config, device, 1)
+    require_memory(train, config, device, 1)
     receives_to_post(config.timetable)
     picture(config.schedule, config.pp, config.microbatches, config.virtual_stages)
-    step_time.step_seconds(config, MACHINE)
 
 
 def start_benchmark(arguments: list[str]):
@@ -106,30 +104,17 @@ def test_a_benchmark_starts_no_million_processes():
         start_benchmark(["zero", "--dp", "1000000"])
 
 
-def many_microbatches(name: str, pp: int, chunks: int, microbatches: int, **options) -> Config:
-    return Config(num_layers=pp * chunks + 1, micro_batch_size=2, global_batch_size=4 * microbatches, schedule=name,
-                  pipeline_model_parallel_size=pp, virtual_stages=chunks, data_parallel_size=2,
-                  **options).resolve(2 * pp).with_vocabulary(256)
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("pp", [1, 2, 3, pytest.param(8, marks=pytest.mark.exhaustive)])
-def test_peaks_of_many_microbatches_equal_those_counted_in_the_whole_timetable(name, pp):
-    """The formulas count few microbatches and extrapolate."""
-    for chunks in {SCHEDULES[name].chunks[0], min(SCHEDULES[name].chunks[-1], 3)}:
-        for slices, extra in ((1, 1), (2, pp // 2)):
-            config = many_microbatches(name, pp, chunks, 13 * pp + extra, slices=slices)
-            for mesh in (sizes.mesh_at(config, stage) for stage in {0, pp // 2, pp - 1}):
-                for peak in PEAKS:
-                    assert peak(config, mesh) == peak.__wrapped__(config, mesh), peak.__name__
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_the_time_of_many_microbatches_is_that_of_the_whole_simulation(name):
-    config = many_microbatches(name, 3, SCHEDULES[name].chunks[0], 200)
-    few, whole = (sum(seconds(config, MACHINE).values())
-                  for seconds in (step_time.step_seconds, step_time.step_seconds.__wrapped__))
-    assert few == pytest.approx(whole, rel=0.01)
+@pytest.mark.parametrize("estimate", [partial(stage_memory, stage=0), partial(step_seconds, machine=ANY_MACHINE)],
+                         ids=["memory", "time"])
+def test_many_microbatches_take_what_the_whole_timetable_says(estimate, name):
+    """The estimates look at few microbatches and extrapolate."""
+    chunks = SCHEDULES[name].chunks[0]
+    config = Config(num_layers=3 * chunks + 1, micro_batch_size=2, global_batch_size=4 * 160, schedule=name,
+                    pipeline_model_parallel_size=3, virtual_stages=chunks, data_parallel_size=2, device="cpu",
+                    tensor_model_parallel_size=1).resolve(6).with_vocabulary(256)
+    whole = partial(estimate.func.__wrapped__, **estimate.keywords)
+    assert sum(estimate(train, config).values()) == pytest.approx(sum(whole(train, config).values()), rel=0.01)
 
 
 def test_the_largest_divisor_of_a_large_prime_is_found_at_once():

@@ -14,7 +14,6 @@ from support.train_in_pool import metric_points, saved_steps, train_in_pool
 
 import train
 from data.prepare import prepare
-from nanodomino.analysis import step_time
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of, recorded_settings
 from nanodomino.checkpoint.index import FORMAT, write_boxes
 from nanodomino.checkpoint.load import restore
@@ -29,6 +28,7 @@ from nanodomino.config.saved_settings import check_record, check_settings, from_
 from nanodomino.config.setting import EFFECTS, check_values, flag_name, flag_settings, setting
 from nanodomino.errors import UserError
 from nanodomino.model import meta_model
+from nanodomino.run import estimates
 from nanodomino.run.command_line import command_line_parser, from_command_line
 from nanodomino.run.run_folder import open_run
 
@@ -159,9 +159,10 @@ def test_tensor_parallelism_with_one_sample_has_two_columns_unless_one_slice_is_
     ("--global-batch-size 16", 1, (2, 2, 1)), ("--global-batch-size 17", 1, (1, 1, 2))])
 def test_a_default_of_one_sample_becomes_two_slices_if_they_fit(monkeypatch, flags, gigabytes, expected):
     """6 samples would be 3 microbatches of 2 for 2 stages, with too large a bubble."""
-    monkeypatch.setattr(step_time, "memory_of_process", lambda device, local_world_size: gigabytes * 1e9)
+    monkeypatch.setattr(estimates, "memory_of_process", lambda device, local_world_size: gigabytes * 1e9)
     small = "--model llama2-7b --num-layers 2 --hidden-size 64 --ffn-hidden-size 64 --seq-length 64"
-    config = step_time.with_two_slices(settled(*small.split(), *flags.split(), world_size=4), torch.device("cpu"), 1)
+    config = settled(*small.split(), *flags.split(), world_size=4).with_vocabulary(257)
+    config = estimates.with_two_slices(train, config, torch.device("cpu"), 1)
     assert (config.micro_batch_size, config.slices, config.columns) == expected
     check_rules(config)
 

@@ -1,7 +1,7 @@
 """What a run prints before the first step, within a slow step and when it is stopped; metrics.jsonl."""
 
-import json
 import dataclasses
+import json
 import math
 import os
 import re
@@ -14,15 +14,17 @@ import torch
 from support.harness import corpus_without_files, tiny
 
 import nanodomino.run.report
-from nanodomino.analysis.sizes import flops_per_token, parameter_count
-from nanodomino.analysis.step_time import estimate
+import train
+from nanodomino.analysis.formulas import flops_per_token, parameter_count
 from nanodomino.config.config import Config
 from nanodomino.config.presets import PRESETS
+from nanodomino.errors import UserError
 from nanodomino.files import write_file
-from nanodomino.mesh import make_mesh, meta_mesh
+from nanodomino.mesh import meta_mesh
 from nanodomino.model import meta_stage
 from nanodomino.plot.curves import Curve
 from nanodomino.run import kernels
+from nanodomino.run.estimates import ANY_MACHINE, Estimate, require_memory
 from nanodomino.run.metrics_file import MetricsFile, remove_outdated
 from nanodomino.run.report import Report, default_layout, describe_stage, duration, expected_quality, what_hides_what
 from nanodomino.run.signals import StopSignal
@@ -112,14 +114,14 @@ def test_epochs_and_time_are_announced_and_slow_steps(report, capsys):
     """5 steps of 24 samples; the text has 124 samples, or 3."""
     shown = report()
     capsys.readouterr()
-    shown.estimate(0.3, 10**9)
+    shown.estimate(SimpleNamespace(bytes=10**9), 0.3)
     assert capsys.readouterr().out == "5 steps = 0.97 epochs of this text, about 2 seconds\n"
     shown.first_step = 3
-    shown.estimate(40_000.2, 12_345_678_901)
+    shown.estimate(SimpleNamespace(bytes=12_345_678_901), 40_000.2)
     said = capsys.readouterr().out
     assert said.startswith("5 steps = 0.97 epochs of this text, 2 steps to go, about 22 hours\n")
-    assert "a step will take about 40000 s, and the fullest rank will need about 12.3 GB of memory" in said
-    report(train=25).estimate(0.3, 10**9)
+    assert "about 40000 s (estimate, good to a factor of two), and the fullest rank needs 12.3 GB of memory" in said
+    report(train=25).estimate(SimpleNamespace(bytes=10**9), 0.3)
     said = capsys.readouterr().out
     assert "5 steps = 40 epochs of this text, about 2 seconds\nwarning: after about 4 epochs" in said
     assert "try --train-iters 1, a smaller --global-batch-size or more text" in said
@@ -228,18 +230,24 @@ def test_the_load_of_experts_is_reported(tmp_path, capsys):
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["auxiliary_loss"] is None
 
 
-def estimate_rank(config):
-    return estimate(config, make_mesh(config.pp, config.dp, config.tp, torch.device("cpu")))
+def test_a_run_whose_dry_run_fails_starts_without_an_estimate(report, capsys, monkeypatch):
+    def fails(*arguments, **options):
+        raise UserError("the dry run does not know the FLOPs of torch's new_mm")
+
+    monkeypatch.setattr(train, "train_step", fails)
+    estimate = require_memory(train, tiny(1, lr=0.123), torch.device("cpu"), 1)
+    assert estimate.bytes is None and estimate.seconds(ANY_MACHINE) is None
+    report().estimate(estimate, None)
+    assert "no estimate of memory and time (the dry run does not know the FLOPs of torch's new_mm)" in (
+        capsys.readouterr().out)
 
 
-def test_all_ranks_come_to_the_same_estimate_and_more_work_takes_longer(pool):
-    small, large = (tiny(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, num_layers=layers,
-                         hidden_size=64, seq_length=64)
-                    for layers in (2, 40))
-    found = [pool.run(estimate_rank, config, world_size=4) for config in (small, large)]
-    for of_ranks in found:
-        assert len(set(of_ranks)) == 1 and of_ranks[0][0] > 0
-    assert found[1][0][0] > 2 * found[0][0][0] and found[1][0][1] > 5 * found[0][0][1]
+def test_the_estimate_grows_with_the_layers():
+    configs = [tiny(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, num_layers=layers)
+               for layers in (2, 40)]
+    small, large = (Estimate(train, config, torch.device("cpu")) for config in configs)
+    assert 20 * small.bytes > large.bytes > 5 * small.bytes
+    assert 25 * small.seconds(ANY_MACHINE) > large.seconds(ANY_MACHINE) > 5 * small.seconds(ANY_MACHINE)
 
 
 @pytest.mark.parametrize("number, again", [(signal.SIGINT, "press Ctrl-C"), (signal.SIGTERM, "send SIGTERM")])
