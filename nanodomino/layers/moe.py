@@ -229,11 +229,6 @@ class MoEInside:
         self.w1, self.w2 = sublayer.experts.dense_h_to_4h, sublayer.experts.dense_4h_to_h
         self.shared = (shared.dense_h_to_4h.weight, shared.dense_4h_to_h.weight) if shared else None
 
-    @property
-    def restored_elements(self) -> int:
-        """The number of weights that a token multiplies by in W1. Full recomputation repeats these matmuls."""
-        return self.router.topk * self.w1[0].numel() + (self.shared[0].numel() if self.shared else 0)
-
     def keep(self, ops, h):
         return h
 

@@ -28,14 +28,11 @@ class Normalization:
     forward(x, weight, bias, epsilon) -> (the norm of x, *statistics), where the statistics are kept for backward
     backward(gradient, x, statistics, weight, bias) -> gradients of x, weight and bias (None without a bias). The last
         two are sums over tokens, which may overflow fp16, so their dtype may be wider than x's.
-    statistics_bytes(element, wide, cuda) -> bytes of the statistics per token. element: bytes of one element of x;
-        wide: bytes of one element in fp32 or wider; cuda: whether the norm runs on CUDA
     """
     function: Callable
     forward: Callable
     backward: Callable
     has_bias: bool
-    statistics_bytes: Callable
 
 
 def layer_norm(x, weight, bias, epsilon):
@@ -82,10 +79,8 @@ def rms_norm_backward(gradient, x, statistics, weight, bias):
 
 
 NORMALIZATIONS = {
-    "LayerNorm": Normalization(layer_norm, layer_norm_forward, layer_norm_backward, has_bias=True,
-                               statistics_bytes=lambda element, wide, cuda: 2 * (wide if cuda else element)),
-    "RMSNorm": Normalization(rms_norm, rms_norm_forward, rms_norm_backward, has_bias=False,
-                             statistics_bytes=lambda element, wide, cuda: wide),
+    "LayerNorm": Normalization(layer_norm, layer_norm_forward, layer_norm_backward, has_bias=True),
+    "RMSNorm": Normalization(rms_norm, rms_norm_forward, rms_norm_backward, has_bias=False),
 }
 
 

@@ -43,11 +43,6 @@ class LinearPair:
         self.column, self.column_bias = sublayer.column.weight, sublayer.column.bias       # [out/t, h], [out/t]
         self.row, self.output_bias = sublayer.row.weight, sublayer.row.bias                # [h, in/t], [h]
 
-    @property
-    def restored_elements(self) -> int:
-        """The number of weights in W1. Full recomputation repeats the matmul with W1."""
-        return self.sublayer.column.weight.numel()
-
     def core(self, ops, slice, c):
         """Return (activation, what core_backward needs). A generator, like core_backward, because some cores launch
         collectives (context_parallel.py). This one never yields."""
