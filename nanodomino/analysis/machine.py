@@ -98,13 +98,13 @@ def measure_machine(config: Config, mesh: Mesh) -> Machine:
 
     On a CPU, a rate of forward and backward of an MLP with this rank's part of the features includes element-wise work.
     On a GPU, kernels of a few microseconds would measure their launches, and small tensors fit into its cache. So there
-    the tensors have 64 MB to 256 MB.
+    the tensors have 32 MB to 128 MB.
     """
     dtype, device, cuda = config.params_dtype, mesh.device, mesh.device.type == "cuda"
     h, ffn = config.hidden_size, config.ffn_hidden_size // config.tp
     rows = min(128, config.micro_batch_size * config.seq_length // config.cp)
     if cuda:
-        rows = h = ffn = 8192 if dtype.itemsize == 2 else 4096
+        rows = h = ffn = 4096
     x, up, down = (torch.ones(shape, device=device, dtype=dtype, requires_grad=True)
                    for shape in ((rows, h), (ffn, h), (h, ffn)))
 
@@ -117,19 +117,19 @@ def measure_machine(config: Config, mesh: Mesh) -> Machine:
 
     work, flops = (matmul, 2 * rows * h * ffn) if cuda else (mlp, 3 * 2 * 2 * rows * h * ffn)
     matmul_rate = measure_rate(flops, work, device)
-    large = torch.zeros(2**26 if cuda else 2**22, device=device)
+    large = torch.zeros(2**25 if cuda else 2**22, device=device)
     memory = network = measure_rate(2 * large.nbytes, lambda: large.mul_(1.0), device)
     group = next((group for group in (mesh.tp_group, mesh.dp_group, mesh.pp_group) if group.size() > 1), None)
     if group is not None:
-        sent = large[:2**24] if cuda else torch.zeros(rows, h, dtype=dtype)
+        sent = large[:2**23] if cuda else torch.zeros(rows, h, dtype=dtype)
         network = measure_rate(bytes_sent("all_reduce", sent.nbytes, group.size()),
                                lambda: dist.all_reduce(sent, group=group), device)
     rates = dict(matmul_rate=matmul_rate, intra_host_rate=network, inter_host_rate=network, latency=0.0,
                  ranks_per_host=config.world_size)
     if not cuda:
         return Machine(**rates, memory_rate=math.inf)
-    pinned = torch.empty(2**24, pin_memory=True)
-    host = measure_rate(pinned.nbytes, lambda: pinned.copy_(large[:2**24], non_blocking=True), device)
+    pinned = torch.empty(2**23, pin_memory=True)
+    host = measure_rate(pinned.nbytes, lambda: pinned.copy_(large[:2**23], non_blocking=True), device)
     return Machine(**rates, memory_rate=memory, host_copy_rate=host, peak=matmul_rate / LARGE_MATMUL,
                    multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count)
 
