@@ -35,14 +35,15 @@ run_of = lru_cache(maxsize=512)(dry_run)
 
 
 def small_run(program, config: Config, depth: int, stage: int, stages: int) -> RankRun:
-    """Run one of only `stages` stages, with few microbatches. The model's last chunk has `depth` layers, or `depth`
-    periods of layers with and without experts. Other chunks have the depths of multi-token prediction more."""
+    """Run one of only `stages` stages, with as few microbatches as show every kind of action. The model's last chunk has
+    `depth` layers, or `depth` periods of layers with and without experts. Other chunks have as many layers more as there
+    are depths of multi-token prediction."""
     chunks, depths = stages * config.virtual_stages, config.mtp_num_layers
     layers = depth * config.moe_layer_freq + (config.first_last_layers_bf16 and chunks == 1)
     small = dataclasses.replace(
         config, num_layers=chunks * (layers + depths) - depths if chunks > 1 else layers,
         pipeline_model_parallel_size=stages, world_size=config.world_size // config.pp * stages,
-        global_batch_size=min(config.microbatches, 2 * stages + 1 // stages) * config.micro_batch_size * config.dp)
+        global_batch_size=min(config.microbatches, max(3, 2 * stages)) * config.micro_batch_size * config.dp)
     return run_of(program, small, stage * small.world_size // stages)
 
 
@@ -86,6 +87,7 @@ class Stage:
         runs = runs or self.sides[0]
         first, second, layers = (sum(counts) if chunk is None else counts[chunk]
                                  for counts in (*(run.layers for run in runs), self.layers))
+
         def line(one, two):
             if isinstance(one, dict):
                 return {name: line(one.get(name, 0.0), two.get(name, 0.0)) for name in {**one, **two}}

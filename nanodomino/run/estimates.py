@@ -13,7 +13,7 @@ from nanodomino.dry_run.stages import fullest_rank_bytes, step_seconds
 from nanodomino.errors import require
 from nanodomino.mesh import Mesh
 
-USABLE = 0.9                 # the share of the memory that a default may fill
+MARGIN = 0.9                 # a default may fill this share of the memory, and a run needs this share of its estimate
 ANY_MACHINE = Machine(1e12, 1e10, 1e10, 0.0, 8, 1e11)
 
 
@@ -52,10 +52,10 @@ def require_memory(program, config: Config, device, local_world_size: int) -> Es
     needed, estimate = least_bytes(config), None
     if needed <= memory:
         estimate = Estimate(program, config, device)
-        needed, remedy = estimate.bytes or 0, "--micro-batch-size or --num-layers"
+        needed, remedy = MARGIN * (estimate.bytes or 0), "--micro-batch-size or --num-layers"
     require(needed <= memory,
-            f"the fullest of {config.world_size} processes would need {needed / 1e9:,.1f} GB of memory, and each has "
-            f"{memory / 1e9:,.1f} GB here; lower {remedy}, or give the model more processes (--tp, --pp)")
+            f"the fullest of {config.world_size} processes would need at least {needed / 1e9:,.1f} GB of memory, and "
+            f"each has {memory / 1e9:,.1f} GB here; lower {remedy}, or give the model more processes (--tp, --pp)")
     return estimate
 
 
@@ -69,7 +69,7 @@ def with_two_slices(program, config: Config, device, local_world_size: int) -> C
     if (config.tp == 1 or config.micro_batch_size > 1 or {"micro_batch_size", "slices", "columns"} & {*config.given}
             or config.global_batch_size % (2 * config.dp) or config.pp > 1 and two.microbatches < 4 * config.pp):
         return config
-    most = USABLE * memory_of_process(device, local_world_size)
+    most = MARGIN * memory_of_process(device, local_world_size)
     fits = least_bytes(two) <= most and (Estimate(program, two, device).bytes or most + 1) <= most
     return two if fits else config
 
