@@ -35,9 +35,11 @@ run_of = lru_cache(maxsize=512)(dry_run)
 
 
 def small_run(program, config: Config, depth: int, stage: int, stages: int) -> RankRun:
-    """Run one of only `stages` stages, with as few microbatches as show every kind of action. The model's last chunk has
-    `depth` layers, or `depth` periods of layers with and without experts. Other chunks have as many layers more as there
-    are depths of multi-token prediction."""
+    """Run one of only `stages` stages, with as few microbatches as show each kind of action.
+
+    depth: the layers of the model's last chunk, or its periods of layers with and without experts. Other chunks have as
+        many layers more as there are depths of multi-token prediction.
+    """
     chunks, depths = stages * config.virtual_stages, config.mtp_num_layers
     layers = depth * config.moe_layer_freq + (config.first_last_layers_bf16 and chunks == 1)
     small = dataclasses.replace(
