@@ -175,16 +175,17 @@ class Config:
                       "and values; a2a: every rank gets whole samples, but only some of the heads)",
         choices=("all_gather", "a2a"), needs="--cp above 1")
     micro_batch_size: int = layout_setting(
-        None, "samples per microbatch (default: the preset's, but at most --global-batch-size / dp)", derived=True)
+        None, "samples per microbatch (default: the preset's, but at most --global-batch-size / dp)", derived=True,
+        at_most=2**16)
     slices: int = layout_setting(
         None, "number of slices of a microbatch (Domino's row split); while one slice's all-reduce is in flight, "
               "another slice computes (default: with tensor or context parallelism 2, but at most --micro-batch-size; "
               "else 1)",
-        derived=True)
+        derived=True, at_most=256)
     columns: int = layout_setting(
         None, "number of column chunks of a row-parallel matmul (Domino's column split); while one chunk's all-reduce "
               "is in flight, the next chunk is computed (default: 2 if there are tensor parallelism and by default one "
-              "slice; else 1)", derived=True, legacy_default=1)
+              "slice; else 1)", derived=True, legacy_default=1, at_most=256)
     schedule: str = layout_setting(
         None, "pipeline schedule (default: the first in the list that supports --virtual-stages)", choices=SCHEDULES,
         derived=True)

@@ -5,6 +5,7 @@ rates of the machine, which all ranks measure together.
 """
 
 import dataclasses
+import math
 
 from nanodomino.analysis.formulas import parameter_count, state_bytes_per_parameter
 from nanodomino.analysis.machine import Machine, measure_machine, memory_of_process
@@ -38,12 +39,13 @@ class Estimate:
 
 
 def least_bytes(config: Config) -> float:
-    """Return a lower bound of the bytes of the fullest rank: the average of the model state. It is quick for a model of
-    any size."""
+    """Return a lower bound of the bytes of the fullest rank: the average of the model state, and one activation. It is
+    quick for a model of any size."""
     layers = config.moe_layer_freq
     one, two = (parameter_count(dataclasses.replace(config, num_layers=count)) for count in (layers, 2 * layers))
     parameters = one + (config.num_layers / layers - 1) * (two - one)
-    return parameters * state_bytes_per_parameter(config) / (config.tp * config.pp * config.ep)
+    return (parameters * state_bytes_per_parameter(config) / (config.tp * config.pp * config.ep)
+            + math.prod(config.residual_shape) * config.params_dtype.itemsize)
 
 
 def require_memory(program, config: Config, device, local_world_size: int) -> Estimate:
