@@ -190,7 +190,7 @@ class Accounts(TorchDispatchMode):
         kwargs, name = kwargs or {}, function._opname
         if function.namespace == "c10d":
             return self.collective(function, name, args)
-        names, written = arguments_of(function)
+        names, written, not_read = arguments_of(function)
         given = dict(zip(names, args)) | kwargs
         if (result := self.without_numbers(name, given)) is not None:
             return result
@@ -201,7 +201,8 @@ class Accounts(TorchDispatchMode):
             one for one in flatten([result]) if storage(one) not in known]
         if not changed:                                        # a view
             return result
-        operation = operation_of(name, given, touched, changed)
+        read = list(flatten(value for key, value in given.items() if key not in not_read))
+        operation = operation_of(name, given, read, changed)
         if self.in_kernel is not None:                         # temporaries of a fused kernel stay in registers
             self.in_kernel += operation.flops
             return result

@@ -33,17 +33,18 @@ def signature(value):
 
 
 @cache
-def arguments_of(function) -> tuple[list[str], list[str]]:
-    """Return the names of an operation's arguments, and of those that it writes to."""
-    names = {one.name: one.alias_info is not None and one.alias_info.is_write for one in function._schema.arguments}
-    return [*names], [name for name, is_written in names.items() if is_written]
+def arguments_of(function) -> tuple[list[str], list[str], list[str]]:
+    """Return the names of an operation's arguments, of those that it writes to, and of those that it does not read."""
+    arguments = function._schema.arguments
+    return tuple([one.name for one in arguments if test(one)] for test in (
+        lambda one: True, lambda one: one.alias_info is not None and one.alias_info.is_write, lambda one: one.is_out))
 
 
 def result_of(function, args, kwargs):
     """Return function(*args, **kwargs)."""
     if function.namespace == "prim" or not any(one.is_meta for one in flatten((args, [*kwargs.values()]))):
         return function(*args, **kwargs)
-    schema, (names, written) = function._schema, arguments_of(function)
+    schema, (names, written, _) = function._schema, arguments_of(function)
     if written:                                                # meta tensors have no numbers that could change
         results = [(dict(zip(names, args)) | kwargs)[name] for name in written[:len(schema.returns)]]
         return tuple(results) if len(results) > 1 else results[0] if results else None
