@@ -1,23 +1,16 @@
-"""What a training step asks of a GPU, counted without a GPU by support/fake_cuda.py and compared with budgets.
+"""What a training step asks of a GPU, counted in a dry run by support/fake_cuda.py and compared with budgets.
 
 A budget lies about 3 % above the count of the day it was set. The comment beside it is the count of an older version,
 which kept the softmax in fp32 and stored 16-bit weight gradients before adding them. Lower a budget when you save.
 """
 
-import json
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
+from collections import Counter
+from functools import cache
 
 import pytest
-import torch
+from support.fake_cuda import count_step
 
-from support import ROOT
-
-SUPPORT = ROOT / "tests" / "support"
-COMPILER = shutil.which(os.environ.get("CXX", "g++"))
+from nanodomino.dry_run.accounts import Launch, Streams, Wait
 
 GPT2 = dict(model="gpt2", dtype="bfloat16", micro_batch_size=16, global_batch_size=16, tensor_model_parallel_size=1,
             pipeline_model_parallel_size=1, data_parallel_size=1)          # 16 x 1024 tokens, one microbatch
@@ -37,7 +30,8 @@ AGAIN = {f"{name}, {layers} layers": (0, settings | dict(num_layers=layers)) for
          "fp8 tensorwise": (7, EIGHT | dict(fp8_format="hybrid")),
          "fp8 rowwise": (7, EIGHT | dict(fp8_format="hybrid", fp8_recipe="rowwise", columns=2, sequence_parallel=True)),
          "kept": (0, HOST), "on the host": (0, HOST | dict(checkpoint_in_cpu=True)),
-         "grouped": (0, GROUPED), "documents": (0, GROUPED | dict(reset_attention_mask=True))}
+         "grouped": (0, GROUPED), "documents": (0, GROUPED | dict(reset_attention_mask=True)),
+         "shared samples": (1, GROUPED | dict(context_parallel_size=2))}
 CASES = {"gpt2": (0, GPT2), "gpt2, two layers": (0, GPT2 | dict(num_layers=2)),
          "first stage": (0, EIGHT), "last stage": (7, EIGHT), "uneven slices": (7, EIGHT | dict(slices=3, columns=2)),
          "sequence parallel": (7, EIGHT | dict(sequence_parallel=True, columns=2)),
@@ -46,60 +40,29 @@ CASES = {"gpt2": (0, GPT2), "gpt2, two layers": (0, GPT2 | dict(num_layers=2)),
 BY_DEFAULT = "gpt2, two layers", "last stage", "sequence parallel", "fp16"
 
 GB = 1e9
-TRAFFIC = {"forward": 15.3 * GB, "cross entropy": 33.9 * GB, "backward": 29.7 * GB, "update": 8.5 * GB,
-           "rest": 0.52 * GB}                                              # 14.8, 46.1, 36.0, 8.2, 0.5
-# 156, 31, 269, 140, 23
-OPERATIONS = {"forward": 168, "cross entropy": 143, "backward": 300, "update": 144, "rest": 24}
-PEAK = 8.63 * GB                                                           # 14.4
+TRAFFIC = {"forward": 15.3 * GB, "cross entropy": 33.9 * GB, "backward": 29.7 * GB, "update": 6.4 * GB,
+           "rest": 0.52 * GB}                                              # 14.8, 46.1, 36.0, 6.2, 0.5
+# 156, 31, 269, 107, 23
+OPERATIONS = {"forward": 168, "cross entropy": 143, "backward": 300, "update": 110, "rest": 24}
+PEAK = 9.35 * GB                                                           # 15.4
 # the same with two layers; cross entropy needs no more
-TRAFFIC_OF_TWO = {"forward": 4.24 * GB, "cross entropy": 33.9 * GB, "backward": 8.54 * GB, "update": 3.64 * GB,
+TRAFFIC_OF_TWO = {"forward": 4.24 * GB, "cross entropy": 33.9 * GB, "backward": 8.54 * GB, "update": 2.76 * GB,
                   "rest": 0.222 * GB}
-OPERATIONS_OF_TWO = {"forward": 38, "cross entropy": 143, "backward": 64, "update": 70, "rest": 17}
-PEAK_OF_TWO = 3.44 * GB
+OPERATIONS_OF_TWO = {"forward": 38, "cross entropy": 143, "backward": 64, "update": 55, "rest": 17}
+PEAK_OF_TWO = 3.88 * GB
 LOGITS = 16 * 1024 * 50264 * 2                                             # bytes
 CROSS_ENTROPY_PEAK = 0.34 * LOGITS                                         # 4
-# of one layer: operations and bytes in forward and backward, and what its tapes add to the peak
-LAYERS = {"llama": (82, 4.02 * GB, 115, 7.0 * GB, 0.68 * GB),
+# of one layer: operations and bytes in forward and backward, and what its weights and tapes add to the peak
+LAYERS = {"llama": (82, 4.02 * GB, 115, 7.0 * GB, 0.9 * GB),
           "llama with everything": (89, 1.41 * GB, 206, 3.92 * GB, 0.51 * GB)}
-COPIES = {"pageable": 0, "pinned": 1}                                      # from the host, of a microbatch; 4, 0
+ONE_WAIT = {"_to_copy": 1}                                                 # a tolist() by the host
 
 
-@pytest.fixture(scope="module")
-def counted(request, tmp_path_factory):
-    """counted(case) returns support/fake_cuda.py's counts. All cases that are asked for run in one process, which loads
-    the fake device before torch."""
-    if torch.backends.cuda.is_built():
-        pytest.skip("this build of torch has its own CUDA backend; install a CPU build")
-    if not COMPILER:
-        pytest.skip("the fake device needs a C++ compiler; install g++ or set CXX")
-    cache = getattr(request.config, "cache", None)             # None with -p no:cacheprovider
-    folder = cache.mkdir("fake_cuda") if cache else tmp_path_factory.mktemp("library")
-    library = folder / f"torch-{torch.__version__}.so"
-    source, root = SUPPORT / "fake_cuda.cpp", Path(torch.__file__).parent
-    if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
-        made = library.with_suffix(f".{os.getpid()}")
-        done = subprocess.run([COMPILER, "-std=c++20", "-shared", "-fPIC", source, "-o", made, f"-I{root / 'include'}",
-                               f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{root / 'lib'}"],
-                              capture_output=True, text=True, check=False)
-        assert not done.returncode, done.stderr
-        made.replace(library)
-    found, log = {}, open(tmp_path_factory.mktemp("fake_cuda") / "errors", "w+")
-    process = subprocess.Popen([sys.executable, SUPPORT / "fake_cuda.py", library], stdin=subprocess.PIPE,
-                               stdout=subprocess.PIPE, stderr=log, text=True)
-
-    def counted(case):
-        if case not in found:
-            rank, settings = (CASES | AGAIN)[case]
-            process.stdin.write(json.dumps(dict(rank=rank, settings=settings)) + "\n")
-            process.stdin.flush()
-            answer = process.stdout.readline()
-            assert answer, log.seek(0) or log.read()
-            found[case] = json.loads(answer)
-        return found[case]
-
-    yield counted
-    process.communicate()
-    log.close()
+@cache
+def counted(case):
+    """Return fake_cuda.Counts of a case."""
+    rank, settings = (CASES | AGAIN)[case]
+    return count_step(rank, **settings)
 
 
 def cases(*names):
@@ -108,98 +71,132 @@ def cases(*names):
 
 
 @cases(*CASES)
-def test_nothing_mixes_devices_and_the_host_waits_once_a_step(counted, case):
+def test_nothing_mixes_devices_and_the_host_waits_once_a_step(case):
     """For the four numbers of the whole world, of which it must know whether to update."""
     counts = counted(case)
-    assert not counts["mixed"] and not counts["skipped"]
-    assert counts["waits"] == {"tolist": 1}
+    assert not counts.mixed and not counts.skipped and counts.waits == ONE_WAIT
 
 
 @cases(*CASES)
-def test_what_comes_from_the_host_comes_with_the_microbatch(counted, case):
+def test_what_comes_from_the_host_comes_with_the_microbatch(case):
+    """In one copy from pinned memory, for which the host does not wait. Once these were 4 copies, and it waited."""
     counts = counted(case)
-    for memory, copies in counts["copies"].items():
-        assert copies <= COPIES[memory] * counts["microbatches"]
+    assert counts.copies == {"from the host": counts.microbatches}
 
 
 @cases(*CASES)
-def test_16_bit_gradients_of_weights_are_added_where_they_stay(counted, case):
+def test_16_bit_gradients_of_weights_are_added_where_they_stay(case):
     """One addmm into the fp32 gradient for each matrix and slice; no weight gradient is stored in 16 bits."""
     counts = counted(case)
     slices = CASES[case][1].get("slices", 1)
-    assert counts["names"]["aten.addmm.dtype_out"] == counts["matrices"] * slices * counts["microbatches"]
-    assert counts["narrow_weight_gradients"] == 0
+    assert counts.called["aten.addmm.dtype_out"] == counts.matrices * slices * counts.microbatches
+    assert not counts.narrow & counts.weight_shapes
 
 
 @cases("gpt2", "gpt2, two layers", "first stage", "last stage")
-def test_copies_of_a_parameter_are_added_to_in_one_order_on_every_rank(counted, case):
+def test_copies_of_a_parameter_are_added_to_in_one_order_on_every_rank(case):
     """index_add_ adds in no fixed order, so only word embeddings use it, whose shards differ between ranks."""
     counts = counted(case)
     slices = CASES[case][1].get("slices", 1) if case != "last stage" else 0
-    assert counts["names"].get("aten.index_add_.default", 0) == slices * counts["microbatches"]
+    assert counts.called.get("aten.index_add_.default", 0) == slices * counts.microbatches
 
 
 @pytest.mark.parametrize("case", ["fp8 tensorwise", "fp8 rowwise"])
-def test_fp8_multiplies_what_cuda_can_and_the_host_never_waits(counted, case):
+def test_fp8_multiplies_what_cuda_can_and_the_host_never_waits(case):
     """Torch checks the operands as on a GPU: row-major times column-major, multiples of 16, shapes of scales. Each
     layer has four matrices, each in three matmuls. With columns and a sharded stream, the forward of a matrix is two
     matmuls, and so is its input gradient."""
     counts = counted(case)
-    assert counts["waits"] == {"tolist": 1} and not counts["mixed"] and not counts["skipped"]
-    pieces = 2 * counts["microbatches"]
+    assert counts.waits == ONE_WAIT and not counts.mixed and not counts.skipped
+    pieces = 2 * counts.microbatches
     matmuls = 4 * 3 if case == "fp8 tensorwise" else 4 * 3 + 4 * 2
-    assert counts["names"]["aten._scaled_mm.default"] == matmuls * pieces * (counts["sublayers"] // 2)
+    assert counts.called["aten._scaled_mm.default"] == matmuls * pieces * (counts.sublayers // 2)
 
 
-def test_offload_frees_memory_and_the_host_never_waits_for_its_copies(counted):
+X = 4 * 128 * 96 * 2                                                       # bytes of a microbatch's x in nano
+
+
+def test_offload_frees_memory_and_the_host_never_waits_for_its_copies():
     """Each sublayer input x of 4 sublayers, two slices and each microbatch is copied out. All come back except the last
     sublayer's, which backward needs before they have left. At the peak only these and the residual stream are on the
     GPU."""
     kept, away = counted("kept"), counted("on the host")
-    assert away["waits"] == kept["waits"] == {"tolist": 1} and not away["mixed"]
-    assert away["copies"]["copy to the host"] == 4 * 2 * away["microbatches"]
-    assert away["copies"]["pinned"] - kept["copies"]["pinned"] == 3 * 2 * away["microbatches"]
-    assert kept["peak"] - away["peak"] >= 2 * 4 * 128 * 96 * 2
+    assert away.waits == kept.waits == ONE_WAIT and not away.mixed
+    assert away.copies - kept.copies == {"to the host": 4 * 2 * away.microbatches,
+                                         "from the host": 3 * 2 * away.microbatches}
+    assert kept.run.peak - away.run.peak >= 2 * X and kept.run.host == 0
+
+
+@pytest.mark.parametrize("stages, rank, held", [(1, 0, 4), (2, 0, 2 * 2), (2, 1, 2)])
+def test_the_host_holds_the_inputs_of_all_sublayers_of_the_microbatches_that_are_alive(stages, rank, held):
+    """On the first of two stages two microbatches are alive."""
+    counts = count_step(rank, **HOST | dict(checkpoint_in_cpu=True, pipeline_model_parallel_size=stages,
+                                            global_batch_size=24))
+    assert counts.run.host == held * X
+
+
+def copies_never_awaited(counts) -> Counter:
+    waited = {event.number for event in counts.events if isinstance(event, Wait)}
+    return Counter(event.kind for event in counts.events
+                   if isinstance(event, Launch) and event.group == "host" and event.number not in waited)
+
+
+def test_the_gpu_waits_for_every_copy_that_it_needs(monkeypatch):
+    """The last sublayer's copies out need no wait: its two slices stay on the GPU."""
+    assert copies_never_awaited(counted("on the host")) == {"to host": 2}
+    monkeypatch.setattr(Streams, "wait_event", lambda self, number: None)
+    assert copies_never_awaited(count_step(0, **HOST, checkpoint_in_cpu=True)) == {
+        "to host": 4 * 2 * 2, "from host": 3 * 2 * 2}
 
 
 @pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.exhaustive), "llama with everything"])
-def test_a_layer_of_a_llama_keeps_to_its_budget_and_waits_for_nothing(counted, name):
+def test_a_layer_of_a_llama_keeps_to_its_budget_and_waits_for_nothing(name):
     """Of llama3-8b at tp 8, two slices of 4096 tokens. With everything: documents, sequence parallelism, and full
     recomputation of two sublayers from inputs on the host, which each slice copies out and back."""
     one, two = (counted(f"{name}, {layers} layers") for layers in (1, 2))
-    found = [two[what][part] - one[what][part] for part in ("forward", "backward")
-             for what in ("operations", "traffic")] + [two["peak"] - one["peak"]]
+    found = [getattr(two, what)[part] - getattr(one, what)[part] for part in ("forward", "backward")
+             for what in ("operations", "moved")] + [two.run.peak - one.run.peak]
     assert all(0.9 * budget < cost <= budget for cost, budget in zip(found, LAYERS[name], strict=True)), found
-    assert one["waits"] == two["waits"] == {"tolist": 1} and not two["mixed"]
-    copies = {way: count - one["copies"][way] for way, count in two["copies"].items()}
-    assert copies == ({"pinned": 0} if name == "llama" else {"pinned": 2 * 2, "copy to the host": 2 * 2})
+    assert one.waits == two.waits == ONE_WAIT and not two.mixed
+    assert two.copies - one.copies == ({} if name == "llama" else {"from the host": 2 * 2, "to the host": 2 * 2})
 
 
-def test_documents_need_no_bias_no_memory_and_no_wait(counted):
+def test_documents_need_no_bias_no_memory_and_no_wait():
     """Each slice copies where its documents start. Attention by document then only adds its random numbers' state of
     two zeros in forward and in the kernel."""
     without, within = counted("grouped"), counted("documents")
-    attentions = within["sublayers"] // 2 * 2 * within["microbatches"]
-    assert within["waits"] == {"tolist": 1} and not within["mixed"]
-    assert within["copies"] == {"pinned": without["copies"]["pinned"] + 2 * within["microbatches"]}
-    more = {name: within["names"].get(name, 0) - without["names"].get(name, 0)
-            for name in within["names"].keys() | without["names"].keys()}
+    attentions = within.sublayers // 2 * 2 * within.microbatches
+    assert within.waits == ONE_WAIT and not within.mixed
+    assert within.copies - without.copies == {"from the host": 2 * within.microbatches}
+    more = {name: within.called.get(name, 0) - without.called.get(name, 0)
+            for name in within.called.keys() | without.called.keys()}
     assert {name: count for name, count in more.items() if count} == {
         "aten._scaled_dot_product_flash_attention.default": -attentions, "torch_attn._varlen_attn.default": attentions,
         "aten._scaled_dot_product_flash_attention_backward.default": -attentions,
         "torch_attn._varlen_attn_backward.default": attentions,
-        "aten.zeros.default": 2 * attentions, "aten._to_copy.default": 2 * within["microbatches"]}
-    assert within["peak"] <= without["peak"]
+        "aten.zeros.default": 2 * attentions, "aten._to_copy.default": 2 * within.microbatches}
+    assert within.run.peak <= without.run.peak
 
 
-def test_sequence_parallelism_uses_nccls_own_reduce_scatter_and_all_gather(counted):
+def test_with_context_parallelism_a_gpu_needs_no_bias_either():
+    """It attends to the keys of all ranks by varlen_attn, also without documents. The starts of queries and of keys and
+    the places of the keys come from the host once for each slice."""
+    found = counted("shared samples")
+    attentions = found.sublayers // 2 * 2 * found.microbatches
+    assert {name: count for name, count in found.called.items() if "atten" in name or "attn" in name} == {
+        "torch_attn._varlen_attn.default": attentions, "torch_attn._varlen_attn_backward.default": attentions}
+    assert found.waits == ONE_WAIT and not found.mixed
+    assert found.copies == {"from the host": (1 + 2 * 3) * found.microbatches}
+
+
+def test_sequence_parallelism_uses_nccls_own_reduce_scatter_and_all_gather():
     """On the last stage: two reduce-scatters and three all-gathers for each sublayer, slice and column, one of each for
     the head, and ZeRO's own. The point-to-point messages that replace them on gloo must not appear."""
     found = counted("sequence parallel")
-    pieces, sublayers = 2 * 2 * found["microbatches"], found["sublayers"]
-    assert found["names"]["c10d._reduce_scatter_base_.default"] == pieces * (2 * sublayers + 1) + found["buckets"]
-    assert found["names"]["c10d._allgather_base_.default"] == pieces * (3 * sublayers + 1) + found["buckets"]
-    assert not {name for name in found["names"] if name.startswith(("c10d.alltoall", "c10d.broadcast"))}
+    pieces, sublayers = 2 * 2 * found.microbatches, found.sublayers
+    assert found.called["c10d._reduce_scatter_base_.default"] == pieces * (2 * sublayers + 1) + found.buckets
+    assert found.called["c10d._allgather_base_.default"] == pieces * (3 * sublayers + 1) + found.buckets
+    assert not {name for name in found.called if name.startswith(("c10d.alltoall", "c10d.broadcast"))}
 
 
 def of_gpt2(*budgets):
@@ -211,20 +208,20 @@ def of_gpt2(*budgets):
 
 @pytest.mark.parametrize("part", TRAFFIC)
 @of_gpt2(TRAFFIC, TRAFFIC_OF_TWO)
-def test_memory_traffic_of_gpt2(counted, case, budget, part):
-    assert counted(case)["traffic"][part] <= budget[part]
+def test_memory_traffic_of_gpt2(case, budget, part):
+    assert counted(case).moved[part] <= budget[part]
 
 
 @pytest.mark.parametrize("part", OPERATIONS)
 @of_gpt2(OPERATIONS, OPERATIONS_OF_TWO)
-def test_operations_of_gpt2(counted, case, budget, part):
+def test_operations_of_gpt2(case, budget, part):
     """Each operation is a kernel launch, which costs the host time."""
-    assert counted(case)["operations"][part] <= budget[part]
+    assert counted(case).operations[part] <= budget[part]
 
 
 @of_gpt2(PEAK, PEAK_OF_TWO)
-def test_memory_of_gpt2(counted, case, budget):
+def test_memory_of_gpt2(case, budget):
     """Beside the logits, cross entropy needs less memory than they do."""
-    assert counted(case)["peak"] <= budget
-    assert counted(case)["cross_entropy_peak"] <= CROSS_ENTROPY_PEAK
+    assert counted(case).run.peak <= budget
+    assert counted(case).most["cross entropy"] <= CROSS_ENTROPY_PEAK
 
