@@ -86,3 +86,11 @@ def test_files_are_opened_to_write_in_files_py_alone():
     paths = {*PACKAGE.rglob("*.py"), *ROOT.glob("*.py"), *ROOT.glob("[bd]*/*.py")} - {PACKAGE / "files.py"}
     found = [f"{path}: {line}" for path in paths for line in path.read_text().splitlines() if writes.search(line)]
     assert not [line for line in found if not re.search("devnull|TORCHELASTIC|O_RDONLY|open_regular_file", line)]
+
+
+def test_a_training_step_asks_in_one_place_for_which_device_it_runs():
+    """comm/device.py, so that a dry run takes the paths of a GPU. What starts, saves or observes a run asks itself."""
+    asks = re.compile(r"""is_cuda|\.type [!=]= ["']cuda|torch\.cuda\.(is_available|get_device_capability)""")
+    elsewhere = {"comm/device.py", "comm/world.py", "comm/trace.py", "mesh.py", "config/config.py", "config/rules.py"}
+    found = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if asks.search(path.read_text())}
+    assert not [one for one in found - elsewhere if not one.startswith(("run/", "checkpoint/", "analysis/"))]

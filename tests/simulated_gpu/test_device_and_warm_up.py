@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from support.harness import build, random_data, tiny
 
 import train
-from benchmarks import comm
 from nanodomino.comm import scatter_and_gather
 from nanodomino.comm.world import LaunchInfo, check_own_gpu, find_device
 from nanodomino.config.config import Config
+from nanodomino.dry_run.accounts import Accounts
+from nanodomino.dry_run.rank import groups_of
 from nanodomino.errors import UserError
 from nanodomino.layers.attention import fused_attention
 from nanodomino.overlap.sequence_parallel import ShardedResidual
@@ -97,11 +98,12 @@ def test_a_warm_up_changes_no_number(pool, dtype, zero_stage):
 def first_times_rank(config, data):
     """Return (the kinds of collectives and messages in the warm-up, the kinds in a step), each with its group."""
     mesh, _, optimizer, stage = build(config)
-    with comm.CollectiveCounter(mesh) as warm:
+    with Accounts(groups_of(mesh), host_counts=True) as accounts:
         train.warm_up(stage, optimizer, config, mesh)
-    with comm.CollectiveCounter(mesh) as step:
+        warm = set(accounts.traffic)
+        accounts.restart()
         train.train_step(1, stage, optimizer, data, config, mesh)
-    return set(warm.counts), set(step.counts)
+    return warm, set(accounts.traffic)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

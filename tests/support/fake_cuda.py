@@ -137,7 +137,8 @@ def count_step(rank: int, **settings) -> Counts:
             dataset = train.dataset_builder(config, corpus, mesh.device)["train"]
         with mock.patch.multiple(embedding_and_head, **{
                 name: counts.part("cross entropy", getattr(embedding_and_head, name)) for name in CROSS_ENTROPY}):
-            counts.skipped = train.train_step(step, stage, optimizer, dataset, config, mesh, on_action=on_action).skipped
+            result = train.train_step(step, stage, optimizer, dataset, config, mesh, on_action=on_action)
+            counts.skipped = result.skipped
 
     with mock.patch.object(dry_run, "Accounts", accounts):
         run = dry_run.dry_run(SimpleNamespace(model_builder=train.model_builder, train_step=train_step), config, rank)
