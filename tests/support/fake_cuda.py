@@ -1,10 +1,9 @@
 """Count what a training step asks of a GPU, in a dry run (nanodomino/dry_run), which needs none.
 
-    counts = count_step(0, model="gpt2", dtype="bfloat16", ...)
+    counts, run = run_under(Counts, gpu_config(model="gpt2", dtype="bfloat16", ...), rank)
 
-These are the counts of rank 0 in eager mode, after the warm-up. `Counts` adds to a dry run's accounts which part of the
-program runs an operation, and what makes the host wait for the GPU. Traffic is that of GPU memory: each operand is read
-and each result is written once.
+`Counts` adds to a dry run's accounts which part of the program runs an operation, and what makes the host wait for the
+GPU. It counts a step in eager mode, after the warm-up. Each operand is read and each result is written once.
 """
 
 from collections import Counter
@@ -13,7 +12,6 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
-from torch.utils.weak import WeakIdKeyDictionary
 
 import train
 from nanodomino.config.config import Config
@@ -29,10 +27,6 @@ CROSS_ENTROPY = ("local_max_and_sum_exp", "partial_loss_sums", "loss_from_sums",
 
 class Counts(Accounts):
     """Also records the operations under the part of the program that runs them."""
-
-    def __init__(self, groups, host_counts):
-        self.pinned_rows = WeakIdKeyDictionary()                       # storage of a tensor on the CPU: True
-        super().__init__(groups, host_counts)
 
     def restart(self):
         super().restart()
@@ -71,16 +65,14 @@ class Counts(Accounts):
     def instead(self, name, given):
         result = super().instead(name, given)
         if name == "_pin_memory":
-            self.pinned_rows[result.untyped_storage()] = True
+            self.pinned.add(result.untyped_storage()._cdata)
+            self.allocate(result)
         elif result is not None and name in ("_local_scalar_dense", "_to_copy"):     # item(), if; tolist(), cpu()
             self.waits[name] += 1
         return result
 
-    def is_pinned(self, tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self.pinned or tensor.untyped_storage() in self.pinned_rows
-
     def is_on_gpu(self, tensor) -> bool:
-        return tensor.is_meta and not self.is_pinned(tensor)
+        return tensor.is_meta and tensor.untyped_storage()._cdata not in self.pinned
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         before, given = len(self.events), dict(zip(arguments_of(function)[0], args)) | (kwargs or {})
@@ -105,42 +97,45 @@ class Counts(Accounts):
             source, target = tensors[-2:]
             way, host = ("from the host", source) if self.is_on_gpu(target) else ("to the host", target)
             self.copies[way] += 1
-            if not self.is_pinned(host) or not given.get("non_blocking"):
+            if host.untyped_storage()._cdata not in self.pinned or not given.get("non_blocking"):
                 self.waits[f"copy {way}"] += 1
 
-
-def count_step(rank: int, **settings) -> Counts:
-    """Return the Counts of a rank, with the RankRun as `run`. settings: of Config."""
-    config = Config(**settings, device="cuda", compile=False)
-    config = config.resolve(config.tp * config.pp * config.dp * config.cp).with_vocabulary(VOCABULARY)
-    found = []
-
-    def accounts(*arguments, **options):
-        found.append(Counts(*arguments, **options))
-        return found[0]
-
-    def train_step(step, stage, optimizer, _, config, mesh, on_action):
+    def train_step(self, step, stage, optimizer, _, config, mesh, on_action):
         """Count a step that reads its samples as a run does, from an array of ones."""
-        (counts,), model = found, stage.model
+        model = stage.model
         train.warm_up(stage, optimizer, config, mesh)
-        counts.restart()
-        counts.microbatches, counts.buckets = config.microbatches, len(optimizer.buckets)
-        counts.sublayers = sum(map(len, stage.sublayers.values()))
-        counts.matrices = 2 * counts.sublayers + model.post_process
+        self.restart()
+        self.microbatches, self.buckets = config.microbatches, len(optimizer.buckets)
+        self.sublayers = sum(map(len, stage.sublayers.values()))
+        self.matrices = 2 * self.sublayers + model.post_process
         heads = [model.head[0].logits_weight()] if model.post_process else []
-        counts.weight_shapes = {weight.shape for weight in [*model.parameters(), *heads]}
-        stage.forward, stage.backward = counts.turns("forward", stage.forward), counts.turns("backward", stage.backward)
-        optimizer.step = counts.part("update", optimizer.step)
+        self.weight_shapes = {weight.shape for weight in [*model.parameters(), *heads]}
+        stage.forward, stage.backward = self.turns("forward", stage.forward), self.turns("backward", stage.backward)
+        optimizer.step = self.part("update", optimizer.step)
         tokens = np.ones(config.global_batch_size * config.seq_length + 1, "<u2")
         with mock.patch.object(np, "memmap", lambda *arguments, **options: tokens):
             corpus = corpus_without_files(Path(), train=len(tokens))
             dataset = train.dataset_builder(config, corpus, mesh.device)["train"]
         with mock.patch.multiple(embedding_and_head, **{
-                name: counts.part("cross entropy", getattr(embedding_and_head, name)) for name in CROSS_ENTROPY}):
-            result = train.train_step(step, stage, optimizer, dataset, config, mesh, on_action=on_action)
-            counts.skipped = result.skipped
+                name: self.part("cross entropy", getattr(embedding_and_head, name)) for name in CROSS_ENTROPY}):
+            self.skipped = train.train_step(step, stage, optimizer, dataset, config, mesh, on_action=on_action).skipped
 
-    with mock.patch.object(dry_run, "Accounts", accounts):
-        run = dry_run.dry_run(SimpleNamespace(model_builder=train.model_builder, train_step=train_step), config, rank)
-    found[0].run = run
-    return found[0]
+
+def run_under(accounts_class, config: Config, rank=0) -> tuple:
+    """Return (accounts, RankRun) of a dry run that counts by a subclass of Accounts and calls its train_step."""
+    accounts = []
+
+    def make(*arguments, **options):
+        accounts.append(accounts_class(*arguments, **options))
+        return accounts[0]
+
+    program = SimpleNamespace(model_builder=train.model_builder,
+                              train_step=lambda *arguments, **options: accounts[0].train_step(*arguments, **options))
+    with mock.patch.object(dry_run, "Accounts", make):
+        run = dry_run.dry_run(program, config, rank)
+    return accounts[0], run
+
+
+def gpu_config(**settings) -> Config:
+    config = Config(**settings, device="cuda", compile=False)
+    return config.resolve(config.tp * config.pp * config.dp * config.cp).with_vocabulary(VOCABULARY)
