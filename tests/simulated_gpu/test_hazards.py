@@ -1,24 +1,25 @@
 """No tensor in flight is read or written before its wait(): these tests inspect every operation of a step.
 
 On gloo a result that is read before its wait() is right most of the time, and on NCCL too, until a GPU is busy. Here
-one rank runs alone (support/fake_world.py). Each collective and message is recorded at its launch with the memory that
-it uses, and removed by wait(). In between, memory that is sent may be read; all other accesses are errors.
+one rank runs alone, as a dry run (nanodomino/dry_run). Each collective, message and copy to or from the host is
+recorded at its launch with the memory that it uses, and removed by wait(). In between, memory that is sent may be read;
+all other accesses are errors.
 """
 
 from collections import Counter
-from contextlib import contextmanager
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.fake_world import fake_world, only_views, operands, writes
-from support.harness import build, random_data, tiny
-from torch.utils._python_dispatch import TorchDispatchMode
+from support.fake_cuda import run_under
+from support.fake_world import only_views
+from support.harness import tiny
 
 import train
-from nanodomino import pipeline
-from nanodomino.comm import scatter_and_gather
+from nanodomino.dry_run.accounts import KIND_OF_TAG, Accounts, Launch, Streams, Wait, arguments_of
+from nanodomino.dry_run.rank import META, world_of
+from nanodomino.dry_run.shapes import flatten
 from nanodomino.overlap.flight import result_of
 from nanodomino.overlap.slice_ops import SliceOps
 from nanodomino.pipeline import P2PCommunicator
@@ -26,85 +27,68 @@ from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.zero import ZeroOptimizer
 
 SENT, RECEIVED = "sent", "received"          # an all-reduced tensor is both; it counts as received
-KINDS = {tag: kind for kind, tag in scatter_and_gather.TAGS.items()}
+# of c10d's operators and of copies: how each argument with tensors is used
+USES = {"allreduce_": (RECEIVED,), "_reduce_scatter_base_": (RECEIVED, SENT), "_allgather_base_": (RECEIVED, SENT),
+        "alltoall_base_": (RECEIVED, SENT), "send": (SENT,), "recv_": (RECEIVED,), "copy_": (RECEIVED, SENT)}
 
 
-class InFlight(TorchDispatchMode):
-    """While entered: `started` counts launches, `touched` lists operations on memory that was in flight."""
+class InFlight(Accounts):
+    """Counts launches in `started`. `touched` lists operations on memory that was in flight."""
 
-    def __init__(self):
-        super().__init__()
-        self.touched, self.started = Counter(), Counter()
-        self.in_flight = {}                                   # a Waited -> [(name, storage, SENT or RECEIVED), ...]
-
-    def start(self, name, work, *given):
-        """given: (tensor, SENT or RECEIVED) ... -> the work, whose wait() takes them off again."""
-        self.started[name] += 1
-        waited = Waited(self, work)
-        self.in_flight[waited] = [(name, tensor.untyped_storage(), how) for tensor, how in given]
-        return waited
+    def restart(self):
+        super().restart()
+        self.touched, self.in_flight, self.seen = Counter(), {}, 0      # {number: [(kind, storage, SENT or RECEIVED)]}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        for event in self.events[self.seen:]:
+            if isinstance(event, Wait):
+                self.in_flight.pop(event.number, None)
+        given, before = dict(zip(arguments_of(function)[0], args)) | (kwargs or {}), len(self.events)
         if function.namespace == "aten" and not only_views(function):
-            busy = {storage._cdata: (name, how) for given in self.in_flight.values() for name, storage, how in given}
-            for tensor, argument in operands(function, args, kwargs or {}):
-                name, how = busy.get(tensor.untyped_storage()._cdata, (None, None))
-                act = "writes to" if writes(argument) else "reads"
-                if name and (how is RECEIVED or act == "writes to"):
-                    self.touched[f"{function} {act} what {name} has {how}"] += 1
-        return function(*args, **(kwargs or {}))
+            busy = {storage._cdata: (kind, how) for passing in (SENT, RECEIVED) for used in self.in_flight.values()
+                    for kind, storage, how in used if how == passing}
+            for name, value in given.items():
+                for tensor in flatten([value]):
+                    kind, how = busy.get(tensor.untyped_storage()._cdata, (None, None))
+                    act = "writes to" if name in arguments_of(function)[1] else "reads"
+                    if kind and (how is RECEIVED or act == "writes to"):
+                        self.touched[f"{function} {act} what {kind} has {how}"] += 1
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        for launch in self.events[before:]:
+            if isinstance(launch, Launch):
+                kind = launch.kind if launch.group == "pp" or launch.kind != "receive" else KIND_OF_TAG[args[3]]
+                self.in_flight[launch.number] = [
+                    (kind, tensor.untyped_storage(), how) for value, how in zip(args, USES[function._opname])
+                    for tensor in flatten([value])]
+        self.seen = len(self.events)
+        return result
 
+    @property
+    def started(self) -> Counter:
+        counts = Counter()
+        for (_, kind), (calls, _) in self.traffic.items():
+            counts[kind] += round(calls)
+        return counts
 
-class Waited:
-    def __init__(self, flights, work):
-        self.flights, self.work = flights, work
-
-    def wait(self):
-        self.flights.in_flight.pop(self, None)
-        self.work.wait()
-
-
-@contextmanager
-def watched():
-    """Watch every collective and message. What they receive is zeros, so that all numbers are finite."""
-    flights, sums, batches, exchanges = InFlight(), dist.all_reduce, dist.batch_isend_irecv, scatter_and_gather.exchange
-
-    def all_reduce(tensor, *arguments, async_op=False, **options):
-        work = sums(tensor, *arguments, async_op=async_op, **options)
-        return flights.start("all_reduce", work, (tensor, RECEIVED)) if async_op else None
-
-    def exchange(gives, takes, group, tag):
-        return flights.start(KINDS[tag], exchanges(gives, takes, group, tag), (gives[0], SENT), (takes[0], RECEIVED))
-
-    def messages(operations):
-        for one in operations:
-            if one.op is dist.irecv:
-                one.tensor.zero_()
-        return [flights.start(one.op.__name__, work, (one.tensor, SENT if one.op is dist.isend else RECEIVED))
-                for one, work in zip(operations, batches(operations), strict=True)]
-
-    with mock.patch.multiple(dist, all_reduce=all_reduce, batch_isend_irecv=messages), \
-            mock.patch.object(scatter_and_gather, "exchange", exchange), flights:
-        yield flights
+    def train_step(self, step, stage, optimizer, dataset, config, mesh, on_action):
+        """Watch two training steps and an evaluation: the second step reads what the first one gathered."""
+        dataset.windows = config.global_batch_size
+        for number in (1, 2):
+            train.train_step(number, stage, optimizer, dataset, config, mesh, on_action=on_action)
+        train.evaluate(stage, dataset, config, mesh)
 
 
 def two_steps(rank, config):
-    """Watch two training steps and an evaluation of this rank: the second step reads what the first one gathered."""
-    data = random_data(config, 2)
-    with fake_world(rank, config.world_size):
-        mesh, _, optimizer, stage = build(config)
-        with watched() as flights:
-            skipped = [train.train_step(step, stage, optimizer, data, config, mesh).skipped for step in (1, 2)]
-            train.evaluate(stage, data, config, mesh)
-    assert skipped == [False, False]
-    return flights
+    """Return the InFlight of two steps and an evaluation of this rank."""
+    return run_under(InFlight, config, rank)[0]
 
 
-TP2 = dict(tensor_model_parallel_size=2, micro_batch_size=4, num_layers=2, dtype="bfloat16")
+TP2 = dict(device="cpu", tensor_model_parallel_size=2, micro_batch_size=4, num_layers=2, dtype="bfloat16")
 EIGHT = dict(TP2, num_layers=4, pipeline_model_parallel_size=2, data_parallel_size=2, global_batch_size=16)
 EXPERTS = dict(num_experts=4, disable_bias_linear=True, expert_model_parallel_size=2, moe_ffn_hidden_size=24,
                moe_shared_expert_intermediate_size=16, moe_aux_loss_coeff=0.1)
 SEQUENCE_PARALLEL = dict(sequence_parallel=True)
+OFFLOAD = dict(recompute_granularity="full", checkpoint_in_cpu=True)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -129,7 +113,7 @@ def test_nothing_is_touched_in_flight(rank, schedule, zero_stage, slices, column
     flights = two_steps(rank, tiny(8, **EIGHT, slices=slices, columns=columns, zero_stage=zero_stage,
                                    schedule=schedule))
     assert not flights.touched and not flights.in_flight
-    assert {"all_reduce", "isend", "irecv"} <= flights.started.keys()
+    assert {"all_reduce", "send", "receive"} <= flights.started.keys()
     assert ({"reduce_scatter", "all_gather"} <= flights.started.keys()) == (zero_stage > 0)
 
 
@@ -157,30 +141,36 @@ def test_no_key_or_head_of_another_rank_is_touched_in_flight(slices, options, ki
     assert flights.started[kind] == count * config.microbatches * slices * config.num_layers // config.pp
 
 
-def test_nor_if_receives_are_posted_as_on_a_gpu():
-    with mock.patch.dict(pipeline.ACTIONS_AHEAD, cpu=pipeline.ACTIONS_AHEAD["cuda"]):
-        assert not two_steps(0, tiny(8, **EIGHT, slices=2, schedule="zb-v")).touched
+@pytest.mark.parametrize("schedule, options", [("zb-v", {}), ("1f1b", SEQUENCE_PARALLEL), ("paired", OFFLOAD)])
+def test_nor_on_a_gpu(schedule, options):
+    """There NCCL reduces in place, receives are posted later, and copies to and from the host are in flight as well.
+    At the end the last sublayer's copies out are."""
+    flights = two_steps(0, tiny(8, **EIGHT | options | dict(device="cuda"), slices=2, schedule=schedule))
+    left = {kind for used in flights.in_flight.values() for kind, *_ in used}
+    assert not flights.touched and left == ({"to host"} if options is OFFLOAD else set())
 
 
 @pytest.mark.parametrize("owner, name, options", [
     (SliceOps, "all_reduce", {}), (SliceOps, "reduce_scatter", SEQUENCE_PARALLEL),
-    (SliceOps, "all_gather", SEQUENCE_PARALLEL), (SliceOps, "all_to_all", EXPERTS), (P2PCommunicator, "irecv", {}),
-    (ZeroOptimizer, "reduce_scatter", {}), (ZeroOptimizer, "all_gather", {})])
+    (SliceOps, "all_gather", SEQUENCE_PARALLEL), (SliceOps, "all_to_all", EXPERTS), (P2PCommunicator, "receive", {}),
+    (ZeroOptimizer, "reduce_scatter", {}), (ZeroOptimizer, "all_gather", {}),
+    (Streams, "from host", OFFLOAD | dict(device="cuda"))])
 def test_a_missing_wait_is_found(owner, name, options):
     """Otherwise the tests above could not fail."""
-    with mock.patch.object(owner, "wait", lambda self, *given, **options: result_of(given[-1]) if owner is SliceOps
-                           else None):
-        flights = two_steps(0, tiny(8, **EIGHT, **options, slices=2))
+    with mock.patch.object(owner, "wait_event" if owner is Streams else "wait",
+                           lambda self, *given, **options: result_of(given[-1]) if owner is SliceOps else None):
+        flights = two_steps(0, tiny(8, **EIGHT | options, slices=2))
     assert any(f"what {name} has received" in one for one in flights.touched), flights.touched
 
 
 def test_what_is_sent_may_be_read_and_not_written_to():
-    with fake_world(0, 2), watched() as flights:
-        x = torch.ones(4)
+    with world_of(0, 2), InFlight({"pp": dist.group.WORLD}, host_counts=False) as flights:
+        x = torch.ones(4, device=META)
         (work,) = dist.batch_isend_irecv([dist.P2POp(dist.isend, x, 1)])
-        assert (2 * x[1:]).sum() == 6 and not flights.touched
+        (2 * x[1:]).sum()
+        assert not flights.touched
         x[1:].add_(1)
-        assert flights.touched == {"aten.add_.Tensor writes to what isend has sent": 1}
+        assert flights.touched == {"aten.add_.Tensor writes to what send has sent": 1}
         work.wait()
         torch._foreach_add_([x], [x])
         assert flights.touched.total() == 1 and not flights.in_flight
