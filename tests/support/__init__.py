@@ -9,7 +9,7 @@
     delayed_collectives  collectives that are carried out at wait() or at the launch
     pitfall_runner       trains with a bug and compares with the right numbers, for tests/pitfalls.py
     fake_world           one rank alone: collectives that move no data, for tests that look at operations
-    fake_cuda            a training step on a GPU that does not exist, and what it would ask of the GPU
+    fake_cuda            a dry run of a training step on a GPU: what it asks of the GPU, and when the host waits
     checkpoints          layouts and damaged checkpoints
     huggingface          a small model of every family, and ways to change its files
     benchmark            runs bench.py

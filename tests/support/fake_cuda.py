@@ -7,6 +7,7 @@ GPU. It counts a step in eager mode, after the warm-up. Each operand is read and
 """
 
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -35,21 +36,20 @@ class Counts(Accounts):
         self.called, self.waits, self.copies, self.mixed = Counter(), Counter(), Counter(), Counter()    # by name
         self.at_entry, self.narrow = self.now, set()                   # shapes of 16-bit results of matmuls
 
-    def part(self, name, function):
-        """Wrap a function so that its operations count for this part."""
-        def counted(*arguments, **options):
-            self.at_entry = self.now
-            self.parts.append(name)
-            try:
-                return function(*arguments, **options)
-            finally:
-                self.parts.pop()
-        return counted
+    @contextmanager
+    def part(self, name):
+        """Count the operations of a block, or of a decorated function, for this part."""
+        self.at_entry = self.now
+        self.parts.append(name)
+        try:
+            yield
+        finally:
+            self.parts.pop()
 
     def turns(self, name, function):
         """Wrap a generator function so that the operations of each of its turns count for this part."""
         def counted(*arguments, **options):
-            resume = self.part(name, function(*arguments, **options).send)
+            resume = self.part(name)(function(*arguments, **options).send)
             while True:
                 try:
                     resume(None)
@@ -102,38 +102,36 @@ class Counts(Accounts):
 
     def train_step(self, step, stage, optimizer, _, config, mesh, on_action):
         """Count a step that reads its samples as a run does, from an array of ones."""
-        model = stage.model
         train.warm_up(stage, optimizer, config, mesh)
         self.restart()
         self.microbatches, self.buckets = config.microbatches, len(optimizer.buckets)
         self.sublayers = sum(map(len, stage.sublayers.values()))
-        self.matrices = 2 * self.sublayers + model.post_process
-        heads = [model.head[0].logits_weight()] if model.post_process else []
-        self.weight_shapes = {weight.shape for weight in [*model.parameters(), *heads]}
+        heads = [stage.model.head[0].logits_weight()] if stage.model.post_process else []
+        self.weight_shapes = {weight.shape for weight in [*stage.model.parameters(), *heads]}
         stage.forward, stage.backward = self.turns("forward", stage.forward), self.turns("backward", stage.backward)
-        optimizer.step = self.part("update", optimizer.step)
+        optimizer.step = self.part("update")(optimizer.step)
         tokens = np.ones(config.global_batch_size * config.seq_length + 1, "<u2")
         with mock.patch.object(np, "memmap", lambda *arguments, **options: tokens):
             corpus = corpus_without_files(Path(), train=len(tokens))
             dataset = train.dataset_builder(config, corpus, mesh.device)["train"]
         with mock.patch.multiple(embedding_and_head, **{
-                name: self.part("cross entropy", getattr(embedding_and_head, name)) for name in CROSS_ENTROPY}):
-            self.skipped = train.train_step(step, stage, optimizer, dataset, config, mesh, on_action=on_action).skipped
+                name: self.part("cross entropy")(getattr(embedding_and_head, name)) for name in CROSS_ENTROPY}):
+            train.train_step(step, stage, optimizer, dataset, config, mesh, on_action=on_action)
 
 
 def run_under(accounts_class, config: Config, rank=0) -> tuple:
     """Return (accounts, RankRun) of a dry run that counts by a subclass of Accounts and calls its train_step."""
-    accounts = []
+    made = []
 
     def make(*arguments, **options):
-        accounts.append(accounts_class(*arguments, **options))
-        return accounts[0]
+        made.append(accounts_class(*arguments, **options))
+        return made[0]
 
-    program = SimpleNamespace(model_builder=train.model_builder,
-                              train_step=lambda *arguments, **options: accounts[0].train_step(*arguments, **options))
+    program = SimpleNamespace(model_builder=train.model_builder, train_step=lambda *given, **options:
+                              made[0].train_step(*given, **options))
     with mock.patch.object(dry_run, "Accounts", make):
         run = dry_run.dry_run(program, config, rank)
-    return accounts[0], run
+    return made[0], run
 
 
 def gpu_config(**settings) -> Config:
