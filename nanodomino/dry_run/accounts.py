@@ -77,8 +77,8 @@ def operation_of(name: str, given: dict, read, written) -> Operation:
     A causal attention kernel skips half of the scores. Its forward multiplies twice, its backward five times, since it
     computes q k^T again. Raises UserError if the FLOPs are not known.
     """
-    skipped = read[:1] if name in LOOK_UPS else [one for one in written if name in OVERWRITES]
-    moved = sum(map(size, read)) + sum(map(size, written)) - sum(map(size, skipped))
+    rows_of = read[0] if name in LOOK_UPS else None            # few of its rows are touched
+    moved = sum(size(one) for one in [*(read[1:] if name in OVERWRITES else read), *written] if one is not rows_of)
     if name in MATMULS:
         a, b = [*given.values()][MATMULS[name]:][:2]
         count, summed = b.size(0) if b.dim() == 3 else 1, a.size(-1)
@@ -115,7 +115,7 @@ class Arrival(FakeWork):
 
     def wait(self, timeout=None):
         self.accounts.events.append(Wait(self.number))
-        self.accounts.in_flight.pop(self.number, None)
+        self.accounts.arrivals.pop(self.number, None)
         return True
 
 
@@ -173,7 +173,7 @@ class Accounts(TorchDispatchMode):
         self.host_counts, self.in_kernel = host_counts, None   # in_kernel: the FLOPs of the fused kernel that runs
         self.alive, self.pinned = {}, set()                    # numbers of storages; pinned: in the host's memory
         self.now = self.peak = self.host_now = self.host_peak = self.launches = 0
-        self.in_flight = {}
+        self.arrivals = {}
         self.restart()
 
     def restart(self):
@@ -199,7 +199,7 @@ class Accounts(TorchDispatchMode):
         known = {*map(storage, touched)}
         changed = [one for key in written for one in flatten([given.get(key)])] + [
             one for one in flatten([result]) if storage(one) not in known]
-        if not changed:                                        # a view
+        if not changed or not any(map(self.counts, changed)):  # a view, or work of a GPU's host
             return result
         read = list(flatten(value for key, value in given.items() if key not in not_read))
         operation = operation_of(name, given, read, changed)
@@ -210,7 +210,7 @@ class Accounts(TorchDispatchMode):
             self.allocate(tensor)
         if name == "copy_" and any(storage(tensor) in self.pinned for tensor in touched):
             self.launch("host", "to host" if storage(touched[0]) in self.pinned else "from host", touched[0].nbytes)
-        else:
+        elif "empty" not in name:                              # which only allocates
             self.events.append(operation)
         return result
 
@@ -252,10 +252,14 @@ class Accounts(TorchDispatchMode):
 
     # ---- memory
 
+    def counts(self, tensor) -> bool:
+        """Return whether a tensor is in the memory of the device, or pinned for it."""
+        return self.host_counts or tensor.device.type != "cpu" or storage(tensor) in self.pinned
+
     def allocate(self, tensor):
-        """Count a tensor's storage, unless it counts already or is in the memory of another device."""
+        """Count a tensor's storage, unless it counts already."""
         memory, key = tensor.untyped_storage(), storage(tensor)
-        if key in self.alive or tensor.device.type == "cpu" and not self.host_counts and key not in self.pinned:
+        if key in self.alive or not self.counts(tensor):
             return
         self.alive[key] = weakref.ref(memory, lambda _, bytes_=memory.nbytes(): self.free(key, bytes_))
         self.add(memory.nbytes(), key in self.pinned)
@@ -292,7 +296,7 @@ class Accounts(TorchDispatchMode):
         self.launch(group_name, kind, bytes_)
         if not tensors[0].is_meta:
             return function(*args)
-        work = self.in_flight[self.launches] = Arrival(self, self.launches)
+        work = self.arrivals[self.launches] = Arrival(self, self.launches)
         return work.boxed() if name in ("send", "recv_", "alltoall_base_") else (args[0], work.boxed())
 
     def launch(self, group: str, kind: str, bytes_: float):

@@ -54,7 +54,7 @@ LOGITS = 16 * 1024 * 50264 * 2                                             # byt
 CROSS_ENTROPY_PEAK = 0.34 * LOGITS                                         # 4
 # of one layer: operations and bytes in forward and backward, and what its weights and tapes add to the peak
 LAYERS = {"llama": (82, 4.02 * GB, 115, 7.0 * GB, 0.9 * GB),
-          "llama with everything": (89, 1.41 * GB, 206, 3.92 * GB, 0.51 * GB)}
+          "llama with everything": (87, 1.25 * GB, 196, 3.51 * GB, 0.51 * GB)}
 ONE_WAIT = {"_to_copy": 1}                                                 # a tolist() by the host
 
 
