@@ -5,9 +5,9 @@
     host         How long do Python and torch's dispatcher take to launch a layer's work?
     pipeline     Are stages idle for as long as the schedule predicts, and are the schedules as fast as torch's?
     zero         Is ZeRO as fast as torch's sharded optimizers, and does it need as little memory?
-    comm         Do the collectives and bytes of a real step match the formulas?
+    comm         Does a real step launch the collectives of the dry run?
     checkpoint   How long does training wait for a checkpoint, and how long does resuming take?
-    memory       Does the memory of a rank match the formulas?
+    memory       Does a rank need the memory that the dry run says?
     recompute    How much time does recomputation cost, and how much memory does it save?
     plan         Would a model fit on given GPUs, how fast would it train, and which layout is fastest? (an estimate)
     scaling      How much faster are 2, 4 or 8 processes than one?

@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 
 from benchmarks.common import Times, add_config_flags, bytes_text, config_here, gathered, progress, ratios, table
-from nanodomino.analysis.sizes import parameter_count
-from nanodomino.analysis.step_time import slowest, synchronize_ranks
+from nanodomino.analysis.formulas import parameter_count
+from nanodomino.analysis.machine import slowest, synchronize_ranks
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of
 from nanodomino.checkpoint.load import restore
 from nanodomino.checkpoint.manifest import verify

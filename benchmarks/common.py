@@ -35,7 +35,8 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from nanodomino.analysis.step_time import require_memory, slowest, synchronize_ranks
+import train
+from nanodomino.analysis.machine import slowest, synchronize_ranks
 from nanodomino.comm.world import LaunchInfo, read_launch_environment
 from nanodomino.config.config import Config
 from nanodomino.config.flags import Parser, add_flags
@@ -44,6 +45,7 @@ from nanodomino.config.setting import flag_settings
 from nanodomino.data import Batch, EndOfText
 from nanodomino.errors import UserError, counted, require
 from nanodomino.overlap import recompute, sequence_parallel
+from nanodomino.run.estimates import require_memory
 
 GPT2 = 50304     # GPT-2's vocabulary size, 50257, rounded up as in nanoGPT
 MOST_PROCESSES = 64      # that bench.py starts itself
@@ -131,8 +133,8 @@ def config_here(flags, world_size: int, **settings) -> Config:
             f"bench.py starts at most {MOST_PROCESSES} processes, but these flags need {world_size}; lower --tp, --pp "
             "or --dp, or start the processes with torchrun")
     config = config_of(flags, world_size, **settings)
-    if config.device == "cpu" or not torch.cuda.is_available():
-        require_memory(config, torch.device("cpu"), launch.local_world_size if launch.launched else world_size)
+    if launch.rank == 0 and (config.device == "cpu" or not torch.cuda.is_available()):
+        require_memory(train, config, torch.device("cpu"), launch.local_world_size if launch.launched else world_size)
     return config
 
 

@@ -55,7 +55,7 @@ from benchmarks.common import (GPT2, SAME, Figure, RandomTokens, Times, add_conf
 from benchmarks.plain import Plain, mean_loss
 from benchmarks.single_stage import domino_step, split_backward_timetable
 from benchmarks.slow_network import INTERFACE
-from nanodomino.analysis.step_time import slowest
+from nanodomino.analysis.machine import slowest
 from nanodomino.comm.scatter_and_gather import all_gather, reduce_scatter
 from nanodomino.comm.trace import Trace
 from nanodomino.comm.world import find_device, start_world

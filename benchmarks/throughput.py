@@ -35,8 +35,8 @@ from benchmarks import other_models
 from benchmarks.common import (GPT2, SAME, RandomTokens, Times, add_config_flags, compare, config_here, ratio_text,
                                ratios, shape_of, table)
 from benchmarks.plain import adamw
+from nanodomino.analysis.formulas import flops_per_token, parameter_count
 from nanodomino.analysis.hardware import find_peak_flops
-from nanodomino.analysis.sizes import flops_per_token, parameter_count
 from nanodomino.comm.world import find_device, start_world
 from nanodomino.domino import Domino
 from nanodomino.errors import counted, require

@@ -57,9 +57,8 @@ from benchmarks.common import (SAME, RandomTokens, Times, add_config_flags, bind
                                config_here, gathered, progress, ratio_text, ratios, shape_of, table)
 from benchmarks.plain import Plain, adamw, mean_loss
 from benchmarks.throughput import COMPARED_STEPS, OurTraining
-from nanodomino.analysis import expected_memory
+from nanodomino.analysis.formulas import parameter_count, state_bytes_per_parameter
 from nanodomino.analysis.hardware import peak_memory
-from nanodomino.analysis.sizes import parameter_count
 from nanodomino.comm.world import LaunchInfo, find_device, keep_freed_memory, start_world
 from nanodomino.config.config import Config
 from nanodomino.errors import require
@@ -244,8 +243,7 @@ def formula_bytes(name: str, config: Config) -> float:
     """
     whole, d = 4 * max(4, config.params_dtype.itemsize), config.dp     # whole: weight, gradient and AdamW's two moments
     torch_sides = {"ddp": whole, "ddp-zero": whole / 2 + whole / 2 / d, "fsdp2": whole / d, "fsdp2-keep": whole / d}
-    return torch_sides.get(name) or (
-        expected_memory.state_bytes_per_parameter(dataclasses.replace(config, zero_stage=int(name[-1]))))
+    return torch_sides.get(name) or state_bytes_per_parameter(dataclasses.replace(config, zero_stage=int(name[-1])))
 
 
 def peak_of_side(name: str, flags, launch: LaunchInfo, mesh) -> int:
