@@ -1,7 +1,7 @@
 """Does a real step launch the collectives of the dry run? Counted on every rank, compared exactly.
 
-Runs one optimizer step of train.py on real processes with random tokens, and runs the same step dry. The table shows for
-each process group and kind, such as all_reduce:
+Runs one optimizer step of train.py on real processes with random tokens, and runs the same step dry. The table shows
+for each process group and kind, such as all_reduce:
 
     calls     the number of collectives or messages
     bytes     the size of the whole tensor: what is all-reduced, a reduce-scatter's input, an all-gather's output
@@ -61,7 +61,8 @@ def report(config: Config, predicted: list, counted: list[dict]):
     exact = fair_counted == fair_expected
     text = "\n".join([
         describe(config), "one step, by rank:",
-        table(["ranks", "group", "collective", "members", "calls", "dry run", "bytes", "dry run", "sent", "equal"], rows),
+        table(["ranks", "group", "collective", "members", "calls", "dry run", "bytes", "dry run", "sent", "equal"],
+              rows),
         "every count equals the dry run's" + ", if the bytes of all-to-alls are added up over all ranks" * any(
             row[-1] == "in total" for row in rows) if exact else "some counts do not equal the dry run's"])
     return text, {"question": "comm", "exact": exact, "world_size": config.world_size, **layout_of(config),

@@ -1,4 +1,4 @@
-"""Measures a real training step on every rank, and runs the same step dry, for `bench.py comm`, `memory` and `recompute`.
+"""Measures a real training step on every rank, and runs the same step dry: for `bench.py comm`, memory and recompute.
 
 The same `Accounts` (dry_run/accounts.py) count both. A dry run must come before the process groups, because a process
 can be in only one world. So rank 0 runs all ranks dry first, while the others wait for it to connect.
@@ -17,7 +17,7 @@ from nanodomino.comm.scatter_and_gather import TAGS
 from nanodomino.comm.world import find_device, start_world
 from nanodomino.config.config import Config
 from nanodomino.domino import Domino
-from nanodomino.dry_run.accounts import Accounts
+from nanodomino.dry_run.accounts import Accounts, storage
 from nanodomino.dry_run.rank import RankRun, dry_run, groups_of, measured_step
 from nanodomino.mesh import make_mesh
 from nanodomino.zero import ZeroOptimizer
@@ -75,6 +75,14 @@ class RealAccounts(Accounts):
             return self.exchange(sends, receives, group, tag)
         finally:
             self.exchanging = False
+
+    def without_numbers(self, name, given):
+        if name != "empty" or not given.get("pin_memory"):
+            return None
+        result = torch.empty(given["size"], dtype=given.get("dtype"), pin_memory=True)
+        self.pinned.add(storage(result))
+        self.allocate(result)
+        return result
 
     def collective(self, function, name, args):
         return function(*args) if self.exchanging else super().collective(function, name, args)

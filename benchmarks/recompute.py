@@ -44,7 +44,7 @@ def answer(flags, launch):
     predicted = {name: measured.dry_runs(with_granularity(config, name), launch) for name in GRANULARITIES}
     optimizer, stage, dataset = measured.build(config, launch)
 
-    def step(granularity, on_action=None):
+    def step(granularity, *_, on_action=None):
         stage.tape_policy = TapePolicy(with_granularity(config, granularity), stage.mesh.device, config.slices,
                                        stage.residual_norm)
         optimizer.zero_grad()
@@ -52,7 +52,7 @@ def answer(flags, launch):
 
     activations, first_gradients = {}, None
     for granularity in GRANULARITIES:
-        program = SimpleNamespace(train_step=lambda *_, on_action: step(granularity, on_action=on_action))
+        program = SimpleNamespace(train_step=partial(step, granularity))
         activations[granularity] = measured.measure(optimizer, stage, dataset, config, program).activations
         gradients = [bucket.main_grad.clone() for bucket in optimizer.buckets]
         first_gradients = first_gradients or gradients
