@@ -37,7 +37,6 @@ import test_domino
 import test_zero
 import train
 from nanodomino import domino, model, zero
-from nanodomino.analysis import expected_memory, sizes
 from nanodomino.checkpoint import load, save
 from nanodomino.checkpoint.find_checkpoints import newest_intact_checkpoint
 from nanodomino.checkpoint.manifest import file_digests, manifest_text
@@ -49,7 +48,6 @@ from nanodomino.optim import buckets, loss_scale, parameters
 from nanodomino.overlap import (embedding_and_head, flight, multi_token_prediction, residual_norm, sequence_parallel,
                                 slice_ops)
 from nanodomino.overlap.flight import Flight
-from nanodomino.schedules import actions, definitions
 from support import ROOT, harness
 from support.delayed_collectives import delayed_collectives
 from support.fp8_checks import check_matmuls, check_near_fp32, check_new_weights
@@ -814,34 +812,6 @@ def named_too_early(config):
     return [(save.Saver, "write", write)]
 
 
-# ---- the memory plan
-
-def plans_know_every_schedule(pool):
-    pool.run(plan_of_a_third_schedule, world_size=1)
-
-
-def plan_of_a_third_schedule():
-    """Plan a schedule that runs forward and backward of one microbatch at a time, so that one is alive."""
-    def one_by_one(stage, stages, microbatches, chunks):
-        return [kind(i) for i in range(microbatches) for kind in (actions.Forward, actions.Backward)]
-    with mock.patch.dict(definitions.SCHEDULES, {"one by one": definitions.Schedule(one_by_one)}):
-        config = dataclasses.replace(tiny(1), schedule="one by one")
-        alive = expected_memory.microbatches_in_flight(config, sizes.mesh_at(config))
-        assert alive == 1, f"the plan says that {alive} microbatches are alive, not 1"
-
-
-@pitfall("A schedule's cost is looked up by its name",
-         "`nanodomino/schedules/simulation.py`, `peak_microbatches` and `simulate`: derive costs from the actions",
-         shown="It shows in the memory plan of a schedule that is added later.",
-         world_size=1, check=plans_know_every_schedule)
-def cost_by_name(config):
-    """GPipe keeps all microbatches alive, and every other schedule is treated as 1F1B. That is right for both, and
-    silently wrong for a third schedule."""
-    def alive(config, place):
-        return min(config.pp, config.microbatches) if config.schedule == "1f1b" else config.microbatches
-    return [(expected_memory, "microbatches_in_flight", alive)]
-
-
 # ---- recomputation
 
 @pitfall("Recomputation draws new dropout masks",
@@ -1336,6 +1306,10 @@ GUARDED = [
      "For example an fp32 softmax on the tape, or the result of a matmul that is stored before it is added. The only "
      "cost is memory.",
      "simulated_gpu/test_gpu_budgets.py", "test_memory_of_gpt2"),
+    ("A schedule's cost that is looked up by its name",
+     "GPipe keeps all microbatches alive, and every other schedule is treated as 1F1B: right for both, and silently "
+     "wrong for a third schedule.",
+     "dry_run/test_dry_run.py", "test_small_runs_tell_what_all_layers_and_microbatches_of_four_stages_need"),
     ("An all-reduce that recomputation repeats",
      "If a sublayer is recomputed to its end, it launches its all-reduce again, which costs time and may count a sum "
      "twice.",

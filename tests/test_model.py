@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from support.harness import Outcome, build, full_tensors, shard_spec, sizes_of, tiny, weights_and_data
 from support.reference import ReferenceGPT, dropout_masks
 
-from nanodomino.analysis.sizes import flops_per_token, parameter_count
+from nanodomino.analysis.formulas import flops_per_token, parameter_count
 from nanodomino.config.config import Config
 from nanodomino.config.presets import PRESETS, PUBLISHED_VOCABULARIES
 from nanodomino.layers.dropout_and_positions import MasksAndPositions

@@ -9,7 +9,7 @@ from support.fake_world import fake_world
 from support.flash_on_cpu import flash_on_cpu
 from support.harness import END_OF_TEXT, FAMILIES, build, count_documents, difference, tiny, weights_and_data
 
-from nanodomino.analysis.sizes import parameter_count
+from nanodomino.analysis.formulas import parameter_count
 from nanodomino.config.config import Config
 from nanodomino.config.presets import PRESETS
 from nanodomino.data import Batch, EndOfText

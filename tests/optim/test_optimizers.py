@@ -10,7 +10,7 @@ from support.harness import (build, difference, full_tensors, random_data, refer
 from support.reference import random_weights
 
 import train
-from nanodomino.analysis import expected_memory
+from nanodomino.analysis.formulas import state_bytes_per_parameter
 from nanodomino.optim.optimizers import OPTIMIZERS
 
 LAYOUTS = [{}, dict(tensor_model_parallel_size=2, slices=2),
@@ -73,7 +73,8 @@ def state_rank(config, data):
                 for tensor in [bucket.main_grad for bucket in optimizer.buckets]
                 + [bucket.weights for bucket in optimizer.buckets]
                 + optimizer.state_tensors()}
-    return sum(storages.values()), sum(expected_memory.state_bytes(config, stage.mesh).values()), optimizer.state_names
+    return (sum(storages.values()) / sum(bucket.weights.numel() for bucket in optimizer.buckets),
+            state_bytes_per_parameter(config), optimizer.state_names)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -81,7 +82,7 @@ def state_rank(config, data):
 def test_the_state_has_the_predicted_size_and_names_all_that_must_be_saved(pool, name, dtype):
     config = tiny(4, data_parallel_size=2, pipeline_model_parallel_size=2, optimizer=name, dtype=dtype)
     for measured, predicted, names in pool.run(state_rank, config, random_data(config, 1), world_size=4):
-        assert measured == predicted and names == ("weight", *OPTIMIZERS[name].moments)
+        assert measured == pytest.approx(predicted, rel=1e-3) and names == ("weight", *OPTIMIZERS[name].moments)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

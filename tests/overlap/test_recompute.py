@@ -12,9 +12,8 @@ from support.harness import build, random_data, tiny, train_rank, weights_and_da
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from benchmarks import comm, memory
-from nanodomino.analysis import expected_memory, expected_traffic, sizes
 from nanodomino.comm.trace import Trace
+from nanodomino.dry_run.rank import dry_run
 from nanodomino.layers.dropout_and_positions import MasksAndPositions
 from nanodomino.layers.sublayer_inside import LinearPair
 from nanodomino.overlap.recompute import GRANULARITIES, TapePolicy
@@ -88,14 +87,13 @@ def test_a_mask_is_drawn_once_if_it_is_kept_and_twice_if_it_is_not(monkeypatch):
 @pytest.mark.parametrize("schedule, sequence_parallel", [*((schedule, False) for schedule in SCHEDULES), ("1f1b", True),
                                                          ("zb-v", True)])
 def test_no_collective_is_repeated(schedule, sequence_parallel):
-    """As many collectives and bytes as without, by count and by formula. Of a stream that is cut, too: backward gathers
-    a product's input again, whether it was kept or computed again."""
+    """As many collectives and bytes as without. Of a stream that is cut, too: backward gathers a product's input again,
+    whether it was kept or computed again."""
     config = tiny(2, **EIGHT, tensor_model_parallel_size=2, slices=2, columns=2, schedule=schedule,
-                  sequence_parallel=sequence_parallel)
-    counts = [step_of(dataclasses.replace(config, recompute_granularity=one), around=comm.CollectiveCounter)[1].counts
-              for one in GRANULARITIES]
-    expected = expected_traffic.totals_by_group(expected_traffic.step_traffic(config, sizes.mesh_at(config)))
-    assert counts[0] == counts[1] == counts[2] == expected
+                  sequence_parallel=sequence_parallel, device="cpu")
+    plain, *others = (dry_run(train, dataclasses.replace(config, recompute_granularity=one)).traffic
+                      for one in GRANULARITIES)
+    assert plain["tp", "all_reduce"] and all(other == plain for other in others)
 
 
 @pytest.mark.parametrize("slices", [1, 2])
@@ -225,9 +223,8 @@ class Gpu(TorchDispatchMode):
 
 
 def step_on_host(config, monkeypatch):
-    """(the gradients of a step with --checkpoint-in-cpu, the Gpu, bytes on the tapes at most: of it, and of its
-    host)."""
-    gpu, config, most = Gpu(), dataclasses.replace(config, checkpoint_in_cpu=True), [0, 0]
+    """Return the gradients of a step with --checkpoint-in-cpu, and the Gpu."""
+    gpu, config = Gpu(), dataclasses.replace(config, checkpoint_in_cpu=True)
     for name, stands_in in (("Stream", lambda device: Stream(gpu)), ("stream", gpu.enter),
                             ("current_stream", lambda: gpu.current)):
         monkeypatch.setattr(torch.cuda, name, stands_in)
@@ -235,21 +232,9 @@ def step_on_host(config, monkeypatch):
     def prepare(stage):
         stage.tape_policy = TapePolicy(config, torch.device("cuda"), config.slices, stage.residual_norm)
         stage.tape_policy.host.device = torch.device("cpu")
-        state, forward, tapes = {memory.storage(one)[0] for one in stage.model.parameters()}, stage.forward, []
-
-        def weighed(*arguments):
-            output, tape = yield from forward(*arguments)
-            tapes.extend(map(weakref.ref, tape))
-            alive = [piece() for piece in tapes if piece()]
-            found = {key: size for key, size in memory.reachable_storages(alive).items() if key not in state}
-            for host in (False, True):
-                most[host] = max(most[host], sum(size for key, size in found.items() if (key in gpu.pinned) == host))
-            return output, tape
-
-        stage.forward = weighed
 
     gradients, _ = step_of(config, prepare, around=lambda mesh: gpu)
-    return gradients, gpu, most
+    return gradients, gpu
 
 
 @pytest.mark.parametrize("changes", [{}, dict(slices=3, columns=2), dict(slices=2, schedule="gpipe", **DROPOUT),
@@ -260,23 +245,19 @@ def test_what_was_on_the_host_comes_back_in_time_and_with_the_same_bits(monkeypa
     """However late a copy is, nothing reads its target before it is done, and no memory is freed that a copy needs."""
     config = tiny(2, **{**EIGHT, "tensor_model_parallel_size": 2, "global_batch_size": 16,
                         "recompute_granularity": "full", **changes})
-    gradients, gpu, _ = step_on_host(config, monkeypatch)
+    gradients, gpu = step_on_host(config, monkeypatch)
     assert same_bits(gradients, step_of(config)[0])
     # of each tape nothing was to do before
     first = config.microbatches * config.slices * config.virtual_stages
     assert len(gpu.windows) > first and sum(products > 0 for products in gpu.windows) >= len(gpu.windows) - first
 
 
-@pytest.mark.parametrize("slices, schedule", [(3, "gpipe"), (2, "interleaved"), (1, "interleaved")])
-def test_the_gpu_holds_no_x_except_those_that_are_being_copied_out(monkeypatch, slices, schedule):
-    """It holds one sublayer's x; all others are on the host, as the formulas say, also the chunk's input."""
-    config = tiny(2, **EIGHT, tensor_model_parallel_size=2, slices=slices, schedule=schedule,
+@pytest.mark.parametrize("slices, schedule, sublayers", [(3, "gpipe", 8), (2, "interleaved", 4), (1, "interleaved", 4)])
+def test_the_gpu_holds_no_x_except_those_that_are_being_copied_out(slices, schedule, sublayers):
+    """The host holds x of every sublayer of the microbatches on the stage, the GPU x of at most two sublayers."""
+    config = tiny(2, **EIGHT, tensor_model_parallel_size=2, slices=slices, schedule=schedule, device="cuda",
                   recompute_granularity="full", **DROPOUT)
-    _, gpu, most = step_on_host(config, monkeypatch)
-    config = dataclasses.replace(config, checkpoint_in_cpu=True, device="cuda")
-    at = sizes.mesh_at(config)
-    assert most == [expected_memory.peak_tape_bytes(config, at) + sizes.hidden_bytes(config),
-                    expected_memory.peak_host_bytes(config, at)]
-    # Buffers are reused, but for the last sublayer's: backward needs its x before it has left.
-    pinned = sum(storage.nbytes() for storage in gpu.pinned.values())
-    assert most[1] <= pinned <= most[1] + sizes.hidden_bytes(config)
+    kept, away = (dry_run(train, dataclasses.replace(config, checkpoint_in_cpu=on)) for on in (False, True))
+    x = 4 * 8 * 16 * 8
+    assert (kept.host, away.host) == (0, sublayers * x)
+    assert kept.activations - away.activations >= away.host - 2 * x

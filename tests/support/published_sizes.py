@@ -1,6 +1,6 @@
-"""Configurations of published size and ideal machines, for the formulas of nanodomino/analysis."""
+"""Configurations of published size and ideal machines, for estimates."""
 
-from nanodomino.analysis.step_time import Machine
+from nanodomino.analysis.machine import Machine
 from nanodomino.config.config import Config
 
 

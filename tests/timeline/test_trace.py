@@ -24,9 +24,8 @@ from support.harness import build, random_data, tiny
 
 import nanodomino.comm.trace
 import train
-from nanodomino.analysis.expected_traffic import step_traffic, totals_by_group
-from nanodomino.analysis.sizes import all_meshes
 from nanodomino.comm.trace import Event, Trace, clock_offset
+from nanodomino.dry_run.rank import dry_run
 from nanodomino.errors import UserError
 from nanodomino.mesh import meta_mesh
 from nanodomino.schedules.definitions import SCHEDULES
@@ -158,16 +157,16 @@ def test_collectives_of_tensor_parallelism(pool, slices, columns):
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_the_bytes_of_a_traced_step_are_those_of_the_formulas(pool, sequence_parallel):
+def test_the_bytes_of_a_traced_step_are_those_of_a_dry_run(pool, sequence_parallel):
     """Also those of a reduce-scatter, of which a rank keeps only its part."""
     options = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=sequence_parallel,
-                   slices=2, micro_batch_size=4, global_batch_size=8)
+                   slices=2, micro_batch_size=4, global_batch_size=8, device="cpu")
     recording, config = record(pool, 4, **options), tiny(4, **options)
-    for events, mesh in zip(recording.ranks, all_meshes(config)):
+    for rank, events in enumerate(recording.ranks):
         found = Counter()
         for event in of(events, *COLLECTIVES):
             found[event.args["group"], event.kind] += event.args["bytes"]
-        expected = totals_by_group(step_traffic(config, mesh))
+        expected = dry_run(train, config, rank).traffic
         assert found == {key: size for key, (_, size) in expected.items() if key[1] in COLLECTIVES}
 
 
