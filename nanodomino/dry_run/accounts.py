@@ -82,7 +82,7 @@ def operation_of(name: str, given: dict, read, written) -> Operation:
     if name in MATMULS:
         a, b = [*given.values()][MATMULS[name]:][:2]
         count, summed = b.size(0) if b.dim() == 3 else 1, a.size(-1)
-        rows = a.numel() // (summed * count)
+        rows = a.shape[:-1].numel() // max(count, 1)             # a rank may own no words, or its experts no rows
         return Operation("matmul", moved, 2 * count * rows * b.size(-1) * summed, (count, rows, b.size(-1), summed),
                          a.element_size())
     if "query" in given:

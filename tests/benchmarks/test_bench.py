@@ -3,12 +3,13 @@
 The sizes are tiny: the tests check the arithmetic around the times, not the times.
 """
 
+import json
 import os
 import signal
 import subprocess
 import sys
 from functools import partial
-from nanodomino.errors import UserError
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,13 +19,15 @@ from support.harness import tiny
 from support.jobs import listen_to_interrupts
 
 from bench import QUESTIONS
-from benchmarks import checkpoint, scaling, throughput
+from benchmarks import checkpoint, comm, scaling, throughput
 from benchmarks.common import Figure, RandomTokens, Times, compare, main, parse, ratios
 from benchmarks.overlap import figures_of
 from benchmarks.plain import Plain
 from benchmarks.scaling import speedup, worlds
 from benchmarks.slow_network import LARGEST_PACKET, build, parse_rate, slow_wire
 from nanodomino.comm.world import LaunchInfo
+from nanodomino.errors import UserError
+from nanodomino.overlap.recompute import GRANULARITIES
 
 TINY = ["--num-layers", "2", "--hidden-size", "32", "--seq-length", "16"]
 
@@ -250,6 +253,53 @@ def test_stages_of_the_plain_model_make_the_whole():
     assert torch.equal(last(first(tokens)), whole(tokens))
 
 
+# ---- real runs beside dry runs
+
+SMALL = ["--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "8", "--vocab-size",
+         "30", "--micro-batch-size", "2", "--global-batch-size", "4", "--tp", "1", "--pp", "1", "--dp", "1"]
+
+
+def here(capsys, *arguments):
+    """Run bench.py in this process. Returns (text, record)."""
+    threads = torch.get_num_threads()
+    assert main(QUESTIONS, "", list(arguments)) == 0
+    torch.set_num_threads(threads)
+    *text, last = capsys.readouterr().out.splitlines()
+    return "\n".join(text), json.loads(last)
+
+
+@pytest.mark.exhaustive
+def test_comm():
+    record = ask("comm", *SMALL, "--tp", "2")
+    assert record["exact"] is True
+    assert {(row["group"], row["kind"]) for row in record["rows"]} == {("tp", "all_reduce"), ("world", "all_reduce")}
+
+
+def test_memory(capsys):
+    text, record = here(capsys, "memory", *SMALL)
+    assert record["exact"] is True and record["activations_error"] == record["peak_error"] == 0
+    assert "optimizer equal the dry run's" in text
+
+
+def test_recompute(capsys):
+    text, record = here(capsys, "recompute", *SMALL, "--hidden-dropout", "0.1", "--repeats", "2")
+    assert record["none_products"] == 1 < record["selective_products"] < record["full_products"] < 1.34
+    assert all(record[f"{one}_activations_error"] <= 1e-3 for one in GRANULARITIES)
+    assert record["none_activations"] > record["selective_activations"] > record["full_activations"] > 0
+    assert "the gradients are bit-equal" in text and "recompute_granularity" not in record
+
+
+def test_a_count_that_differs_is_found_and_all_to_alls_are_compared_in_total():
+    """However tokens choose their experts."""
+    config = tiny(2, device="cpu")
+    dry = [SimpleNamespace(traffic={("ep", "all_to_all"): (4, 80)}, ranks_of={"ep": (0, 1)}) for _ in range(2)]
+    for counted, exact, words in (([(4, 70), (4, 90)], True, "if the bytes of all-to-alls are added up over all ranks"),
+                                  ([(4, 70), (4, 80)], False, "some counts do not equal"),
+                                  ([(3, 80), (4, 80)], False, "some counts do not equal")):
+        text, record = comm.report(config, dry, [{("ep", "all_to_all"): one} for one in counted])
+        assert record["exact"] is exact and words in text
+
+
 # ---- bad input
 
 @pytest.mark.parametrize("arguments, rule", [
@@ -276,6 +326,9 @@ def test_stages_of_the_plain_model_make_the_whole():
     (["pipeline", "--pp", "16", "--microbatches", "16"], "num-layers 8 must be at least"),
     (["pipeline", "--hidden-size", "100"], "hidden-size 100 must be divisible by num-attention-heads 8"),
     (["pipeline", "--schedule", "gpipe"], "unrecognized arguments: --schedule gpipe"),
+    (["comm", "--tp", "3"], "num-attention-heads 8 must be divisible by tensor-model-parallel-size 3"),
+    (["comm", "--dp", "0"], "--data-parallel-size must be at least 1 and at most 2147483647, but is 0"),
+    (["memory", "--slices", "9"], "slices 9 must be at most micro-batch-size 4"),
     (["zero", "--dp", "1"], "--dp must be at least 2"),
     (["zero", "--dp", "0"], "--dp must be at least 2"),
     (["zero", "--microbatches", "0"], "--microbatches must be at least 1"),

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.harness import FAMILIES, build, tiny
-from support.published_sizes import machine
+from support.published_sizes import cluster, machine
 
 import train
 from benchmarks import measured
@@ -152,17 +152,51 @@ def test_small_runs_tell_what_all_layers_and_microbatches_of_four_stages_need(mo
             assert sum(actions[kinds].values()) == pytest.approx(sum(parts.values()), rel=0.03)
 
 
-def test_with_free_communication_the_bubble_of_1f1b_is_p_minus_1_over_m():
-    config = tiny(4, **PP4, num_layers=16, hidden_size=64, global_batch_size=48,
-                  device="cpu")
+@pytest.mark.exhaustive
+def test_memory_of_gpt3_13b_on_64_ranks():
+    """With few tokens the peak comes when one chunk's gradients arrive and the other's tapes still exist."""
+    config = cluster(64, tensor_model_parallel_size=8, pipeline_model_parallel_size=4, global_batch_size=16,
+                     device="cpu", schedule="zb-v", seq_length=1024, num_layers=24)
+    for stage in (0, 3):
+        whole = dry_run(train, config, 16 * stage)
+        assert sum(stage_memory(train, config, stage).values()) == pytest.approx(whole.peak, rel=0.02)
+
+
+@pytest.mark.parametrize("schedule, least, most", [
+    ("1f1b", 0.9, 1.1), ("paired", 0.9, 1.1), ("interleaved", 0.45, 0.55), ("zb-h1", 0.2, 0.45), ("zb-v", 0, 0.45)])
+def test_with_free_communication_there_is_only_the_bubble(schedule, least, most):
+    """Relative to (p - 1)/m of the ideal time. Two chunks halve it. Weight gradients fill it: (p - 1)(F + B - W)."""
+    config = tiny(4, **PP4, num_layers=16, hidden_size=64, global_batch_size=48, device="cpu", schedule=schedule)
     parts = step_seconds(train, config, machine(matmul_rate=1e12))
-    assert parts["bubble"] / (parts["matmuls"] + parts["attention"]) == pytest.approx(3 / 16, rel=0.1)
-    assert sum(parts.values()) == pytest.approx(sum(parts[name] for name in ("matmuls", "attention", "bubble")))
+    ideal = parts["matmuls"] + parts["attention"]
+    assert least <= parts["bubble"] / ideal / (3 / 16) <= most
+    assert sum(parts.values()) == pytest.approx(ideal + parts["bubble"])
 
 
-@pytest.mark.parametrize("slices, columns, exposed", [(1, 1, 7), (2, 1, 0), (1, 4, 1 + 6 / 4)])
+def test_messages_delay_every_turn_of_1f1b_but_only_the_ends_of_gpipe():
+    """Two stages on two hosts, 16 microbatches. A message takes a twentieth of a forward, more than the head."""
+    for schedule, messages in (("1f1b", 16), ("gpipe", 2)):
+        config = tiny(2, **PP2, num_layers=8, global_batch_size=48, device="cpu", schedule=schedule,
+                      hidden_size=256)
+        parts = step_seconds(train, config, machine(matmul_rate=1e9, inter_host_rate=6.5e6, ranks_per_host=1))
+        assert parts["pp exposed"] == pytest.approx(messages * 3 * 8 * 256 * 8 / 6.5e6, rel=0.15)
+
+
+@pytest.mark.parametrize("changes, bias", [
+    (dict(dtype="bfloat16"), False), (dict(dtype="float32"), True),
+    (dict(dtype="float16", attention_dropout=0.1), True), (dict(dtype="bfloat16", device="cpu"), True)], ids=["16-bit", "fp32", "dropout", "cpu"])
+def test_on_gpus_documents_take_memory_only_if_attention_needs_a_bias(changes, bias):
+    """Without a bias, keys are not repeated for each head either."""
+    config = tiny(1, **{"device": "cuda", "kv_channels": 8, "num_query_groups": 2, "seq_length": 256,
+                        "global_batch_size": 3, "num_layers": 1} | changes)
+    within = dry_run(train, dataclasses.replace(config, reset_attention_mask=True)).activations
+    assert (within > 1.02 * dry_run(train, config).activations) == bias
+
+
+@pytest.mark.parametrize("slices, columns, exposed", [(1, 1, 7), (2, 1, 1 / 2), (1, 4, 1 + 6 / 4)])
 def test_slices_hide_fast_communication_and_columns_all_but_the_last_column(slices, columns, exposed):
-    """Of the seven all-reduces in forward, the embedding's has no columns. In backward weight gradients hide them."""
+    """Of the seven all-reduces in forward, the embedding's has no columns, and nothing hides the last slice's last. In
+    backward weight gradients hide them all."""
     config = tiny(2, **TP2, slices=slices, columns=columns, micro_batch_size=2, hidden_size=256, seq_length=64,
                   global_batch_size=2, device="cpu")
     actions = clock_of(dry_run(train, config), machine(matmul_rate=1e9, intra_host_rate=1e9)).actions
@@ -222,6 +256,14 @@ def test_actions_of_a_kind_take_their_median_and_collectives_cross_their_ends():
 def test_an_operation_that_multiplies_and_has_no_flops_is_an_error():
     with Accounts({}, host_counts=True), pytest.raises(UserError, match="FLOPs of torch's convolution"):
         torch.nn.functional.conv1d(torch.ones(1, 4, 9), torch.ones(4, 4, 3))
+
+
+def test_a_matmul_without_rows_or_words_has_no_flops():
+    """A rank may own no words, and its experts may get no rows."""
+    with Accounts({}, host_counts=True) as accounts:
+        for left, right in (((3, 0), (0, 5)), ((0, 3), (3, 5)), ((0, 2, 3), (0, 3, 5))):
+            torch.ones(left) @ torch.ones(right)
+    assert [event.flops for event in accounts.events if event.kind == "matmul"] == [0, 0, 0]
 
 
 def test_a_storage_counts_once_until_its_last_tensor_is_freed():
