@@ -30,7 +30,7 @@ DROPOUT = dict(attention_dropout=0.1, hidden_dropout=0.1)
 DOCUMENTS = dict(reset_attention_mask=True, reset_position_ids=True)
 BF16 = dict(dtype="bfloat16", normalization="RMSNorm")
 FP8 = dict(BF16, fp8_format="hybrid", seq_length=32, hidden_size=32, num_layers=4)
-EXPERTS = dict(num_experts=4, disable_bias_linear=True, hidden_size=64, seq_length=32)
+EXPERTS = dict(num_experts=4, disable_bias_linear=True, hidden_size=64, seq_length=32, global_batch_size=12)
 
 
 def real_rank(config):
@@ -259,6 +259,25 @@ def test_actions_of_a_kind_take_their_median_and_collectives_cross_their_ends():
 def test_an_operation_that_multiplies_and_has_no_flops_is_an_error():
     with Accounts({}, host_counts=True), pytest.raises(UserError, match="FLOPs of torch's convolution"):
         torch.nn.functional.conv1d(torch.ones(1, 4, 9), torch.ones(4, 4, 3))
+
+
+def test_what_is_alive_between_two_actions_and_what_is_not():
+    """Real runs are measured by the same code, so this one is by hand. Each action has 400 bytes for itself, the first
+    keeps 1,200, the second frees them, and the update has 4,000 for itself."""
+    def train_step(*_, on_action):
+        kept = torch.empty(300, device="meta")
+        for done in range(4):
+            torch.empty(100, device="meta")
+            kept = kept if done == 0 else None
+            on_action(done + 1, 4)
+        torch.empty(1000, device="meta")
+
+    run = dry_run(SimpleNamespace(model_builder=train.model_builder, train_step=train_step),
+                  tiny(1, global_batch_size=6, device="cpu"))
+    forward, backward = (("forward", 0),), (("backward", 0),)
+    assert run.row == (forward, backward, forward, backward) and run.activations == 1200
+    assert (run.first_peak, run.last_peak, run.peak - sum(run.state.values())) == (1600, 4000, 4000)
+    assert run.kept == {forward: 600, backward: -600} and run.peaks == {forward: 1000, backward: 400}
 
 
 def test_a_matmul_without_rows_or_words_has_no_flops():
