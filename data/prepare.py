@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a script,
 
 from nanodomino.config.command_exit import run_command
 from nanodomino.config.flags import Parser
-from nanodomino.corpus.atomic_folder import check_output, clear_leftovers, publish, temporary_sibling
+from nanodomino.corpus.atomic_folder import check_output, hidden_folder, publish
 from nanodomino.corpus.documents import find_files, ids_of_line, is_jsonl, read_documents, size_of, text_of_line
 from nanodomino.corpus.prepared_folder import FORMAT, SPLITS, file_sha256, load_corpus, sample_sha256
 from nanodomino.corpus.tokenizer import Tokenizer, build_tokenizer
@@ -60,8 +60,8 @@ DENSE_VOCABULARY = 1024         # up to this size, pairs of tokens are counted i
 PAIRS_COUNTED = 1 << 24         # for a larger vocabulary, only pairs in the first 2**24 tokens are counted
 
 
-def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), vocab_file=None, merge_file=None, progress=True,
-            source=None, overwrite=False, eod_token=None, special_tokens=False, begin_of_text=False, ids=False) -> dict:
+def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), progress=True, source=None, overwrite=False,
+            eod_token=None, special_tokens=False, begin_of_text=False, ids=False) -> dict:
     """Tokenize the documents of `inputs` into the folder `output`; return its meta.json as a dict. Raises UserError.
 
     ids: the documents are token ids already.
@@ -71,10 +71,9 @@ def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), vocab_file=Non
     inputs = [inputs] if isinstance(inputs, (str, Path)) else list(inputs)
     output = Path(os.path.realpath(output))
     weights = check_split(split)
-    text_tokenizer = build_tokenizer(tokenizer, vocab_file, merge_file, eod_token, special_tokens, begin_of_text)
+    text_tokenizer = build_tokenizer(tokenizer, eod_token, special_tokens, begin_of_text)
     dtype = np.dtype("<u2" if text_tokenizer.vocab_size <= 1 << 16 else "<u4")
     try:
-        clear_leftovers(output)
         check_output(output, overwrite)
         files, skipped = find_files(inputs, output)
         for path in files:
@@ -83,17 +82,17 @@ def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), vocab_file=Non
             require(not ids or is_jsonl(path),
                     f"--ids reads the tokens field of .jsonl files, but the input {path} is not one; leave out this "
                     "input, or --ids")
-        weights = raise_small_shares(weights, sum(map(os.path.getsize, files)))
-        with temporary_sibling(output) as folder:
-            tokens, documents, sizes = write_splits(folder, files, text_tokenizer, dtype, weights, skipped, progress,
-                                                    ids)
+        total = sum(map(size_of, files))
+        weights = raise_small_shares(weights, total)
+        with hidden_folder(output) as folder:
+            tokens, documents, sizes = write_splits(folder, files, total, text_tokenizer, dtype, weights, skipped,
+                                                    progress, ids)
             cut_off = fill_empty_splits(folder, tokens, sizes, text_tokenizer, dtype, weights)
             if ids:                                             # the text is known only now
                 sizes = [text_bytes(folder / f"{split}.bin", text_tokenizer, dtype) for split in SPLITS]
             unigram, bigram, counted_tokens = entropies(folder / "train.bin", dtype, text_tokenizer.vocab_size)
             meta = {
-                "format": FORMAT, "source": source or summary_of(inputs),
-                "tokenizer": text_tokenizer.name, "vocab_file": None, "merge_file": None,
+                "format": FORMAT, "source": source or summary_of(inputs), "tokenizer": text_tokenizer.name,
                 "vocab_size": text_tokenizer.vocab_size, "end_of_text": text_tokenizer.end_of_text,
                 "dtype": dtype.name, "split": weights, "tokens": dict(zip(SPLITS, tokens)),
                 "bytes": dict(zip(SPLITS, sizes)), "documents": dict(zip(SPLITS, documents)),
@@ -101,15 +100,14 @@ def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), vocab_file=Non
                 "unigram_entropy": unigram, "bigram_entropy": bigram, "bigram_tokens": counted_tokens,
                 "sha256": {name: file_sha256(folder / f"{name}.bin") for name in SPLITS},
                 "sample_sha256": {name: sample_sha256(folder / f"{name}.bin") for name in SPLITS}}
-            if vocab_file is not None:
-                meta |= {"vocab_file": "encoder.json", "merge_file": "vocab.bpe"}
             if text_tokenizer.name == "huggingface":
                 meta |= {"tokenizer_file": "tokenizer.json", "eod_token": text_tokenizer.eod_token,
                          "special_tokens": special_tokens, "begin_of_text": begin_of_text}
             for name, path in text_tokenizer.files.items():     # copies, because the originals may move
                 write_file(folder / name, read_file(path))
             write_file(folder / "meta.json", (json.dumps(meta, indent=2) + "\n").encode())
-            return publish(folder, output, meta, overwrite)
+            publish(folder, output, overwrite)
+            return meta
     except OSError as error:
         raise UserError(f"cannot prepare {output} ({error.filename or 'writing'}: {error.strerror or error}); "
                         "fix that, or choose another --input or --output") from error
@@ -161,20 +159,19 @@ def summary_of(inputs: list) -> str:
 
 # ---- documents -> splits of token ids
 
-def write_splits(folder: Path, files: dict[str, bool], tokenizer: Tokenizer, dtype, weights: list[float],
+def write_splits(folder: Path, files: list[str], total: int, tokenizer: Tokenizer, dtype, weights: list[float],
                  skipped: Counter, progress: bool, ids: bool) -> tuple[list[int], list[int], list[int]]:
     """Write each document to its split. Returns the numbers of tokens, of documents and of bytes of text in each split.
 
-    files: what find_files() returned. skipped: counts skipped documents by reason; updated here. ids: see prepare().
+    total: bytes of all files. skipped: counts skipped documents by reason; updated here. ids: see prepare().
     """
     encode, read_line = tokenizer.encode_batch, text_of_line
     if ids:
         read_line = partial(ids_of_line, vocab_size=tokenizer.vocab_size, end_of_text=tokenizer.end_of_text)
         encode = partial(map, partial(np.fromstring, dtype=np.int64, sep=" "))      # texts such as "17 4 256"
     begin = b"" if tokenizer.begin_of_text is None else np.array([tokenizer.begin_of_text], dtype).tobytes()
-    total = sum(map(size_of, files))
-    documents, written, split_of = [0] * 3, [0] * 3, {}
     end_of_text = np.array([tokenizer.end_of_text], dtype).tobytes()
+    documents, written, split_of = [0] * 3, [0] * 3, {}
     with ExitStack() as stack:
         outputs = [stack.enter_context(open_regular_file(folder / f"{split}.bin", "wb")) for split in SPLITS]
         bar = stack.enter_context(tqdm(desc="tokenizing", total=total, unit="B", unit_scale=True,
@@ -183,10 +180,10 @@ def write_splits(folder: Path, files: dict[str, bool], tokenizer: Tokenizer, dty
         def pieces():
             """Yield (split, text to be tokenized, or bytes to be written as they are)."""
             position = 0
-            for document in read_documents(files, tokenizer.safe_cut, tokenizer.name == "byte", read_line):
+            for document in read_documents(files, tokenizer.safe_cut, read_line):
                 first = next(document.chunks, "")
                 # documents of equal length with equal first chunks count as copies
-                fingerprint = hashlib.blake2b(b"%d " % document.size + raw_bytes(first), digest_size=8).digest()
+                fingerprint = hashlib.blake2b(b"%d " % document.size + first.encode(), digest_size=8).digest()
                 seen_in = split_of.get(fingerprint)
                 if not first:
                     skipped["empty documents"] += 1
@@ -202,7 +199,7 @@ def write_splits(folder: Path, files: dict[str, bool], tokenizer: Tokenizer, dty
                     yield split, begin
                     for chunk in chain([first], document.chunks):
                         yield split, chunk
-                        bar.update(len(raw_bytes(chunk)))
+                        bar.update(len(chunk.encode()))
                     yield split, end_of_text
                 position += document.size_in_file
                 bar.update(position - bar.n)
@@ -229,11 +226,6 @@ def batches(pieces: Iterator[tuple[int, str | bytes]]) -> Iterator[list[tuple[in
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def raw_bytes(text: str) -> bytes:
-    """Return the bytes that `text` had in its file, including bytes that are not valid UTF-8."""
-    return text.encode("utf-8", "surrogateescape")
 
 
 def choose_split(size: int, written: list[int], documents: list[int], weights: list[float], total: float) -> int:
@@ -359,8 +351,6 @@ def build_parser() -> Parser:
     parser.add_argument("--split", default="949,50,1", metavar="SHARES",
                         help="shares of train,valid,test (default 949,50,1); raised for a small text so that each "
                         "split holds a sample")
-    parser.add_argument("--vocab-file", metavar="FILE", help="GPT-2's encoder.json, instead of a download")
-    parser.add_argument("--merge-file", metavar="FILE", help="GPT-2's vocab.bpe, instead of a download")
     parser.add_argument("--overwrite", action="store_true", help="replace the prepared text in --output")
     parser.add_argument("--verify", type=Path, metavar="FOLDER", help="only check the bytes of a prepared folder")
     return parser
@@ -378,10 +368,9 @@ def main():
         return print(f"{flags.verify} is intact")
     require(flags.output or not flags.input, "--input needs --output, the folder to create; try --output data/mine")
     inputs, output = flags.input or standard_library(), flags.output or DEFAULT_CORPUS
-    meta = prepare(inputs, output, flags.tokenizer, flags.split, flags.vocab_file, flags.merge_file,
-                   source=None if flags.input else STANDARD_LIBRARY, overwrite=flags.overwrite,
-                   eod_token=flags.eod_token, special_tokens=flags.special_tokens, begin_of_text=flags.begin_of_text,
-                   ids=flags.ids)
+    meta = prepare(inputs, output, flags.tokenizer, flags.split, source=None if flags.input else STANDARD_LIBRARY,
+                   overwrite=flags.overwrite, eod_token=flags.eod_token, special_tokens=flags.special_tokens,
+                   begin_of_text=flags.begin_of_text, ids=flags.ids)
     print_summary(meta, output)
 
 

@@ -33,20 +33,19 @@ class Document:
     chunks: Iterator[str]       # the text, in parts that can be tokenized one by one
 
 
-def find_files(inputs: list, output: Path) -> tuple[dict[str, bool], Counter]:
+def find_files(inputs: list, output: Path) -> tuple[list[str], Counter]:
     """Find the text files that `inputs` name: files, folders and glob patterns. Raises UserError.
 
-    Returns ({path: True if an input names the file, False if it names a folder above it}, {reason: number of files
-    skipped}). Links are resolved, so a file that several inputs name is read once.
+    Returns (paths, {reason: number of files skipped}). Links are resolved, so a file that several inputs name is read
+    once.
     """
-    files, skipped = {}, Counter()
+    files, skipped = {}, Counter()              # files: an ordered set
     for pattern in map(str, inputs):
-        matches = [pattern] if os.path.exists(pattern) else sorted(expand_glob(pattern))
+        matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
         require(matches, f"no file or folder matches the input {pattern}; check the path")
         for match in matches:
             if os.path.isdir(match):
-                for path in text_files_below(match, output, skipped):
-                    files.setdefault(os.path.realpath(path), False)
+                files |= dict.fromkeys(map(os.path.realpath, text_files_below(match, output, skipped)))
             else:
                 require(os.path.isfile(match),
                         f"the input {match} is neither a file nor a folder; write its text to a file first")
@@ -54,28 +53,8 @@ def find_files(inputs: list, output: Path) -> tuple[dict[str, bool], Counter]:
                     how = [CONVERSIONS[magic] for magic in CONVERSIONS if file.peek(10).startswith(magic)]
                 require(not how, f"the input {match} holds no text, but a compressed format; convert it first: "
                         f"{''.join(how)}")
-                files[os.path.realpath(match)] = True
-    return files, skipped
-
-
-def expand_glob(pattern: str) -> list[str]:
-    """Return the paths that match; ** matches any number of folders. Python's ** may never end if links are cyclic."""
-    top, *rest = re.split(r"(?:^|(?<=/))\*\*(?:/+|$)", pattern, maxsplit=1)
-    if not rest:
-        return glob.glob(pattern)
-    return [match for start in (glob.glob(top) if top else ["."]) for folder in folders_below(start)
-            for match in expand_glob(os.path.join(glob.escape(folder), rest[0] or "*"))]
-
-
-def folders_below(top: str) -> Iterator[str]:
-    """Yield `top` and all folders below it, except hidden ones. Follows links, but enters no folder twice."""
-    seen = set()
-    for folder, folders, _ in os.walk(top, followlinks=True):
-        real = os.path.realpath(folder)
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and real not in seen)
-        if real not in seen:
-            yield folder
-        seen.add(real)
+                files[os.path.realpath(match)] = None
+    return list(files), skipped
 
 
 def text_files_below(top: str, output: Path, skipped: Counter) -> Iterator[str]:
@@ -132,16 +111,15 @@ def size_of(path: str) -> int:
         return file.seek(0, os.SEEK_END)
 
 
-def read_documents(files: dict[str, bool], safe_cut: re.Pattern, any_bytes: bool,
+def read_documents(files: list[str], safe_cut: re.Pattern,
                    text_of_line: Callable[[bytes, str], str]) -> Iterator[Document]:
     """Yield the documents in the files that find_files() returned.
 
-    any_bytes: also read files that are not UTF-8, if the user named them. text_of_line: the function that reads
-    a line of a .jsonl file, text_of_line or ids_of_line below.
+    text_of_line: the function that reads a line of a .jsonl file, text_of_line or ids_of_line below.
     """
-    for path, named in files.items():
+    for path in files:
         if not is_jsonl(path):
-            yield Document(size := size_of(path), size, text_chunks(path, safe_cut, any_bytes and named))
+            yield Document(size := size_of(path), size, text_chunks(path, safe_cut))
             continue
         with open_input(path) as file:
             for number, line in enumerate(file, 1):
@@ -152,7 +130,7 @@ def read_documents(files: dict[str, bool], safe_cut: re.Pattern, any_bytes: bool
 def text_of_line(line: bytes, place: str) -> str:
     """Return the text field of a line of a .jsonl file. Raises UserError. place: file and line number, for errors."""
     try:
-        document = json.loads(line, parse_int=float)           # int() refuses numbers of 5,000 digits
+        document = json.loads(line)
     except (ValueError, RecursionError):
         raise UserError(f"{place} is not JSON; each line of a .jsonl file must be an object with a "
                         "text field") from None
@@ -175,21 +153,16 @@ def ids_of_line(line: bytes, place: str, vocab_size: int, end_of_text: int) -> s
     return " ".join(map(str, tokens[:-1] if tokens[-1:] == [end_of_text] else tokens))
 
 
-def text_chunks(path: str, safe_cut: re.Pattern, any_bytes: bool) -> Iterator[str]:
-    """Yield the text of a file in chunks that end at safe cuts (safe_cuts.py).
-
-    Raises UserError if the file is not UTF-8. With any_bytes, the invalid bytes become lone surrogates instead, as with
-    Python's surrogateescape.
-    """
+def text_chunks(path: str, safe_cut: re.Pattern) -> Iterator[str]:
+    """Yield the text of a file in chunks that end at safe cuts (safe_cuts.py). Raises UserError if it is not UTF-8."""
     rest = ""
     try:
         with open_input(path) as file:
-            text = io.TextIOWrapper(file, "utf-8", "surrogateescape" if any_bytes else "strict", newline="")
+            text = io.TextIOWrapper(file, "utf-8", newline="")
             while chunk := text.read(CHUNK):
                 *chunks, rest = split_at_safe_cuts(rest + chunk, safe_cut, CHUNK, 2 * CHUNK)
                 yield from chunks
     except UnicodeDecodeError:
-        raise UserError(f"the input {path} is not UTF-8 text; convert it, or use --tokenizer byte, which "
-                        "takes any bytes") from None
+        raise UserError(f"the input {path} is not UTF-8 text; convert it with iconv") from None
     if rest:
         yield rest

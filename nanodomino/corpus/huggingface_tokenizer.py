@@ -12,6 +12,7 @@ this token. With --special-tokens the name means the token, as in the text that 
 import json
 import re
 from collections.abc import Callable
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
@@ -69,13 +70,8 @@ class HuggingFaceTokenizer:
                   for chunk in split_at_safe_cuts(text, self.safe_cut, CHUNK, LONGEST_CHUNK))
         while batch := list(islice(chunks, CHUNKS_AT_ONCE)):
             numbers, parts = zip(*batch)
-            try:
+            with errors_of_the_package(f"encode a text with {self.files['tokenizer.json']}"):
                 encodings = self.package_tokenizer.encode_batch_fast(parts, add_special_tokens=False)
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:          # a panic of the package's Rust code is no Exception
-                raise UserError(f"the tokenizers package cannot encode a text with {self.files['tokenizer.json']} "
-                                f"({' '.join(str(error).split())[:200]}); choose another tokenizer") from None
             for i, encoding in zip(numbers, encodings):
                 ids[i].append(np.array(encoding.ids, np.uint32))
         return list(map(np.concatenate, ids))
@@ -101,12 +97,16 @@ def find_tokenizer(path) -> Path:
     return found
 
 
-def small_integer(digits: str) -> int:
-    """Return the integer. Raises ValueError if it is huge: the package makes a table of as many rows as the largest id.
-    """
-    if len(digits) > 8:
-        raise ValueError(f"it holds the number {digits[:20]}, but ids have at most 8 digits")
-    return int(digits)
+@contextmanager
+def errors_of_the_package(action: str):
+    """Turn any error in a with block into a UserError."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt):
+        raise
+    except BaseException as error:                  # a panic of the package's Rust code is no Exception
+        raise UserError(f"the tokenizers package cannot {action} ({' '.join(str(error).split())[:200]}); choose "
+                        "another tokenizer") from None
 
 
 def read_huggingface(path, eod_token: str | None = None, special_tokens=False,
@@ -122,18 +122,19 @@ def read_huggingface(path, eod_token: str | None = None, special_tokens=False,
     except ImportError as error:
         raise UserError(f"{path} needs the package tokenizers, which cannot be imported ({error}); pip install -r "
                         "requirements-extra.txt") from None
-    try:
-        # the package ends the process, without an exception, if a string holds half of a surrogate pair
+    with errors_of_the_package(f"read {path}"):
         record = json.loads(read_file(path), parse_int=small_integer)
-        json.dumps(record, ensure_ascii=False).encode()
         check_added_tokens(record["added_tokens"], path, special_tokens)    # first: the package needs long for Gemma's
-        return check_tokenizer(Tokenizer.from_file(str(path)), path, eod_token, special_tokens, begin_of_text)
-    except (UserError, KeyboardInterrupt):
-        raise
-    except BaseException as error:                  # a panic of the package's Rust code is no Exception
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"the tokenizers package cannot read {path} ({reason}); give the folder of an intact "
-                        "tokenizer.json") from None
+        package_tokenizer = Tokenizer.from_str(json.dumps(record, ensure_ascii=False))
+        return check_tokenizer(package_tokenizer, path, eod_token, special_tokens, begin_of_text)
+
+
+def small_integer(digits: str) -> int:
+    """Return the integer. Raises ValueError if it is huge: the package makes a table of as many rows as the largest id.
+    """
+    if len(digits) > 8:
+        raise ValueError(f"it holds the number {digits[:20]}, but ids have at most 8 digits")
+    return int(digits)
 
 
 def check_added_tokens(added_tokens: list[dict], path: Path, special_tokens: bool):
@@ -147,22 +148,20 @@ def check_added_tokens(added_tokens: list[dict], path: Path, special_tokens: boo
 
 def check_tokenizer(package_tokenizer, path: Path, eod_token: str | None, special_tokens: bool,
                     begin_of_text: bool) -> HuggingFaceTokenizer:
-    """Check and wrap a tokenizer of the package; the arguments are those of read_huggingface.
-
-    Raises UserError. The package may raise any other exception if the file is damaged.
-    """
+    """Check and wrap a tokenizer of the package; the arguments are those of read_huggingface. Raises UserError."""
     package_tokenizer.no_truncation()
     package_tokenizer.no_padding()
     record = json.loads(package_tokenizer.to_str())
     model, byte_level = record["model"], "ByteLevel" in json.dumps(record["decoder"])
     require(model["type"] == "BPE" and (byte_level or model["byte_fallback"]),
             f"{path} is a {model['type']} tokenizer without byte-level symbols or byte_fallback; {ACCEPTED}")
-    require(not model["dropout"], f"{path} has dropout {model['dropout']}, so its ids are random; set it to null")
     safe_cut = find_safe_cut(word_splitter(package_tokenizer))
     require(safe_cut, f"{path} joins words across whitespace, so long texts could not be cut; {ACCEPTED}")
-    special = {token["content"] for token in record["added_tokens"]}
-    eod_token = find_special_token(path, special, "eos_token", END_OF_TEXT_TOKENS, "--eod-token", eod_token)
-    bos_token = find_special_token(path, special, "bos_token", BEGIN_OF_TEXT_TOKENS) if begin_of_text else None
+    added = {token["content"] for token in record["added_tokens"]}
+    eod_token = find_special_token(path, added, "eos_token", eod_token, END_OF_TEXT_TOKENS,
+                                   f"name one with --eod-token: {', '.join(sorted(added)[:8]) or 'it has none'}")
+    bos_token = find_special_token(path, added, "bos_token", None, BEGIN_OF_TEXT_TOKENS,
+                                   "leave out --begin-of-text") if begin_of_text else None
     tokenizer = HuggingFaceTokenizer(package_tokenizer, path, byte_level, safe_cut, eod_token, bos_token,
                                      special_tokens)
     sample = "x \n" + "".join(map(chr, range(33, 127)))
@@ -190,25 +189,18 @@ def word_splitter(package_tokenizer) -> Callable[[str], list[str]]:
     return words
 
 
-def find_special_token(path: Path, added: set[str], key: str, usual: tuple, flag="", given: str | None = None) -> str:
-    """Return the token that begins or ends a document. Raises UserError if there is none.
+def find_special_token(path: Path, added: set[str], key: str, given: str | None, usual: tuple, fix: str) -> str:
+    """Return the token that begins or ends a document. Raises UserError with the advice `fix` if there is none.
 
-    It is the `given` value of `flag`, else the value of `key` in tokenizer_config.json, else the first of the usual
-    tokens that the tokenizer has. added: the added tokens of the tokenizer.
+    It is the `given` one, else the value of `key` in tokenizer_config.json, else the first of the usual tokens that the
+    tokenizer has. added: the added tokens of the tokenizer.
     """
-    config = path.with_name("tokenizer_config.json")
-    fix = (f"name one with {flag}: {', '.join(sorted(added)[:8]) or 'it has none'}" if flag
-           else f"add its {key} to {config}, or leave out --begin-of-text")
-    if given is not None:
-        require(given in added, f"{path} has no added token {given!r}; {fix}")
-        return given
-    try:
-        found = json.loads(read_file(config)).get(key) if config.is_file() else None
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise UserError(f"{config} cannot be read ({type(error).__name__}); replace it, or {fix}") from None
-    found = found.get("content") if isinstance(found, dict) else found
+    config, found = path.with_name("tokenizer_config.json"), given
+    if found is None and config.is_file():
+        found = json.loads(read_file(config)).get(key)
+        found = found.get("content") if isinstance(found, dict) else found
     found = found or next((name for name in usual if name in added), None)
-    require(found, f"{path} does not say which token is its {key}; {fix}")
     require(isinstance(found, str) and found in added,
-            f"{config} gives {str(found)[:80]!r} as {key}, which is not an added token of {path.name}; {fix}")
+            f"{path} has no added token {str(found)[:80]!r} to use as its {key}; {fix}" if found else
+            f"{path} does not say which token is its {key}; {fix}")
     return found

@@ -21,7 +21,6 @@ from nanodomino.files import read_file
 SPLITS = ("train", "valid", "test")
 FORMAT = "nanodomino-corpus-1"
 SAMPLE_BLOCK, SAMPLE_BLOCKS = 1 << 12, 64       # bytes that sample_sha256() reads at a time, and how often
-TOKENIZER_FILES = ("tokenizer_file", "vocab_file", "merge_file")       # keys of meta.json
 
 
 @dataclass
@@ -42,7 +41,7 @@ class Corpus:
     bigram_entropy: float
     meta: dict                  # the whole of meta.json
     documents: dict[str, int] | None = None     # {split: number of documents}
-    bytes: dict[str, int] | None = None         # {split: bytes of text}; None if the folder is old
+    bytes: dict[str, int] | None = None         # {split: bytes of text}
 
     @property
     def tokenizer_id(self) -> str:
@@ -51,7 +50,7 @@ class Corpus:
         return f"{name}-{file_sha256(path)[:8]}" if path.is_file() else name
 
     def bits_per_byte(self, split: str, loss: float, eod_mask_loss=False) -> float | None:
-        """Convert a mean loss, in nats per token, to bits per byte of the split's text; None if its size is unknown.
+        """Convert a mean loss, in nats per token, to bits per byte of the split's text; None if it has no text.
 
         A loss per token depends on how long the tokens are. Bits per byte can be compared between tokenizers.
         eod_mask_loss: the loss leaves out the end-of-text tokens.
@@ -64,9 +63,9 @@ class Corpus:
     def tokenizer(self, special_tokens=False, begin_of_text=False) -> Tokenizer:
         """Build the tokenizer that encoded this corpus. Raises UserError. special_tokens and begin_of_text: turn these
         options on even if the corpus was encoded without them."""
-        path, *gpt2_files = (self.path / name if name else None for name in map(self.meta.get, TOKENIZER_FILES))
-        check(not path or path.is_file(), f"meta.json names {path}, which is missing")
-        tokenizer = build_tokenizer(path or self.tokenizer_name, *gpt2_files, self.meta.get("eod_token"),
+        name = self.meta.get("tokenizer_file")
+        check(not name or (self.path / name).is_file(), f"meta.json names {name}, which is missing in {self.path}")
+        tokenizer = build_tokenizer(self.path / name if name else self.tokenizer_name, self.meta.get("eod_token"),
                                     special_tokens or self.meta.get("special_tokens") is True,
                                     begin_of_text or self.meta.get("begin_of_text") is True)
         check(tokenizer.vocab_size == self.vocab_size,
@@ -141,32 +140,29 @@ def load_corpus(folder) -> Corpus:
             tokens={split: int(meta["tokens"][split]) for split in SPLITS},
             sha256={split: str(meta["sha256"][split]) for split in SPLITS},
             unigram_entropy=float(meta["unigram_entropy"]), bigram_entropy=float(meta["bigram_entropy"]), meta=meta,
-            documents={split: int(meta.get("documents", {}).get(split, 0)) for split in SPLITS},
-            bytes={split: int(meta["bytes"][split]) for split in SPLITS} if "bytes" in meta else None)
-        samples = {split: meta["sample_sha256"][split] for split in SPLITS} if "sample_sha256" in meta else {}
+            documents={split: int(meta["documents"][split]) for split in SPLITS},
+            bytes={split: int(meta["bytes"][split]) for split in SPLITS})
+        samples = {split: meta["sample_sha256"][split] for split in SPLITS}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); prepare the text again") from error
-    known = (*TOKENIZERS, "huggingface") if meta.get("tokenizer_file") else TOKENIZERS
+    name = meta.get("tokenizer_file")
+    known = (*TOKENIZERS, "huggingface") if name else TOKENIZERS
     check(corpus.tokenizer_name in known, f"{path} names the tokenizer '{corpus.tokenizer_name}', but this version "
           f"reads {', '.join(known)}")
-    for key in TOKENIZER_FILES:
-        name = meta.get(key)
-        check(name is None or isinstance(name, str) and name == Path(name).name and name not in ("", ".."),
-              f"{path} gives '{str(name)[:80]}' as {key}, which must be the name of a file beside it")
+    check(name is None or isinstance(name, str) and name == Path(name).name and name not in ("", ".."),
+          f"{path} gives '{str(name)[:80]}' as tokenizer_file, which must be the name of a file beside it")
     check(math.isfinite(corpus.unigram_entropy) and math.isfinite(corpus.bigram_entropy),
           f"{path} gives entropies of {corpus.unigram_entropy} and {corpus.bigram_entropy}, which must be finite")
     largest = 256 ** corpus.dtype.itemsize
     check(0 <= corpus.end_of_text < corpus.vocab_size <= largest,
           f"{path} must have 0 <= end_of_text < vocab_size <= {largest}, but has end_of_text {corpus.end_of_text} and "
           f"vocab_size {corpus.vocab_size}")
-    check(all(0 <= count < 2**63 for count in (*corpus.documents.values(), *(corpus.bytes or {}).values())),
-          f"{path} gives a number of documents or of bytes of text below 0 or of at least 2**63")
     for split in SPLITS:
         path, expected = folder / f"{split}.bin", corpus.tokens[split] * corpus.dtype.itemsize
         check(os.path.isfile(path) and os.access(path, os.R_OK), f"{path} is missing or not readable")
         size = path.stat().st_size
         check(size == expected,
               f"{path} should hold {corpus.tokens[split]} tokens in {expected} bytes, but has {size} bytes")
-        check(not samples or sample_sha256(path) == samples[split],
+        check(sample_sha256(path) == samples[split],
               f"{path} holds other tokens than those that meta.json describes")
     return corpus

@@ -38,6 +38,7 @@ from nanodomino.config import setting
 from nanodomino.config.command_exit import sentence_and_code
 from nanodomino.config.config import Config
 from nanodomino.config.setting import flag_name
+from nanodomino.corpus.prepared_folder import sample_sha256
 from nanodomino.errors import UserError
 from nanodomino.layers.norms import NORMALIZATIONS
 from nanodomino.optim.optimizers import OPTIMIZERS
@@ -317,8 +318,9 @@ def shorten(split: str, tokens: int):
     """Make the split this short, in its file and in meta.json."""
     def change(folder):
         cut(f"data/{split}.bin", 2 * tokens)(folder)
-        counts = json.loads((folder / "data/meta.json").read_text())["tokens"]
-        change_meta(tokens={**counts, split: tokens}, sample_sha256=None)(folder)
+        meta = json.loads((folder / "data/meta.json").read_text())
+        samples = meta["sample_sha256"] | {split: sample_sha256(folder / f"data/{split}.bin")}
+        change_meta(tokens={**meta["tokens"], split: tokens}, sample_sha256=samples)(folder)
     return change
 
 
@@ -347,9 +349,8 @@ TABLE += [Bad("--sample-tokens 5", says, damage, f"with {what}") for what, damag
     ("a vocabulary beyond uint16", change_meta(vocab_size=70_000), "vocab_size <= 65536", "vocab_size 70000",
      PREPARE_AGAIN),
     ("end-of-text outside", change_meta(end_of_text=257), "end_of_text 257 and vocab_size 257", PREPARE_AGAIN),
-    ("a number for a file's name", change_meta(vocab_file=7), "gives '7' as vocab_file", BESIDE, PREPARE_AGAIN),
-    ("a file elsewhere", change_meta(vocab_file="../../encoder.json"), "as vocab_file", BESIDE, PREPARE_AGAIN),
-    ("a folder for a merge file", change_meta(merge_file=".."), "as merge_file", BESIDE, PREPARE_AGAIN),
+    ("a number for a file's name", change_meta(tokenizer_file=7), "gives '7' as tokenizer_file", BESIDE, PREPARE_AGAIN),
+    ("a folder for a file", change_meta(tokenizer_file=".."), "as tokenizer_file", BESIDE, PREPARE_AGAIN),
     ("an entropy that is no number", change_meta(unigram_entropy=float("nan")), "entropies of nan", "must be finite",
      PREPARE_AGAIN),
     ("an infinite entropy", change_meta(bigram_entropy=float("inf")), "must be finite", PREPARE_AGAIN),
