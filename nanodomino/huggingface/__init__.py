@@ -13,8 +13,8 @@
 
 **Bounded memory.** The whole model is never in memory. import_model.py converts one parameter at a time: it reads the
 parts, joins them, converts them to fp32 (or keeps them in fp64), and writes the result. export_model.py converts one
-parameter at a time, and holds the tensors of one weight file. --max-shard-size limits the size of a file, unless a
-single parameter is larger.
+parameter at a time, and holds the tensors of one weight file, which has at most 5 GB, unless a single parameter is
+larger.
 
 **The same bits.** Every 16-bit number can be represented in fp32, so import loses nothing. Export uses the dtype of the
 imported model by default, so it restores the original bits. Import pads the vocabulary with rows of zeros, which export

@@ -1,24 +1,13 @@
 """The commands `python -m nanodomino.huggingface import|export`; the package's docstring shows them."""
 
-import re
 import sys
 from pathlib import Path
 
 from nanodomino.config.command_exit import run_command
 from nanodomino.config.flags import Parser
 from nanodomino.config.presets import DTYPES
-from nanodomino.errors import require
 from nanodomino.huggingface.export_model import export_model
 from nanodomino.huggingface.import_model import import_model
-
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-
-
-def size_in_bytes(text: str) -> int:
-    """Convert a size such as 5GB, 500 MB or 1000000 to bytes. Raises UserError."""
-    found = re.fullmatch(r"([1-9][0-9]{0,14}) *([KMG]?B)?", text.strip().upper())
-    require(found, f"--max-shard-size must be a number of B, KB, MB or GB, but is {text[:80]}; try 5GB")
-    return int(found[1]) * UNITS[found[2] or ""]
 
 
 def command_line() -> Parser:
@@ -35,8 +24,6 @@ def command_line() -> Parser:
     exporting.add_argument("out", metavar="DIR", type=Path, help="the folder to write, for from_pretrained")
     exporting.add_argument("--dtype", choices=DTYPES,
                            help="dtype of the weights (default: the dtype of the run or of the imported model)")
-    exporting.add_argument("--max-shard-size", metavar="SIZE", default="5GB",
-                           help="largest size of a weight file with several parameters (default 5GB)")
     return parser
 
 
@@ -46,7 +33,7 @@ def main(arguments: list[str]) -> int:
     if flags.command == "import":
         print(import_model(flags.folder, flags.output))
     else:
-        print(export_model(flags.folder, flags.out, flags.dtype, size_in_bytes(flags.max_shard_size)))
+        print(export_model(flags.folder, flags.out, flags.dtype))
     return 0
 
 

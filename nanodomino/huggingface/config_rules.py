@@ -1,8 +1,8 @@
-"""Reads the entries of a config.json, and refuses every entry that might change the logits in an unknown way.
+"""Reads the entries of a config.json, and refuses an entry that might change the logits in an unknown way.
 
 A model that differs a little from the original would load and train without an error, but its losses would be worse. So
-an entry that no family reads must be off (null, false, 0, empty), or is judged by its name: MATTERS lists what can
-change the logits without a tensor of its own. Import ignores other entries and, unless they match HARMLESS, names them.
+an entry that no family reads must be off (null, false, 0, empty), or match HARMLESS. Import ignores any other entry and
+names it, unless its name matches MAY_MATTER: then import refuses the model.
 
 Most entries correspond to one setting with another name; families.py lists them. The functions below translate the
 others, such as the scaling of RoPE: read_x(ConfigReader) returns {setting: value}, and write_x(Config) returns
@@ -25,18 +25,11 @@ HARMLESS = re.compile(
     r"predict_special_tokens|return_dict.*|chunk_size_feed_forward|n_ctx|max_window_layers|_?attn_implementation.*|"
     r"do_sample|temperature|top_[kp]|max_length|output_(attentions|hidden_states|scores|logits|past|router_logits)|"
     r"router_(aux_loss_coef|jitter_noise)")
-# {part of an entry's name: what nanodomino does instead}; the first match counts
-MATTERS = {
-    "quant": "reads no quantized weights",
-    "auto_map": "does not run a model's own code",
-    "scal|multipl|softcap|clip|clamp|limit|mup": "has no such factor or limit",
-    "bias": "has biases only where this family has them",
-    "rope|rotary|alibi|position": "has only the positions of the families that it imports",
-    "window|sliding|layer_types|bidirectional|sink|attn|attention": "has full causal attention in every layer",
-    "norm": "normalizes only where this family does",
-    "(^|_)act(_|ivation|$)|gate|glu": "has only this family's activation",
-    "expert|moe|router|dense|sparse": "has only this family's experts",
-    "parallel|residual|layer|embed|logit|head": "has only the layers of this family"}
+# Parts of names of what a model computes, such as a scale, a limit, a window, or experts, without a tensor of its own.
+MAY_MATTER = re.compile(
+    r"quant|auto_map|scal|multipl|softcap|clip|clamp|limit|mup|bias|rope|rotary|alibi|position|window|sliding|"
+    r"bidirectional|sink|attn|attention|norm|(^|_)act(_|ivation|$)|gate|glu|expert|moe|router|dense|sparse|parallel|"
+    r"residual|layer|embed|logit|head")
 
 
 class ConfigReader:
@@ -70,19 +63,19 @@ class ConfigReader:
                 f"{' or '.join(map(shown, supported))}; import another model")
 
     def ignored(self, parent="") -> list[str]:
-        """Return the names of the entries that were not read and that do not matter, without those that match HARMLESS.
+        """Return the names of the entries that were not read and are not HARMLESS. Raises UserError if one may matter.
 
-        Raises UserError if one may matter. A text that was read under another name does not: hidden_act and activation.
-        parent: the name of the object that holds the entries.
+        A text that was read under another name does not: hidden_act and activation. parent: the name of the object that
+        holds the entries.
         """
         texts = [value for value in map(self.get, [*self.read]) if isinstance(value, str)]
         names = [name for name, value in self.values.items() if not (
             name in self.read or HARMLESS.fullmatch(name) or value in (None, False, "", [], {}, *texts))]
         for name in names:
-            for part, instead in MATTERS.items():
-                require(not re.search(part, parent + name.lower()),
-                        f"{self.source} has {name[:80]} {shown(self.values[name])}, but nanodomino {instead}; import "
-                        "another model, or remove the entry if you know that it has no effect")
+            require(not MAY_MATTER.search(parent + name.lower()),
+                    f"{self.source} has {name[:80]} {shown(self.values[name])}, which may change the logits and which "
+                    "nanodomino does not know; import another model, or remove the entry if you know that it has no "
+                    "effect")
         return names
 
 
@@ -91,33 +84,28 @@ def shown(value) -> str:
     return json.dumps(value)[:80]
 
 
-ROPE_TYPES = ("default", "linear", "llama3")
-
-
 def read_rope(reader: ConfigReader) -> dict:
     """Read rope_theta and rope_scaling, or the entry rope_parameters, which combines both in Transformers 5."""
-    theta, rotary_factor, original_length, longest, scaling, parameters = map(reader.get, (
-        "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "max_position_embeddings",
-        "rope_scaling", "rope_parameters"))
+    original = "original_max_position_embeddings"
+    above = {name: reader.get(name) for name in ("rope_theta", "partial_rotary_factor", original)}
+    scaling, parameters = reader.get("rope_scaling"), reader.get("rope_parameters")
     values = scaling or parameters or {}
     require(isinstance(values, dict),
             f"{reader.source} has rope_scaling {shown(values)}, but it must be an object; correct it")
-    defaults = dict(rope_theta=theta, partial_rotary_factor=rotary_factor, original_max_position_embeddings=longest)
-    rope = ConfigReader(values, defaults, f"{reader.source}, in rope_scaling or rope_parameters,")
-    old_type, new_type = rope.get("type"), rope.get("rope_type")
-    rope_type = new_type or old_type or "default"
-    require(rope_type in ROPE_TYPES, f"{reader.source} has rope of type {shown(rope_type)}, but nanodomino supports "
-            f"only {', '.join(ROPE_TYPES)}; import another model")
+    rope = ConfigReader({"rope_type": values.get("type") or "default"} | values, above,
+                        f"{reader.source}, in rope_scaling or rope_parameters,")
+    rope.get("type")                                           # its name in old files
+    rope.require_in("rope_type", "default", "linear", "llama3")
     rope.require_in("partial_rotary_factor", None, 1)          # in these families Transformers ignores other values
-    settings = dict(rotary_base=rope.number("rope_theta", float, 10_000.0), use_rope_scaling=rope_type == "llama3",
-                    rotary_seq_len_interpolation_factor=rope.number("factor", float) if rope_type == "linear" else 1.0)
-    if rope_type == "llama3":
+    kind = rope.get("rope_type")
+    settings = dict(rotary_base=rope.number("rope_theta", float, 10_000.0), use_rope_scaling=kind == "llama3",
+                    rotary_seq_len_interpolation_factor=rope.number("factor", float) if kind == "linear" else 1.0)
+    if kind == "llama3":
         settings |= dict(rope_scaling_factor=rope.number("factor", float))
         rope.require_in("low_freq_factor", int(LOW_FREQUENCY))
         rope.require_in("high_freq_factor", int(HIGH_FREQUENCY))
-        length = original_length or rope.get("original_max_position_embeddings")
-        require(length == ORIGINAL_LENGTH, f"{reader.source} scales rope from original_max_position_embeddings "
-                f"{shown(length)}, but nanodomino supports only Llama 3's {ORIGINAL_LENGTH}; import another model")
+        rope.require_in(original, ORIGINAL_LENGTH)
+        reader.require_in(original, None, ORIGINAL_LENGTH)     # Transformers prefers it to the one in rope_scaling
     rope.ignored("rope_")
     return settings
 
@@ -153,12 +141,4 @@ def read_windows(reader: ConfigReader) -> dict:
             f"{reader.source} has sliding_window {shown(window)}, max_position_embeddings {shown(longest)} and "
             f"layer_types {shown(types)}, but nanodomino's attention sees all previous tokens; import another model, "
             "or lower max_position_embeddings to the window")
-    return {}
-
-
-def require_divisible_width(config: Config) -> dict:
-    """Require that the heads divide hidden_size. Transformers' LlamaConfig requires that even if head_dim is given."""
-    require(config.hidden_size % config.num_attention_heads == 0,
-            f"Transformers requires that a Llama's hidden-size {config.hidden_size} is divisible by its "
-            f"num-attention-heads {config.num_attention_heads}; export another model")
     return {}

@@ -15,7 +15,6 @@ from nanodomino.corpus.huggingface_tokenizer import bytes_of_characters
 from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.corpus.tokenizer import END_OF_TEXT
 from nanodomino.errors import counted, require
-from nanodomino.files import write_file
 from nanodomino.huggingface.families import family_of, write_config
 from nanodomino.huggingface.safetensors_files import (GENERATION, INDEX, SPECIAL_TOKENS, TOKENIZER_FILES, WEIGHTS,
                                                       copy_files, import_safetensors, new_folder, read_json,
@@ -48,7 +47,7 @@ def convert_to_hf(mapping: TensorMapping, index: Index, config: Config,
     return tensors
 
 
-def export_model(folder: Path, out: Path, dtype_name: str | None, max_bytes: int) -> str:
+def export_model(folder: Path, out: Path, dtype_name: str | None = None, max_bytes=5 * 10**9) -> str:
     """Export the checkpoint in `folder` to `out`, and return a line that describes the result. Raises UserError.
 
     folder: a checkpoint or a run; dtype_name: a key of DTYPES, or None for the dtype of the run or of the imported
@@ -112,31 +111,19 @@ def byte_level_tokenizer(end_of_text: int) -> dict:
 
 
 def write_tokenizer(source: Path, target: Path) -> list[str]:
-    """Write the tokenizer of the data folder `source` as Hugging Face's files, and return the names of these files.
+    """Write the byte tokenizer of the data folder `source` as Hugging Face's files, and return their names.
 
-    The byte tokenizer becomes a byte-level BPE without merges. GPT-2's two files are copied under the names that
-    Transformers uses. Nothing is written if the folder is gone, or if it has no copies of GPT-2's files because the
-    vocabulary was downloaded. Raises UserError if the folder is damaged.
+    Nothing is written if the folder is gone, or if its tokenizer is gpt2, which has no files. Raises UserError if the
+    folder is damaged.
     """
-    if not (source / "meta.json").is_file():
+    if not (source / "meta.json").is_file() or (corpus := load_corpus(source)).tokenizer_name != "byte":
         return []
-    corpus = load_corpus(source)
-    settings = dict(eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False)
-    if corpus.tokenizer_name == "byte":
-        files = {"tokenizer.json": byte_level_tokenizer(corpus.end_of_text)}
-        settings |= dict(tokenizer_class="PreTrainedTokenizerFast")
-    else:
-        names = {"vocab.json": corpus.meta.get("vocab_file"), "merges.txt": corpus.meta.get("merge_file")}
-        if not all(names.values()):
-            return []
-        files = {}
-        for new, old in names.items():
-            write_file(target / new, (source / old).read_bytes(), flush=True)
-        settings |= dict(tokenizer_class="GPT2Tokenizer", bos_token=END_OF_TEXT, unk_token=END_OF_TEXT)
-    files |= {"tokenizer_config.json": settings}
+    files = {"tokenizer.json": byte_level_tokenizer(corpus.end_of_text),
+             "tokenizer_config.json": dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=END_OF_TEXT,
+                                           clean_up_tokenization_spaces=False)}
     for name, values in files.items():
         write_json(target / name, values)
-    return sorted(path.name for path in target.iterdir() if path.name in TOKENIZER_FILES)
+    return list(files)
 
 
 def special_tokens(folder: Path, config: Config) -> dict:

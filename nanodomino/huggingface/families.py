@@ -13,8 +13,7 @@ from nanodomino.config.config import Config
 from nanodomino.config.presets import PRESETS
 from nanodomino.config.setting import flag_name
 from nanodomino.errors import UserError, require
-from nanodomino.huggingface.config_rules import (ConfigReader, read_biases, read_rope, read_windows,
-                                                 require_divisible_width, shown, write_rope)
+from nanodomino.huggingface.config_rules import ConfigReader, read_biases, read_rope, read_windows, shown, write_rope
 from nanodomino.huggingface.tensor_mapping import GPT2_MODULES, LLAMA_MODULES, MIXTRAL_MODULES, QWEN3_MOE_MODULES
 
 IMPORTED_SEQ_LENGTH = 1024     # default seq-length of an imported model; less if the model has fewer positions
@@ -35,8 +34,7 @@ class Family:
     sizes: dict                 # {entry: (setting, default or None)}
     epsilon: str                # the entry with the norms' epsilon
     settings: dict              # {setting: value in all models of the family, or a function of the sizes}
-    supported: dict             # {entry: supported values}; export writes the first one
-    information: dict           # {entry: setting} without effect on the logits; import reads only initializer_range
+    supported: dict             # {entry: supported values}; the first is the default, which export writes
     defaults: dict              # {entry: the value that Transformers assumes if it is missing}
     read: tuple = ()            # functions of config_rules.py for the other entries
     write: tuple = ()           # their inverses
@@ -52,14 +50,8 @@ GPT2 = Family(
     settings=dict(normalization="LayerNorm", position_embedding_type="learned_absolute", swiglu=False,
                   disable_bias_linear=False, add_qkv_bias=False, qk_layernorm=False, num_query_groups=HEADS,
                   kv_channels=HEAD_SIZE),
-    supported={"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
-               "scale_attn_by_inverse_layer_idx": (False,), "reorder_and_upcast_attn": (False,),
-               "add_cross_attention": (False,)},
-    information={"attn_pdrop": "attention_dropout", "resid_pdrop": "hidden_dropout", "embd_pdrop": "hidden_dropout",
-                 "initializer_range": "init_method_std"},
-    defaults={"activation_function": "gelu_new", "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
-              "reorder_and_upcast_attn": False, "add_cross_attention": False, "layer_norm_epsilon": 1e-5,
-              "tie_word_embeddings": True})
+    supported={"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,)},
+    defaults={"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True})
 LLAMA = Family(
     "LlamaForCausalLM", "model.", LLAMA_MODULES, r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
     sizes={"vocab_size": ("vocab_size", None), "num_hidden_layers": ("num_layers", None),
@@ -71,9 +63,8 @@ LLAMA = Family(
     settings=dict(normalization="RMSNorm", position_embedding_type="rope", rotary_percent=1.0, swiglu=True,
                   add_qkv_bias=False, qk_layernorm=False),
     supported={"hidden_act": ("silu", "swish")},
-    information={"attention_dropout": "attention_dropout", "initializer_range": "init_method_std"},
-    defaults={"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False},
-    read=(read_rope, read_biases), write=(write_rope, require_divisible_width, lambda config: dict.fromkeys(
+    defaults={"rms_norm_eps": 1e-6, "tie_word_embeddings": False},
+    read=(read_rope, read_biases), write=(write_rope, lambda config: dict.fromkeys(
         ("attention_bias", "mlp_bias"), not config.disable_bias_linear)))
 MISTRAL = dataclasses.replace(
     LLAMA, architecture="MistralForCausalLM", read=(read_rope, read_windows), write=(write_rope,),
@@ -84,8 +75,7 @@ QWEN2 = dataclasses.replace(
     defaults=MISTRAL.defaults | {"num_key_value_heads": 32, "use_sliding_window": False})
 QWEN3 = dataclasses.replace(
     MISTRAL, architecture="Qwen3ForCausalLM", settings=MISTRAL.settings | dict(qk_layernorm=True),
-    supported=MISTRAL.supported | {"attention_bias": (False,)},
-    defaults=QWEN2.defaults | {"head_dim": 128, "attention_bias": False})
+    defaults=QWEN2.defaults | {"head_dim": 128})
 EXPERTS = dict(moe_layer_freq=1, moe_router_score_function="softmax",
                moe_router_topk_scaling_factor=1.0, moe_router_enable_expert_bias=False,
                moe_shared_expert_intermediate_size=None)
@@ -96,7 +86,6 @@ MIXTRAL = dataclasses.replace(
     sizes=LLAMA.sizes | {"intermediate_size": ("moe_ffn_hidden_size", None), "num_local_experts": ("num_experts", None),
                          "num_experts_per_tok": ("moe_router_topk", None)},
     settings=MISTRAL.settings | EXPERTS | dict(moe_router_pre_softmax=False),
-    information=LLAMA.information | {"router_aux_loss_coef": "moe_aux_loss_coeff"},
     defaults=LLAMA.defaults | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
                                "num_local_experts": 8, "num_experts_per_tok": 2})
 QWEN3_MOE = dataclasses.replace(
@@ -107,12 +96,9 @@ QWEN3_MOE = dataclasses.replace(
     sizes=LLAMA.sizes | {"moe_intermediate_size": ("moe_ffn_hidden_size", None), "num_experts": ("num_experts", None),
                          "num_experts_per_tok": ("moe_router_topk", None)},
     settings=QWEN3.settings | EXPERTS,
-    supported=QWEN3.supported | {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None),
-                                 "norm_topk_prob": (True, False)},
-    information=MIXTRAL.information,
-    defaults=QWEN3.defaults | {"num_key_value_heads": 4, "head_dim": None, "decoder_sparse_step": 1,
-                               "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
-                               "norm_topk_prob": False},
+    supported=QWEN3.supported | {"decoder_sparse_step": (1,), "norm_topk_prob": (False, True)},
+    defaults=QWEN3.defaults | {"num_key_value_heads": 4, "head_dim": None, "moe_intermediate_size": 768,
+                               "num_experts": 128, "num_experts_per_tok": 8},
     aliases={"num_local_experts": "num_experts"})
 
 # {model_type: family}
@@ -160,7 +146,8 @@ def read_config(values: dict, source, most: dict | None = None) -> Config:
     """
     family = family_of_json(values, source)
     values = {family.aliases.get(name, name): value for name, value in values.items()}
-    reader, sizes = ConfigReader(values, family.defaults, source), SimpleNamespace()
+    defaults = {entry: supported[0] for entry, supported in family.supported.items()} | family.defaults
+    reader, sizes = ConfigReader(values, defaults, source), SimpleNamespace()
     for entry, (setting, default) in family.sizes.items():
         missing = reader.get(entry) is None and default
         setattr(sizes, setting, default(sizes) if missing else reader.number(entry, int))
@@ -235,7 +222,7 @@ def write_config(config: Config, dtype: str) -> dict:
     values |= {entry: getattr(config, setting) for entry, (setting, _) in family.sizes.items()}
     values |= {family.epsilon: config.layernorm_epsilon}
     values |= {entry: supported[0] for entry, supported in family.supported.items()}
-    values |= {entry: getattr(config, setting) for entry, setting in family.information.items()}
+    values |= {"initializer_range": config.init_method_std}
     for write in family.write:
         values |= write(config)
     return values

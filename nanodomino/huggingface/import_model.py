@@ -55,21 +55,20 @@ def match_tensors(mappings: list[TensorMapping], stored: dict[str, StoredTensor]
 
 
 def convert_from_hf(mapping: TensorMapping, found: dict[str, StoredTensor], config: Config,
-                    dtype: torch.dtype, not_finite: list[str]) -> torch.Tensor:
-    """Load the Hugging Face tensors of a mapping, and convert them to its box of the parameter. Appends the names of
-    tensors with values that are NaN or infinite to not_finite."""
+                    dtype: torch.dtype) -> torch.Tensor:
+    """Load the Hugging Face tensors of a mapping, and convert them to its box of the parameter."""
     parts = [found[name].load() for name in mapping.hf_shapes]
-    not_finite += [name for name, part in zip(mapping.hf_shapes, parts)
-                   if not all(map(math.isfinite, part.aminmax()))]     # a mask would take memory
     return mapping.conversion.from_hf(parts, config).to(dtype).contiguous().view(mapping.box.size)
 
 
 def full_boxes(mappings: list[TensorMapping], found: dict[str, StoredTensor], config: Config, dtype: torch.dtype,
                not_finite: list[str]) -> Iterator[LocalBox]:
     """Yield every parameter as one box, or as one box per expert, so that only one tensor is in memory at a time.
-    Appends the names of tensors with values that are NaN or infinite to not_finite."""
+    Appends the names of parameters with values that are NaN or infinite to not_finite."""
     for mapping in mappings:
-        values = convert_from_hf(mapping, found, config, dtype, not_finite)
+        values = convert_from_hf(mapping, found, config, dtype)
+        if not all(map(math.isfinite, values.aminmax())):      # a mask would take memory
+            not_finite.append(mapping.name)
         yield LocalBox(f"weight.{mapping.name}", mapping.shape, mapping.box, values)
 
 
@@ -105,12 +104,10 @@ def import_model(folder: Path, output: Path) -> str:
             write_json(temporary / GENERATION, special)
         write_manifest(temporary, dict(format=FORMAT, step=0, adam_steps=0, skipped_in_a_row=0, loss_scale=None,
                                        config=dataclasses.asdict(config)), [share], "import it again")
-    exported_as = family_of(config).architecture
-    name = family.architecture
+    exported_as, name = family_of(config).architecture, family.architecture
     if exported_as != name:
         name += f" (exported as {exported_as}, with equal logits)"
-    warning = (f"\nwarning: {len(not_finite)} tensors have values that are NaN or infinite: {', '.join(not_finite[:3])}"
-               f"{' and others' if len(not_finite) > 3 else ''}; download the folder again, unless you expect this"
-               if not_finite else "")
+    warning = (f"\nwarning: {len(not_finite)} parameters have values that are NaN or infinite, such as "
+               f"{not_finite[0]}; download the folder again, unless you expect this" if not_finite else "")
     return (f"{output}: {name}, {len(mappings)} tensors, {element_count(mappings):,} elements in "
             f"{dtype_name}, {tokenizer_summary(copied)}{warning}")

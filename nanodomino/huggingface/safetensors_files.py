@@ -57,41 +57,28 @@ class StoredTensor:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return {name: tensor} from the headers of all weight files in a folder. Raises UserError."""
-    paths, weight_map = [folder / WEIGHTS], {}
-    if not paths[0].exists():
-        require((folder / INDEX).exists(), f"{folder} has neither {WEIGHTS} nor {INDEX}; give a folder in the format "
-                "that save_pretrained(DIR) writes")
-        weight_map = read_json(folder / INDEX).get("weight_map")
-        require(isinstance(weight_map, dict) and weight_map and all(
-            isinstance(file, str) and file == Path(file).name and file not in ("", ".", "..")
-            for file in weight_map.values()), f"{folder / INDEX} must have a weight_map from each tensor to a file in "
-            "the same folder; download the folder again")
-        paths = [folder / file for file in sorted(set(weight_map.values()))]
-    found = {}
+    """Return {name: tensor} from the headers of all weight files in a folder. Raises UserError.
+
+    The index of a large model is not needed: match_tensors() finds out whether a tensor is missing.
+    """
+    whole = folder / WEIGHTS
+    paths, found = [whole] if whole.exists() else sorted(folder.glob("model-*.safetensors")), {}
+    require(paths, f"{folder} has neither {WEIGHTS} nor model-00001-of-*.safetensors; give a folder in the format that "
+            "save_pretrained(DIR) writes")
+    package = import_safetensors()
     for path in paths:
-        for tensor in read_header(path):
+        try:
+            with package.safe_open(path, framework="pt") as file:
+                slices = {name: file.get_slice(name) for name in file.keys()}
+                tensors = [StoredTensor(path, name, tuple(slice_.get_shape()), slice_.get_dtype())
+                           for name, slice_ in slices.items()]
+        except (OSError, package.SafetensorError) as error:
+            raise UserError(f"{path} is damaged or not a safetensors file ({error}); download it again") from None
+        for tensor in tensors:
             first = found.setdefault(tensor.name, tensor)
             require(first is tensor,
                     f"{tensor.name[:80]} is in both {first.path} and {path}; download the folder again")
-    for name, file in weight_map.items():
-        require(name in found and found[name].path.name == file,
-                f"{folder / INDEX} lists {name[:80]} in {file}, but that file does not hold it; download the "
-                "folder again")
     return found
-
-
-def read_header(path: Path) -> list[StoredTensor]:
-    """Return the tensors that a safetensors file declares. Raises UserError."""
-    package = import_safetensors()
-    try:
-        require(path.is_file(), f"{path} is missing; download the folder again")
-        with package.safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}
-            return [StoredTensor(path, name, tuple(slice_.get_shape()), slice_.get_dtype())
-                    for name, slice_ in slices.items()]
-    except (OSError, package.SafetensorError) as error:
-        raise UserError(f"{path} is damaged or not a safetensors file ({error}); download it again") from None
 
 
 # ---- write

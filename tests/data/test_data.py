@@ -20,7 +20,6 @@ from data import prepare as prepare_module
 from data.prepare import prepare, prepare_default_corpus
 from nanodomino.corpus import documents
 from nanodomino.corpus.prepared_folder import SPLITS, load_corpus, sample_sha256
-from nanodomino.corpus.safe_cuts import SAFE_CUT
 from nanodomino.corpus.tokenizer import END_OF_TEXT, TiktokenTokenizer, build_tokenizer
 from nanodomino.data import EndOfText, TokenDataset
 from nanodomino.errors import UserError
@@ -152,15 +151,6 @@ def test_chunks_tokenize_like_the_whole(tmp_path, monkeypatch, gpt2, text):
         assert row(tmp_path / tokenizer) == [*whole, load_corpus(tmp_path / tokenizer).end_of_text]
 
 
-@pytest.mark.parametrize("text", ["x" * 5000, "\n" * 5000, "東" * 5000])
-def test_a_document_without_a_safe_cut_still_comes_in_small_chunks(tmp_path, monkeypatch, gpt2, text):
-    monkeypatch.setattr(documents, "CHUNK", 97)
-    (tmp_path / "a.txt").write_text(text, "utf-8")
-    assert max(map(len, documents.text_chunks(tmp_path / "a.txt", SAFE_CUT))) <= 2 * 97
-    quietly(tmp_path / "a.txt", tmp_path / "out", split=(1, 0, 0), tokenizer="gpt2")
-    assert documents_in(tmp_path / "out") == [text]
-
-
 def test_short_documents_are_tokenized_many_at_a_time(tmp_path, monkeypatch, gpt2):
     """With one call for each document all threads but one have nothing to do."""
     tokenizer, sizes = build_tokenizer("gpt2"), []
@@ -178,7 +168,7 @@ def test_memory_does_not_grow_with_the_document(tmp_path, monkeypatch):
     for module, name, value in ((documents, "CHUNK", 1 << 16), (prepare_module, "AT_ONCE", 1 << 18),
                                 (prepare_module, "BLOCK", 1 << 16)):
         monkeypatch.setattr(module, name, value)
-    (tmp_path / "a.txt").write_text("one line of text\n" * 600_000)
+    (tmp_path / "a.txt").write_text("one line of text\n" * 500_000 + 2_000_000 * "x")      # at the end no safe cut
     tracemalloc.start()
     quietly(tmp_path / "a.txt", tmp_path / "out")
     peak = tracemalloc.get_traced_memory()[1]
@@ -286,7 +276,7 @@ def test_shares_hold_in_tokens_and_held_out_documents_are_no_shorter(tmp_path, w
     tokens, half_a_document = meta["tokens"], max(lengths) / lengths.sum() / 2
     for split, weight in zip(SPLITS, meta["split"]):
         assert tokens[split] / sum(tokens.values()) == pytest.approx(weight, abs=max(0.01, half_a_document))
-    assert tokens["test"] > 2049 or weights[2] == 0
+    assert tokens["test"] > 2049 if weights[2] else tokens["test"] == 0
     if sizes == "unequal":
         mean = {split: tokens[split] / meta["documents"][split] for split in ("train", "valid")}
         assert mean["valid"] == pytest.approx(mean["train"], rel=0.25)
@@ -303,15 +293,6 @@ def test_one_document_is_cut_in_three(tmp_path, lines, sample):
     assert meta["cut_off"] == ["valid", "test"] and meta["documents"] == {"train": 1, "valid": 0, "test": 0}
     assert sample <= len(parts[2]) < 0.05 * len(text) and meta["split"] == pytest.approx([0.905, 0.048, 0.048], rel=0.1)
     assert list(meta["bytes"].values()) == [len(parts[0]), len(parts[1]), len(parts[2]) - 1]
-
-
-def test_a_split_of_weight_zero_stays_empty(tmp_path):
-    (tmp_path / "a.txt").write_text("some text to cut")
-    assert quietly(tmp_path / "a.txt", tmp_path / "out",
-                   split=(90, 10, 0))["tokens"] == {"train": 15, "valid": 2, "test": 0}
-    corpus = load_corpus(tmp_path / "out")
-    with pytest.raises(UserError, match="the test split .* has 0 tokens, but one sample needs seq-length . 1 = 5"):
-        TokenDataset(corpus, "test", 4, 0)
 
 
 @pytest.mark.parametrize("ids", [False, True])
@@ -370,7 +351,6 @@ def test_a_change_of_any_token_is_found(tmp_path, corpus):
         other[place] ^= 1
         assert (sample_sha256_after(tmp_path / "large", other) != digest) == changes
     copy = Path(shutil.copytree(corpus.path, tmp_path / "copy"))
-    load_corpus(copy).verify()
     ids = np.fromfile(copy / "train.bin", np.uint16)
     ids[3000] ^= 1
     ids.tofile(copy / "train.bin")
