@@ -33,7 +33,6 @@ import sysconfig
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -45,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a script,
 from nanodomino.config.command_exit import run_command
 from nanodomino.config.flags import Parser
 from nanodomino.corpus.atomic_folder import check_output, hidden_folder, publish
-from nanodomino.corpus.documents import find_files, ids_of_line, is_jsonl, read_documents, size_of, text_of_line
+from nanodomino.corpus.documents import find_files, read_documents, size_of
 from nanodomino.corpus.prepared_folder import FORMAT, SPLITS, file_sha256, load_corpus, sample_sha256
 from nanodomino.corpus.tokenizer import Tokenizer, build_tokenizer
 from nanodomino.errors import UserError, counted, require
@@ -61,13 +60,8 @@ PAIRS_COUNTED = 1 << 24         # for a larger vocabulary, only pairs in the fir
 
 
 def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), progress=True, source=None, overwrite=False,
-            eod_token=None, special_tokens=False, begin_of_text=False, ids=False) -> dict:
-    """Tokenize the documents of `inputs` into the folder `output`; return its meta.json as a dict. Raises UserError.
-
-    ids: the documents are token ids already.
-    """
-    require(not ids or not (special_tokens or begin_of_text), "--special-tokens and --begin-of-text are for text, but "
-            "--ids takes token ids as they are; leave these two out, or --ids")
+            eod_token=None, special_tokens=False, begin_of_text=False) -> dict:
+    """Tokenize the documents of `inputs` into the folder `output`; return its meta.json as a dict. Raises UserError."""
     inputs = [inputs] if isinstance(inputs, (str, Path)) else list(inputs)
     output = Path(os.path.realpath(output))
     weights = check_split(split)
@@ -79,17 +73,12 @@ def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), progress=True,
         for path in files:
             require(Path(path).parent != output,
                     f"the input {path} lies in the output folder, which would be replaced; choose another --output")
-            require(not ids or is_jsonl(path),
-                    f"--ids reads the tokens field of .jsonl files, but the input {path} is not one; leave out this "
-                    "input, or --ids")
         total = sum(map(size_of, files))
         weights = raise_small_shares(weights, total)
         with hidden_folder(output) as folder:
             tokens, documents, sizes = write_splits(folder, files, total, text_tokenizer, dtype, weights, skipped,
-                                                    progress, ids)
+                                                    progress)
             cut_off = fill_empty_splits(folder, tokens, sizes, text_tokenizer, dtype, weights)
-            if ids:                                             # the text is known only now
-                sizes = [text_bytes(folder / f"{split}.bin", text_tokenizer, dtype) for split in SPLITS]
             unigram, bigram, counted_tokens = entropies(folder / "train.bin", dtype, text_tokenizer.vocab_size)
             meta = {
                 "format": FORMAT, "source": source or summary_of(inputs), "tokenizer": text_tokenizer.name,
@@ -160,15 +149,11 @@ def summary_of(inputs: list) -> str:
 # ---- documents -> splits of token ids
 
 def write_splits(folder: Path, files: list[str], total: int, tokenizer: Tokenizer, dtype, weights: list[float],
-                 skipped: Counter, progress: bool, ids: bool) -> tuple[list[int], list[int], list[int]]:
+                 skipped: Counter, progress: bool) -> tuple[list[int], list[int], list[int]]:
     """Write each document to its split. Returns the numbers of tokens, of documents and of bytes of text in each split.
 
-    total: bytes of all files. skipped: counts skipped documents by reason; updated here. ids: see prepare().
+    total: bytes of all files. skipped: counts skipped documents by reason; updated here.
     """
-    encode, read_line = tokenizer.encode_batch, text_of_line
-    if ids:
-        read_line = partial(ids_of_line, vocab_size=tokenizer.vocab_size, end_of_text=tokenizer.end_of_text)
-        encode = partial(map, partial(np.fromstring, dtype=np.int64, sep=" "))      # texts such as "17 4 256"
     begin = b"" if tokenizer.begin_of_text is None else np.array([tokenizer.begin_of_text], dtype).tobytes()
     end_of_text = np.array([tokenizer.end_of_text], dtype).tobytes()
     documents, written, split_of = [0] * 3, [0] * 3, {}
@@ -180,7 +165,7 @@ def write_splits(folder: Path, files: list[str], total: int, tokenizer: Tokenize
         def pieces():
             """Yield (split, text to be tokenized, or bytes to be written as they are)."""
             position = 0
-            for document in read_documents(files, tokenizer.safe_cut, read_line):
+            for document in read_documents(files, tokenizer.safe_cut):
                 first = next(document.chunks, "")
                 # documents of equal length with equal first chunks count as copies
                 fingerprint = hashlib.blake2b(b"%d " % document.size + first.encode(), digest_size=8).digest()
@@ -205,7 +190,7 @@ def write_splits(folder: Path, files: list[str], total: int, tokenizer: Tokenize
                 bar.update(position - bar.n)
 
         for batch in batches(pieces()):
-            encoded = iter(encode([piece for _, piece in batch if isinstance(piece, str)]))
+            encoded = iter(tokenizer.encode_batch([piece for _, piece in batch if isinstance(piece, str)]))
             for split, piece in batch:
                 outputs[split].write(next(encoded).astype(dtype).tobytes() if isinstance(piece, str) else piece)
         tokens = [output.tell() // dtype.itemsize for output in outputs]
@@ -346,8 +331,6 @@ def build_parser() -> Parser:
     parser.add_argument("--begin-of-text", action="store_true",
                         help="for a Hugging Face tokenizer: put its begin-of-text token, such as <s>, in front of each "
                         "document")
-    parser.add_argument("--ids", action="store_true",
-                        help='the .jsonl lines hold token ids instead of text, such as {"tokens": [17, 4]}')
     parser.add_argument("--split", default="949,50,1", metavar="SHARES",
                         help="shares of train,valid,test (default 949,50,1); raised for a small text so that each "
                         "split holds a sample")
@@ -370,7 +353,7 @@ def main():
     inputs, output = flags.input or standard_library(), flags.output or DEFAULT_CORPUS
     meta = prepare(inputs, output, flags.tokenizer, flags.split, source=None if flags.input else STANDARD_LIBRARY,
                    overwrite=flags.overwrite, eod_token=flags.eod_token, special_tokens=flags.special_tokens,
-                   begin_of_text=flags.begin_of_text, ids=flags.ids)
+                   begin_of_text=flags.begin_of_text)
     print_summary(meta, output)
 
 

@@ -11,7 +11,7 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,10 +90,6 @@ def is_text(path: str) -> bool:
         return False
 
 
-def is_jsonl(path: str) -> bool:
-    return path.removesuffix(".gz").endswith(".jsonl")
-
-
 @contextmanager
 def open_input(path: str) -> Iterator[io.BufferedIOBase]:
     """Open a file of bytes for a with block, decompressed if gzip has compressed it. Raises UserError if the compressed
@@ -111,14 +107,10 @@ def size_of(path: str) -> int:
         return file.seek(0, os.SEEK_END)
 
 
-def read_documents(files: list[str], safe_cut: re.Pattern,
-                   text_of_line: Callable[[bytes, str], str]) -> Iterator[Document]:
-    """Yield the documents in the files that find_files() returned.
-
-    text_of_line: the function that reads a line of a .jsonl file, text_of_line or ids_of_line below.
-    """
+def read_documents(files: list[str], safe_cut: re.Pattern) -> Iterator[Document]:
+    """Yield the documents in the files that find_files() returned."""
     for path in files:
-        if not is_jsonl(path):
+        if not path.removesuffix(".gz").endswith(".jsonl"):
             yield Document(size := size_of(path), size, text_chunks(path, safe_cut))
             continue
         with open_input(path) as file:
@@ -138,19 +130,6 @@ def text_of_line(line: bytes, place: str) -> str:
             f'{place} has no text field; each line of a .jsonl file must look like {{"text": "..."}}')
     # JSON can contain half of a surrogate pair, which UTF-8 can't encode: it becomes a question mark.
     return document["text"].encode("utf-8", "replace").decode("utf-8")
-
-
-def ids_of_line(line: bytes, place: str, vocab_size: int, end_of_text: int) -> str:
-    """Return the tokens field of a line of a .jsonl file as a text such as "17 4 256", without a final end-of-text.
-    Raises UserError."""
-    try:
-        tokens = json.loads(line)["tokens"]
-        fits = isinstance(tokens, list) and all(type(token) is int and 0 <= token < vocab_size for token in tokens)
-    except (ValueError, TypeError, KeyError, RecursionError):
-        fits = False
-    require(fits, f'{place} has no tokens field with ids from 0 to {vocab_size - 1}; with --ids, each line of a .jsonl '
-            'file must look like {"tokens": [17, 4]}')
-    return " ".join(map(str, tokens[:-1] if tokens[-1:] == [end_of_text] else tokens))
 
 
 def text_chunks(path: str, safe_cut: re.Pattern) -> Iterator[str]:

@@ -87,16 +87,6 @@ class HuggingFaceTokenizer:
         return bytes.fromhex(hexadecimal[1]) if hexadecimal else text.replace("▁", " ").encode()
 
 
-def find_tokenizer(path) -> Path:
-    """Return the tokenizer.json in the folder `path`, or `path` if it is a file. Raises UserError."""
-    path = Path(path)
-    found = path / "tokenizer.json" if path.is_dir() else path
-    require(found.is_file() and found.name != "tokenizer.model", f"{path} has no tokenizer.json (sentencepiece's "
-            "tokenizer.model can't be used instead); write one with AutoTokenizer's save_pretrained, or choose another "
-            "folder")
-    return found
-
-
 @contextmanager
 def errors_of_the_package(action: str):
     """Turn any error in a with block into a UserError."""
@@ -116,7 +106,9 @@ def read_huggingface(path, eod_token: str | None = None, special_tokens=False,
     eod_token: see find_special_token; special_tokens, begin_of_text: see build_tokenizer in tokenizer.py.
     Raises UserError if the file is damaged, is of neither kind above, or does not decode a text's ids to that text.
     """
-    path = find_tokenizer(path)
+    path = Path(path, "tokenizer.json") if Path(path).is_dir() else Path(path)
+    require(path.is_file() and path.name != "tokenizer.model", f"there is no {path} (sentencepiece's tokenizer.model "
+            "can't be used instead); write one with AutoTokenizer's save_pretrained, or choose another folder")
     try:
         from tokenizers import Tokenizer
     except ImportError as error:

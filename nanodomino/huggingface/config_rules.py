@@ -46,10 +46,9 @@ class ConfigReader:
         self.read.add(name)
         return self.values.get(name, self.defaults.get(name))
 
-    def number(self, name: str, type_: type, default=None):
-        """Return an entry that must be a positive int or float, or `default` if it is null. Raises UserError."""
+    def number(self, name: str, type_: type):
+        """Return an entry that must be a positive int or float. Raises UserError."""
         value = self.get(name)
-        value = default if value is None else value
         rule, largest = ("a positive whole number", MAX_INT) if type_ is int else ("a positive number", math.inf)
         fits = type(value) is int or type_ is float and type(value) is float
         require(fits and 0 < value and value <= largest and value < math.inf,
@@ -98,7 +97,7 @@ def read_rope(reader: ConfigReader) -> dict:
     rope.require_in("rope_type", "default", "linear", "llama3")
     rope.require_in("partial_rotary_factor", None, 1)          # in these families Transformers ignores other values
     kind = rope.get("rope_type")
-    settings = dict(rotary_base=rope.number("rope_theta", float, 10_000.0), use_rope_scaling=kind == "llama3",
+    settings = dict(rotary_base=rope.number("rope_theta", float), use_rope_scaling=kind == "llama3",
                     rotary_seq_len_interpolation_factor=rope.number("factor", float) if kind == "linear" else 1.0)
     if kind == "llama3":
         settings |= dict(rope_scaling_factor=rope.number("factor", float))

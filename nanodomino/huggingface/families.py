@@ -63,7 +63,7 @@ LLAMA = Family(
     settings=dict(normalization="RMSNorm", position_embedding_type="rope", rotary_percent=1.0, swiglu=True,
                   add_qkv_bias=False, qk_layernorm=False),
     supported={"hidden_act": ("silu", "swish")},
-    defaults={"rms_norm_eps": 1e-6, "tie_word_embeddings": False},
+    defaults={"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False},
     read=(read_rope, read_biases), write=(write_rope, lambda config: dict.fromkeys(
         ("attention_bias", "mlp_bias"), not config.disable_bias_linear)))
 MISTRAL = dataclasses.replace(
@@ -137,13 +137,9 @@ def family_of_json(values: dict, source) -> Family:
     return known[name]
 
 
-def read_config(values: dict, source, most: dict | None = None) -> Config:
+def read_config(values: dict, source, most_layers=math.inf) -> Config:
     """Return the Config that a config.json describes, resolved for one process. Names the entries that it ignored on
-    stdout. Raises UserError.
-
-    most: {setting: the largest value that the weight files allow}. A larger value is refused before any object of this
-    size is made.
-    """
+    stdout. Raises UserError. most_layers: the number of tensors in the weight files."""
     family = family_of_json(values, source)
     values = {family.aliases.get(name, name): value for name, value in values.items()}
     defaults = {entry: supported[0] for entry, supported in family.supported.items()} | family.defaults
@@ -151,10 +147,8 @@ def read_config(values: dict, source, most: dict | None = None) -> Config:
     for entry, (setting, default) in family.sizes.items():
         missing = reader.get(entry) is None and default
         setattr(sizes, setting, default(sizes) if missing else reader.number(entry, int))
-    for setting, limit in (most or {}).items():
-        require(getattr(sizes, setting) <= limit, f"{source} describes a model with {flag_name(setting)[2:]} "
-                f"{getattr(sizes, setting)}, but the tensors in the weight files allow at most {limit}; import a model "
-                "whose files belong together")
+    require(sizes.num_layers <= most_layers, f"{source} describes a model with {sizes.num_layers} layers, but the "
+            f"weight files hold only {most_layers} tensors; import a model whose files belong together")
     for entry, supported in family.supported.items():
         reader.require_in(entry, *supported)
     reader.require_in("tie_word_embeddings", True, False)

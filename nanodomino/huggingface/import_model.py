@@ -1,7 +1,6 @@
 """Imports a Hugging Face folder as a checkpoint, with one tensor in memory at a time."""
 
 import dataclasses
-import math
 import re
 from collections.abc import Iterator
 from functools import reduce
@@ -61,14 +60,11 @@ def convert_from_hf(mapping: TensorMapping, found: dict[str, StoredTensor], conf
     return mapping.conversion.from_hf(parts, config).to(dtype).contiguous().view(mapping.box.size)
 
 
-def full_boxes(mappings: list[TensorMapping], found: dict[str, StoredTensor], config: Config, dtype: torch.dtype,
-               not_finite: list[str]) -> Iterator[LocalBox]:
-    """Yield every parameter as one box, or as one box per expert, so that only one tensor is in memory at a time.
-    Appends the names of parameters with values that are NaN or infinite to not_finite."""
+def full_boxes(mappings: list[TensorMapping], found: dict[str, StoredTensor], config: Config,
+               dtype: torch.dtype) -> Iterator[LocalBox]:
+    """Yield every parameter as one box, or as one box per expert, so that only one tensor is in memory at a time."""
     for mapping in mappings:
         values = convert_from_hf(mapping, found, config, dtype)
-        if not all(map(math.isfinite, values.aminmax())):      # a mask would take memory
-            not_finite.append(mapping.name)
         yield LocalBox(f"weight.{mapping.name}", mapping.shape, mapping.box, values)
 
 
@@ -86,18 +82,15 @@ def import_model(folder: Path, output: Path) -> str:
     values = read_json(folder / "config.json")
     family = family_of_json(values, folder / "config.json")
     stored = stored_tensors(folder)
-    most = dict(num_layers=len(stored), hidden_size=max((max(tensor.shape, default=1) for tensor in stored.values()),
-                                                        default=1))
-    config = read_config(values, folder / "config.json", most)
+    config = read_config(values, folder / "config.json", most_layers=len(stored))
     mappings = map_tensors(config, family.modules)
     found = match_tensors(mappings, stored, family, config, folder)
     dtype = reduce(torch.promote_types, (STORED_DTYPES[tensor.dtype_name] for tensor in found.values()))
     (dtype_name,) = (name for name, candidate in DTYPES.items() if candidate == dtype)
     config = dataclasses.replace(config, dtype=dtype_name)
     wide = torch.promote_types(dtype, torch.float32)           # the dtype of a run's master weights
-    not_finite: list[str] = []
     with new_folder(output) as temporary:
-        share = write_boxes(temporary / "rank-00000.bin", full_boxes(mappings, found, config, wide, not_finite))
+        share = write_boxes(temporary / "rank-00000.bin", full_boxes(mappings, found, config, wide))
         copied = copy_files((*TOKENIZER_FILES, GENERATION), folder, temporary)
         special = {name: values[name] for name in SPECIAL_TOKENS if values.get(name) is not None}
         if GENERATION not in copied and special:               # a checkpoint has no other place for them
@@ -107,7 +100,5 @@ def import_model(folder: Path, output: Path) -> str:
     exported_as, name = family_of(config).architecture, family.architecture
     if exported_as != name:
         name += f" (exported as {exported_as}, with equal logits)"
-    warning = (f"\nwarning: {len(not_finite)} parameters have values that are NaN or infinite, such as "
-               f"{not_finite[0]}; download the folder again, unless you expect this" if not_finite else "")
     return (f"{output}: {name}, {len(mappings)} tensors, {element_count(mappings):,} elements in "
-            f"{dtype_name}, {tokenizer_summary(copied)}{warning}")
+            f"{dtype_name}, {tokenizer_summary(copied)}")

@@ -337,24 +337,6 @@ def test_neither_begin_of_text_nor_end_of_text_counts_as_bytes_of_text(tmp_path,
     assert prepare_module.text_bytes(tmp_path / "train.bin", tokenizer, np.uint32) == 2 * len("some text")
 
 
-def test_ids_are_taken_as_they_are(tmp_path, families):
-    """Each list is a document; an end-of-text at its end is not doubled."""
-    size, end = (getattr(build_tokenizer(families["qwen2"]), name) for name in ("vocab_size", "end_of_text"))
-    lists = [[5, 0, size - 1], [7, end], [], [9], [end, 3]]
-    write(tmp_path / "a.jsonl", "".join(json.dumps({"tokens": tokens}) + "\n" for tokens in lists))
-    prepare(tmp_path / "a.jsonl", tmp_path / "out", families["qwen2"], split=(1, 0, 0), progress=False, ids=True)
-    corpus = load_corpus(tmp_path / "out")
-    assert np.fromfile(tmp_path / "out/train.bin", corpus.dtype).tolist() == [
-        5, 0, size - 1, end, 7, end, 9, end, end, 3, end]
-    tokenizer = corpus.tokenizer()
-    assert corpus.bytes["train"] == sum(len(tokenizer.token_bytes(token)) for token in (5, 0, size - 1, 7, 9, 3))
-    for line in ('{"text": "x"}', f'{{"tokens": [{size}]}}', '{"tokens": [-1]}', '{"tokens": [1.0]}', "[1]", "{",
-                 '{"tokens": "12"}'):
-        write(tmp_path / "b.jsonl", line)
-        with pytest.raises(UserError, match=f"b.jsonl, line 1, has no tokens field with ids from 0 to {size - 1}; wi"):
-            prepare(tmp_path / "b.jsonl", tmp_path / "b", families["qwen2"], progress=False, ids=True)
-
-
 def test_eod_token_names_the_end_of_text(tmp_path, families):
     prepare(write(tmp_path / "a.txt", "some text"), tmp_path / "out", families["qwen2"] / "tokenizer.json",
             split=(1, 0, 0), eod_token="<|endoftext|>", progress=False)
@@ -434,9 +416,8 @@ def test_missing_and_broken_files_are_named_in_one_sentence(tmp_path, families, 
         (tmp_path / folder).mkdir(exist_ok=True)
         write(tmp_path / folder / file, text)
     for name, message in [
-            ("sentencepiece",
-             "sentencepiece has no tokenizer.json (sentencepiece's tokenizer.model can't be used instead)"),
-            ("sentencepiece/tokenizer.model", "tokenizer.model has no tokenizer.json (sentencepiece's"),
+            ("sentencepiece", "sentencepiece/tokenizer.json (sentencepiece's tokenizer.model can't be used instead)"),
+            ("sentencepiece/tokenizer.model", "tokenizer.model can't be used instead"),
             ("broken", "the tokenizers package cannot read"), ("config", "the tokenizers package cannot read"),
             ("end", "has no added token 'x' to use as its eos_token; name one with --eod-token: <|endoftext|>"),
             ("nowhere", "try one of byte, gpt2, or the path of a Hugging Face tokenizer's folder")]:

@@ -295,11 +295,10 @@ def test_one_document_is_cut_in_three(tmp_path, lines, sample):
     assert list(meta["bytes"].values()) == [len(parts[0]), len(parts[1]), len(parts[2]) - 1]
 
 
-@pytest.mark.parametrize("ids", [False, True])
-def test_a_text_of_one_token_leaves_a_split_empty(tmp_path, ids):
+def test_a_text_of_one_token_leaves_a_split_empty(tmp_path):
     """Together with end-of-text it has two tokens, which are too few for three splits."""
-    (tmp_path / "a.jsonl").write_text('{"tokens": [97]}' if ids else '{"text": "a"}')
-    meta = quietly(tmp_path / "a.jsonl", tmp_path / "out", ids=ids)
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}')
+    meta = quietly(tmp_path / "a.jsonl", tmp_path / "out")
     assert meta["tokens"] == {"train": 1, "valid": 0, "test": 1} and meta["cut_off"] == ["test"]
     assert meta["bytes"] == {"train": 1, "valid": 0, "test": 0}
     corpus = load_corpus(tmp_path / "out")
@@ -445,9 +444,7 @@ MISTAKES = [     # (arguments, message)
     ("a.txt", "--input needs --output"), ("a.txt --output empty.txt", "empty.txt is a file, but must be a folder"),
     ("a.txt --output empty.txt/out", "File exists"), ("a.txt --output out --split 9,-1,2", "but is 9,-1,2"),
     ("a.txt --output out --split a,b,c", "but is a,b,c"), ("a.txt --output out --split 0,1,1", "the first above 0"),
-    ("a.txt --output out --eod-token x", "--eod-token is for Hugging Face tokenizers, but the tokenizer is byte"),
-    ("a.txt --output out --ids", "--ids reads the tokens field of .jsonl files, but the input"),
-    ("a.txt --output out --ids --begin-of-text", "are for text, but --ids takes")]
+    ("a.txt --output out --eod-token x", "--eod-token is for Hugging Face tokenizers, but the tokenizer is byte")]
 
 
 def test_command_line_mistakes_are_one_sentence(tmp_path, monkeypatch):

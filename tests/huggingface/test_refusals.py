@@ -48,7 +48,7 @@ CONFIGS = [      # (model, changes of config.json, error)
     ("llama", dict(sliding_window=4), f"has sliding_window 4, {UNKNOWN}"),
     ("llama", dict(hidden_act="gelu"), f'has hidden_act "gelu", {ONLY} "silu" or "swish"'),
     ("llama", dict(attention_bias=True), "has attention_bias true and mlp_bias false, but nanodomino has biases"),
-    ("llama", dict(num_hidden_layers=10**9), "with num-layers 1000000000, but the tensors in the weight fi"),
+    ("llama", dict(num_hidden_layers=10**9), "1000000000 layers, but the weight files hold only 30 tensors"),
     ("llama", dict(num_key_value_heads=3), "model: num-attention-heads 4 must be divisible by num-query-groups 3"),
     ("llama", dict(partial_rotary_factor=0.5), "has partial_rotary_factor 0.5, but"),
     ("llama", dict(rope_scaling=dict(type="yarn", factor=4.0)), f'has rope_type "yarn", {ONLY} "default" or "linear"'),
