@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from nanodomino.corpus.huggingface_tokenizer import FILES
-from nanodomino.corpus.prepared_folder import SPLITS, load_corpus
-from nanodomino.errors import UserError, require
+from nanodomino.corpus.prepared_folder import SPLITS
+from nanodomino.errors import require
 from nanodomino.files import check_outside_ours, delete
 
 OUR_FILES = {"meta.json", *FILES, *(f"{split}.bin" for split in SPLITS)}
@@ -23,17 +23,11 @@ def check_output(output: Path, overwrite: bool):
     require(output.is_dir() or not output.exists(),
             f"the output {output} is a file, but must be a folder; choose another --output")
     check_outside_ours(output)
-    if not output.exists() or not any(output.iterdir()):
-        return
-    try:
-        load_corpus(output)
-    except UserError:
-        raise UserError(f"the output {output} holds other files, which are never replaced; choose another "
-                        "--output") from None
-    foreign = sorted({path.name for path in output.iterdir()} - OUR_FILES)
-    require(not foreign, f"the output {output} holds other files too, such as {', '.join(foreign[:1])}, which are "
-            "never replaced; move them away, or choose another --output")
-    require(overwrite,
+    names = {path.name for path in output.iterdir()} if output.exists() else set()
+    foreign = sorted(names - OUR_FILES if {"meta.json", "train.bin"} <= names else names)
+    require(not foreign, f"the output {output} holds other files, such as {', '.join(foreign[:1])}, which are never "
+            "replaced; move them away, or choose another --output")
+    require(overwrite or not names,
             f"the output {output} already holds a prepared corpus; choose another --output, or add --overwrite")
 
 

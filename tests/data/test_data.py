@@ -268,7 +268,9 @@ def test_documents_that_only_begin_alike_are_no_copies(tmp_path, monkeypatch):
 def test_shares_hold_in_tokens_and_held_out_documents_are_no_shorter(tmp_path, weights, sizes):
     """Also in a text so small that 0.1 % of it would not be a sample. A small split that took whatever fits would hold
     only short documents."""
-    lengths = np.full(2000, 100) if sizes == "equal" else np.random.default_rng(1).lognormal(5, 1, 2000).astype(int) + 9
+    draw = np.random.default_rng(1).lognormal
+    lengths = {"equal": np.full(2000, 100), "unequal": draw(5, 1, 2000), "one huge": draw(4, 1.5, 2000)}[sizes]
+    lengths = lengths.astype(int) + 10
     if sizes == "one huge":
         lengths[9] = lengths.sum() // 8
     texts = [f"{i} ".ljust(length, "x") for i, length in enumerate(lengths)]
@@ -376,9 +378,9 @@ def test_only_a_corpus_is_overwritten_and_only_on_demand(tmp_path, monkeypatch):
                         lambda *others: (entropies(*others), (out / "late.txt").write_text("dear"))[0])
     for text, output, overwrite, message in [
             ("b.txt", "out", False, "already holds a prepared corpus.*--overwrite"),
-            ("b.txt", "photos", True, "photos holds other files"),
+            ("b.txt", "photos", True, "photos holds other files, such as me.jpg"),
             ("out/meta.json", "out", True, "meta.json lies in the output"),
-            ("b.txt", "out", True, "out holds other files too, such as late.txt, which are never replaced; move"),
+            ("b.txt", "out", True, "out holds other files, such as late.txt, which are never replaced; move"),
             ("out/late.txt", "out", True, "late.txt, which are never replaced")]:
         with pytest.raises(UserError, match=message):
             quietly(tmp_path / text, tmp_path / output, overwrite=overwrite)
