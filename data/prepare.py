@@ -55,8 +55,7 @@ STANDARD_LIBRARY = f"the standard library of Python {sys.version.split()[0]}"
 SAMPLE_TOKENS = 2049            # of a sample of 2,048 tokens and their labels
 AT_ONCE = 1 << 22               # characters of all texts that are tokenized at once
 BLOCK = 1 << 20                 # tokens counted at once
-DENSE_VOCABULARY = 1024         # up to this size, pairs of tokens are counted in a full table
-PAIRS_COUNTED = 1 << 24         # for a larger vocabulary, only pairs in the first 2**24 tokens are counted
+PAIRS_COUNTED = 1 << 24         # only pairs in the first 2**24 tokens are counted, which takes up to 0.5 GB of memory
 
 
 def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), progress=True, source=None, overwrite=False,
@@ -251,11 +250,17 @@ def text_bytes(path: Path, tokenizer: Tokenizer, dtype) -> int:
     """Return the bytes of text that the tokens in a file stand for. Begin-of-text and end-of-text stand for none."""
     if not path.stat().st_size:                                 # memmap refuses empty files
         return 0
-    row, counts = np.memmap(path, dtype, mode="r"), np.zeros(tokenizer.vocab_size, np.int64)
-    for start in range(0, len(row), BLOCK):
-        counts += np.bincount(row[start:start + BLOCK], minlength=len(counts))
+    counts = token_counts(np.memmap(path, dtype, mode="r"), tokenizer.vocab_size)
     counts[[tokenizer.end_of_text, *([] if tokenizer.begin_of_text is None else [tokenizer.begin_of_text])]] = 0
     return sum(int(counts[token]) * len(tokenizer.token_bytes(int(token))) for token in np.flatnonzero(counts))
+
+
+def token_counts(row, vocabulary: int) -> np.ndarray:
+    """Return how often each token occurs. Counts in blocks, because np.bincount takes 8 bytes of memory per token."""
+    counts = np.zeros(vocabulary, np.int64)
+    for start in range(0, len(row), BLOCK):
+        counts += np.bincount(row[start:start + BLOCK], minlength=vocabulary)
+    return counts
 
 
 # ---- reference losses
@@ -266,20 +271,13 @@ def entropies(path: Path, dtype, vocabulary: int) -> tuple[float, float, int]:
     Both are in nats per token. The unigram entropy, H(token), is the loss of a model that knows only how frequent each
     token is. The bigram entropy, H(token | previous token), is the loss of a model that also sees the previous token.
     """
-    row, dense = np.memmap(path, dtype, mode="r"), vocabulary <= DENSE_VOCABULARY
-    singles, pairs = np.zeros(vocabulary, np.int64), np.zeros(vocabulary ** 2 if dense else 0, np.int64)
-    for start in range(0, len(row), BLOCK):
-        block = row[start:start + BLOCK + 1].astype(np.int64)
-        singles += np.bincount(block[:BLOCK], minlength=vocabulary)
-        if dense:
-            pairs += np.bincount(block[:-1] * vocabulary + block[1:], minlength=len(pairs))
-    if dense:
-        previous = pairs.reshape(vocabulary, vocabulary).sum(axis=1)
-    else:
-        row = row[:PAIRS_COUNTED].astype(np.int64)
-        previous, pairs = np.bincount(row[:-1]), np.unique(row[:-1] * vocabulary + row[1:], return_counts=True)[1]
+    row = np.memmap(path, dtype, mode="r")
+    first = row[:PAIRS_COUNTED].astype(np.int64)
+    pairs = first[:-1] * vocabulary + first[1:]
+    counts = np.bincount(pairs) if vocabulary <= 1024 else np.unique(pairs, return_counts=True)[1]   # a table is faster
     # H(token | previous) = H(previous, token) - H(previous)
-    return entropy(singles), max(entropy(pairs) - entropy(previous), 0.0), len(row)
+    bigram = entropy(counts) - entropy(np.bincount(first[:-1]))
+    return entropy(token_counts(row, vocabulary)), max(bigram, 0.0), len(first)
 
 
 def entropy(counts) -> float:

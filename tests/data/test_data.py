@@ -166,7 +166,7 @@ def test_short_documents_are_tokenized_many_at_a_time(tmp_path, monkeypatch, gpt
 
 def test_memory_does_not_grow_with_the_document(tmp_path, monkeypatch):
     for module, name, value in ((documents, "CHUNK", 1 << 16), (prepare_module, "AT_ONCE", 1 << 18),
-                                (prepare_module, "BLOCK", 1 << 16)):
+                                (prepare_module, "BLOCK", 1 << 16), (prepare_module, "PAIRS_COUNTED", 1 << 16)):
         monkeypatch.setattr(module, name, value)
     (tmp_path / "a.txt").write_text("one line of text\n" * 500_000 + 2_000_000 * "x")      # at the end no safe cut
     tracemalloc.start()
@@ -177,17 +177,17 @@ def test_memory_does_not_grow_with_the_document(tmp_path, monkeypatch):
 
 
 def test_entropies_are_those_of_the_training_tokens(tmp_path, monkeypatch):
-    (tmp_path / "a.txt").write_bytes(np.random.default_rng(0).integers(97, 101, 5000).astype(np.uint8).tobytes())
+    """With a table of all pairs, and with sorted pairs for a larger vocabulary."""
     monkeypatch.setattr(prepare_module, "BLOCK", 1000)
-    for name, dense in (("dense", 1024), ("sorted", 0)):
-        monkeypatch.setattr(prepare_module, "DENSE_VOCABULARY", dense)
-        meta = quietly(tmp_path / "a.txt", tmp_path / name, split=(1, 0, 0))
-        ids = row(tmp_path / name)
-        pairs, before = Counter(zip(ids, ids[1:])), Counter(ids[:-1])
-        expected = -sum(n / (len(ids) - 1) * math.log(n / before[a]) for (a, _), n in pairs.items())
-        assert meta["bigram_entropy"] == pytest.approx(expected) and meta["bigram_tokens"] == len(ids)
-        assert meta["unigram_entropy"] == pytest.approx(-sum(n / len(ids) * math.log(n / len(ids))
-                                                             for n in Counter(ids).values()))
+    (tmp_path / "a.txt").write_bytes(np.random.default_rng(0).integers(97, 101, 5000).astype(np.uint8).tobytes())
+    quietly(tmp_path / "a.txt", tmp_path / "out", split=(1, 0, 0))
+    ids = row(tmp_path / "out")
+    pairs, before, n = Counter(zip(ids, ids[1:])), Counter(ids[:-1]), len(ids) - 1
+    for vocabulary in (257, 1025):
+        unigram, bigram, count = prepare_module.entropies(tmp_path / "out" / "train.bin", np.uint16, vocabulary)
+        assert unigram == pytest.approx(-sum(k / len(ids) * math.log(k / len(ids)) for k in Counter(ids).values()))
+        assert bigram == pytest.approx(-sum(k / n * math.log(k / before[a]) for (a, _), k in pairs.items()))
+        assert count == len(ids)
 
 
 def test_the_default_corpus_is_python_itself(tmp_path):

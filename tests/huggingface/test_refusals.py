@@ -35,7 +35,6 @@ UNKNOWN = "which may change the logits and which nanodomino does not know; impor
 CONFIGS = [      # (model, changes of config.json, error)
     ("gpt2", dict(activation_function="gelu"), f'activation_function "gelu", {ONLY} "gelu_new" or "gelu_pytorch_tanh"'),
     ("gpt2", dict(scale_attn_weights=False), f"has scale_attn_weights false, {ONLY} true"),
-    ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), f"has scale_attn_by_inverse_layer_idx true, {UNKNOWN}"),
     ("gpt2", dict(n_layer=0), f"has n_layer 0{WHOLE}; correct it"),
     ("gpt2", dict(layer_norm_epsilon=-1.0), f"has layer_norm_epsilon -1.0, but it {POSITIVE} number"),
     ("gpt2", dict(tie_word_embeddings=False), "lacks lm_head.weight, which a GPT2LMHeadModel with this config.json"),
@@ -45,7 +44,6 @@ CONFIGS = [      # (model, changes of config.json, error)
     ("gpt2", dict(model_type="mamba", architectures=...), 'a model of type "mamba", but only gpt2, llama, mistral, '),
     ("llama", dict(logit_scale=2.0), f"has logit_scale 2.0, {UNKNOWN}"),
     ("llama", dict(activation="relu"), f'has activation "relu", {UNKNOWN}'),
-    ("llama", dict(sliding_window=4), f"has sliding_window 4, {UNKNOWN}"),
     ("llama", dict(hidden_act="gelu"), f'has hidden_act "gelu", {ONLY} "silu" or "swish"'),
     ("llama", dict(attention_bias=True), "has attention_bias true and mlp_bias false, but nanodomino has biases"),
     ("llama", dict(num_hidden_layers=10**9), "1000000000 layers, but the weight files hold only 30 tensors"),
@@ -61,7 +59,6 @@ CONFIGS = [      # (model, changes of config.json, error)
     ("mistral", dict(sliding_window=..., max_position_embeddings=8192), "sliding_window 4096, max_.* 8192 and"),
     ("qwen2", dict(use_sliding_window=True, sliding_window=4), "has sliding_window 4, max_position_embeddings"),
     ("qwen2", dict(layer_types=["full_attention", "sliding_attention"]), "but nanodomino's attention sees all pre"),
-    ("qwen3", dict(attention_bias=True), f"has attention_bias true, {UNKNOWN}"),
     ("mixtral", dict(num_local_experts=5), r"gate.weight in .* has shape \(4, 48\), but config.json implies \(5, 48\)"),
     ("qwen3-moe", dict(decoder_sparse_step=2), f"has decoder_sparse_step 2, {ONLY} 1; import another model"),
     ("qwen3-moe", dict(mlp_only_layers=[0]), rf"has mlp_only_layers \[0\], {UNKNOWN}"),
