@@ -38,7 +38,7 @@ from nanodomino.config import setting
 from nanodomino.config.command_exit import sentence_and_code
 from nanodomino.config.config import Config
 from nanodomino.config.setting import flag_name
-from nanodomino.corpus.prepared_folder import sample_sha256
+from nanodomino.corpus.prepared_folder import SPLITS, sample_sha256
 from nanodomino.errors import UserError
 from nanodomino.layers.norms import NORMALIZATIONS
 from nanodomino.optim.optimizers import OPTIMIZERS
@@ -318,10 +318,15 @@ def shorten(split: str, tokens: int):
     """Make the split this short, in its file and in meta.json."""
     def change(folder):
         cut(f"data/{split}.bin", 2 * tokens)(folder)
-        meta = json.loads((folder / "data/meta.json").read_text())
-        samples = meta["sample_sha256"] | {split: sample_sha256(folder / f"data/{split}.bin")}
-        change_meta(tokens={**meta["tokens"], split: tokens}, sample_sha256=samples)(folder)
+        counts = json.loads((folder / "data/meta.json").read_text())["tokens"]
+        change_meta(tokens={**counts, split: tokens})(folder)
+        correct_samples(folder)
     return change
+
+
+def correct_samples(folder):
+    """Let meta.json describe the files that are there."""
+    change_meta(sample_sha256={split: sample_sha256(folder / f"data/{split}.bin") for split in SPLITS})(folder)
 
 
 TABLE += [Bad(f"--input data --output {output}", ["cannot prepare", "choose another"], link_to("loop", "loop"),
@@ -664,8 +669,7 @@ PROCESS_TABLE = [
     Bad(f"--load {STEP} --num-layers 3 --tp {{n}}", ["holds 2 layers, but its manifest says num_layers 3", ANOTHER],
         forge(config=dict(num_layers=3)), "without a layer"),
     Bad("--seq-length 16", ["token id 65535, outside the vocabulary of 257", PREPARE_AGAIN],
-        lambda folder: [change(folder) for change in (write("data/train.bin", 22894 * b"\xff"),
-                                                      change_meta(sample_sha256=None))],
+        lambda folder: [change(folder) for change in (write("data/train.bin", 22894 * b"\xff"), correct_samples)],
         "with tokens outside the vocabulary"),
     *(Bad(flags, ["fff: File name too long", "choose another file or folder"],
           forge(files={name: {"size": 1, "sha256": ""} for name in (5000 * "f", "index.json")}),
