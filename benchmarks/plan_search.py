@@ -4,136 +4,337 @@
 
 The search varies tp, pp, the micro batch (dp follows from tp and pp) and, with experts, ep. For samples of at least
 16,384 tokens it also varies cp and --cp-comm-type, such that each rank keeps at least 8,192 tokens of a sample. Then
-come the schedule and its chunks, then slices, columns, sequence parallelism and the ZeRO stage, then recomputation.
-With a single stage, only one chunk is tried. A flag that is given keeps its value. For 1,024 GPUs there are some 10^5
-combinations, and simulating one can take seconds. So the search is best-first:
+come the schedule and its chunks, the ZeRO stage and recomputation, then slices, columns and sequence parallelism. With
+a single stage, only one chunk is tried. A flag that is given keeps its value.
 
-    1. An incomplete combination has chosen only some of its settings. Compute a lower bound for it: no way to complete
-       it takes less time.
+A dry run of each of the 10^5 combinations would take hours. But layers are alike, whatever the stage that holds them.
+So the costs of a combination follow from two short dry runs, with one layer and with two, of the last of two stages:
+
+    value(chunk) = value(layer) x its layers + value(head), if it is the last chunk
+
+These runs depend neither on pp, dp and chunks nor on the schedule, except for whether it splits or pairs its backwards.
+So many combinations share them. The search is best-first:
+
+    1. An incomplete combination has chosen only some of its settings. Compute a lower bound for it: the FLOPs at the
+       largest tile's rate, then the actions without communication.
     2. Keep all combinations in a queue, sorted by time, and take the first. If it is incomplete, replace it by its
-       choices of the next settings, and compute a bound for each.
-    3. If it is complete, Config's rules must accept it and it must fit. Then simulate it, and put it back into the
-       queue with the simulated time.
-    4. If the first in the queue has been simulated, it is a result: everything else takes at least as long.
+       choices of the next settings.
+    3. A complete combination has the time of its simulated schedule, with the costs above. If it is the first in the
+       queue, it is a candidate.
+    4. Run the candidates dry (dry_run/stages.py). Those that fit, sorted by their time, are the results.
 
-A result is the fastest combination with its tp, pp, cp and micro batch, so all results differ in these four. Trying
-every combination would give the same results.
+All results differ in tp, pp, cp or the micro batch. More slices and columns are tried only while communication is
+exposed, and more recomputation only if less does not fit.
 """
 
 import dataclasses
 import heapq
 import itertools
 import math
-import sys
-from collections import Counter
-from functools import cache
+import multiprocessing
+import os
 
-from benchmarks.common import CONFIG_FLAGS, bytes_text, layout_of, seconds_text, table
-from benchmarks.plan_changes import RECOMPUTATION, context_sizes, flags_text, fullest_gpu_bytes, with_chunks
-from nanodomino.analysis import expected_memory, sizes, step_time
-from nanodomino.analysis.expected_traffic import Traffic
-from nanodomino.analysis.sizes import parameter_count
-from nanodomino.analysis.step_time import Machine
+import train
+from benchmarks.common import CONFIG_FLAGS, bytes_text, layout_of, progress, seconds_text, table
+from nanodomino.analysis.formulas import flops_per_token, mfu, parameter_count, state_bytes_per_parameter
+from nanodomino.analysis.machine import FP8_SPEEDUP, Machine
 from nanodomino.config.config import Config
 from nanodomino.config.presets import PRESETS
 from nanodomino.config.rules import check_needs
+from nanodomino.config.setting import flag_name
+from nanodomino.dry_run.clock import Clock
+from nanodomino.dry_run.stages import fullest_rank_bytes, small_run, step_seconds
 from nanodomino.errors import UserError, require
+from nanodomino.mesh import PIPELINE_THREAD_BLOCKS
 from nanodomino.model import stage_layers
+from nanodomino.overlap.recompute import GRANULARITIES
+from nanodomino.schedules import simulation
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.schedules.placement_and_messages import timetable
 
 RESULTS = 10
 MICRO_BATCHES = range(1, 17)
-CHOICES = {"slices": (1, 2), "columns": (1, 2, 4), "sequence_parallel": (False, True), "zero_stage": (1, 0, 2)}
+LONG = 8192      # the fewest tokens of a sample that a rank keeps with context parallelism
+HIDDEN = 0.01    # the share of exposed communication below which more slices and columns gain too little
+MARGIN = 0.97    # the share of the estimated bytes that a combination surely needs
 LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "micro_batch_size")
-GRADIENTS = ("backward", "input_backward")       # the actions that compute input gradients
-FURTHER = ("cp_comm_type", "expert_model_parallel_size", "schedule", "virtual_stages", *CHOICES, *RECOMPUTATION[0])
+# What tapes may keep on the GPU, from most to least.
+RECOMPUTATION = [*({"recompute_granularity": name, "checkpoint_in_cpu": False} for name in GRANULARITIES),
+                 {"recompute_granularity": "full", "checkpoint_in_cpu": True}]
+FURTHER = ("cp_comm_type", "expert_model_parallel_size", "schedule", "virtual_stages", "slices", "columns",
+           "sequence_parallel", "zero_stage", *RECOMPUTATION[0])
+WHOLE, PAIR = ("backward",), ("backward", "forward")
+WAYS_TO_HIDE = ((1, 1), (2, 1), (1, 2), (1, 4), (2, 2), (2, 4))      # (slices, columns), as they are tried
 
+
+# ---- memory that torch does not allocate
+
+# For each connection of a channel NCCL allocates 10 MiB to receive into and 2 MiB to send from. The 10 MiB are the
+# buffers of three protocols; 4 MiB of them are for large messages (NCCL_BUFFSIZE). Source: the output of
+# NCCL_DEBUG_SUBSYS=ALLOC in github.com/NVIDIA/nccl/issues/1685. Faster links get more channels; 24 is for NVLink.
+CONNECTION_BYTES, CHANNELS = 12 * 2**20, 24
+
+
+def communicator_bytes(config: Config, stage: int) -> int:
+    """Estimate the bytes of NCCL's own buffers on a GPU.
+
+    In a ring, each rank receives from one rank and sends to one, however many ranks there are. Messages between stages
+    use fewer channels, and one connection per neighbour. Trees and in-network reduction would need more memory.
+    """
+    replicas, ends = config.dp * config.cp, (0, config.placement.location(config.placement.last)[0])
+    tied = config.pp > 1 and config.needs_words_at_end and stage in ends and ends[1] > 0
+    experts = 2 + (replicas > config.ep) if config.ep > 1 else 0                        # rows, counts, gradients
+    rings = sum(ranks > 1 for ranks in (config.world_size, config.tp, config.cp, replicas)) + tied + experts
+    neighbours = sum(stage in pair for pair in config.placement.neighbours)
+    messages = PIPELINE_THREAD_BLOCKS * (1 + neighbours) if config.pp > 1 else 0   # 1: pipeline.connect's all-reduce
+    return CONNECTION_BYTES * (CHANNELS * rings + messages)
+
+
+def needed_bytes(config: Config) -> float:
+    """Return the bytes of the fullest GPU, from a dry run."""
+    return fullest_rank_bytes(train, config) + max(communicator_bytes(config, stage) for stage in {0, config.pp - 1})
+
+
+# ---- a combination's costs
+
+class Costs:
+    """Estimates a step from the costs of a layer and of the head. layers[stage][chunk]: the layers of each chunk."""
+
+    def __init__(self, config: Config, machine: Machine):
+        self.config, self.machine = config, machine
+        placement = config.placement
+        self.last = placement.location(placement.last)
+        self.layers = [[len(stage_layers(config.num_layers, placement.virtual_stage(stage, chunk), placement.last + 1,
+                                         config.mtp_num_layers)) for chunk in range(placement.chunks)]
+                       for stage in range(config.pp)]
+        self.runs, self.parts = {}, {}         # {kinds of the halves: (parts of a layer, parts of the head)}
+        self.after = [sum(clock.after.values()) for clock in self.add("1f1b")]
+
+    def add(self, schedule: str) -> list[Clock]:
+        """Learn the costs of the kinds of actions that this schedule has."""
+        self.runs[schedule] = self.small_runs(schedule)
+        one, two = clocks = [Clock(run, self.machine) for run in self.runs[schedule]]
+        for kinds, parts in one.actions.items():
+            layer = {name: (two.actions[kinds][name] - parts[name]) / self.depth for name in one.parts}
+            head = {name: parts[name] - self.first * layer[name] for name in layer}
+            self.parts[tuple(kind for kind, _ in kinds)] = layer, head
+        return clocks
+
+    def small_runs(self, schedule: str) -> list:
+        """Run the last of two stages with one layer, or one period of layers with and without experts, and with two.
+        Replicas cost nothing there; end_seconds() and bytes() count them."""
+        config, replicas = self.config, self.config.ep
+        small = dataclasses.replace(
+            config, schedule=schedule, virtual_stages=1, pipeline_model_parallel_size=1, data_parallel_size=replicas,
+            zero_stage=1, world_size=config.tp * config.cp * replicas,
+            global_batch_size=2 * config.micro_batch_size * replicas)
+        runs = [small_run(train, small, depth, 1, 2) for depth in (1, 2)]
+        self.first, self.depth = runs[0].layers[0], runs[1].layers[0] - runs[0].layers[0]
+        return [dataclasses.replace(run, ranks_of=run.ranks_of | {"dp": (0,), "expert_dp": (0,)}) for run in runs]
+
+    def linear(self, value, layers: float, heads=1.0) -> float:
+        """Return value(run) of 1F1B for this many layers and heads."""
+        one, two = map(value, self.runs["1f1b"])
+        return (two - one) / self.depth * layers + (one - (two - one) / self.depth * self.first) * heads
+
+    def action_seconds(self, stage: int, action) -> float:
+        layer, head = self.parts[tuple(half.kind for half in action.halves)]
+        chunk = action.halves[0].chunk
+        return self.layers[stage][chunk] * sum(layer.values()) + ((stage, chunk) == self.last) * sum(head.values())
+
+    def bound(self) -> float:
+        """Return seconds that no order of the actions can beat: the work of the stage with the head, and the
+        first microbatch's way through the other stages."""
+        stage, layers = self.last[0], sum(self.layers[self.last[0]])
+        (forward, head), (backward, other) = ([sum(parts.values()) for parts in self.parts[kinds]]
+                                              for kinds in (("forward",), WHOLE))
+        way = 0.0 if stage == 0 else min(map(sum, self.layers)) / len(self.layers[0]) * (self.config.pp - 1)
+        return (self.config.microbatches * (layers * (forward + backward) + head + other)
+                + way * (forward + backward * (like(self.config.schedule) != "zb-h1")))
+
+    def exposed(self) -> float:
+        """Return the share of communication in a layer's forward and backward that nothing hides."""
+        parts = [self.parts[kinds][0] for kinds in ([PAIR] if PAIR in self.parts else [("forward",), WHOLE])]
+        return (sum(seconds for one in parts for name, seconds in one.items() if name.endswith("exposed"))
+                / sum(sum(one.values()) for one in parts))
+
+    def seconds(self) -> float:
+        """Estimate a step: the simulated schedule and what follows it. After two rounds of p microbatches, each further
+        round adds the same."""
+        config, (rounds, rest) = self.config, divmod(self.config.microbatches, self.config.pp)
+        if (schedule := like(config.schedule)) not in self.runs:
+            self.add(schedule)
+        message = self.machine.collective_seconds("send", math.prod(config.residual_shape) * config.params_dtype.itemsize,
+                                                  (0, config.world_size // config.pp))
+        some = [simulation.step_time(simulation.simulate(timetable(
+            config.schedule, config.pp, count * config.pp + rest, config.virtual_stages), self.action_seconds, message))
+            for count in ([rounds] if rounds <= 3 else [2, 3])]
+        return some[-1] + (rounds - 3) * (some[-1] - some[0]) + self.end_seconds()
+
+    def end_seconds(self) -> float:
+        """Estimate what the reduction of the gradients and the update of the weights add to the schedule."""
+        config, layers = self.config, max(map(sum, self.layers))
+        ranks = range(0, config.world_size // config.pp, config.tp)
+        gathered, reduced = (self.machine.collective_seconds(
+            kind, self.linear(lambda run: run.state[name], layers), ranks)
+            for kind, name in (("all_gather", "parameters"), ("reduce_scatter", "gradients")))
+        backward = layers * sum(self.parts[WHOLE][0].values())
+        exposed = max(0.0, reduced - backward) + self.machine.overlap_slowdown * min(reduced, backward)
+        update = self.linear(dict(zip(self.runs["1f1b"], self.after)).get, layers)
+        return (gathered + update * (config.ep / config.dp if config.zero_stage else 1.0)
+                + exposed * (config.microbatches if config.zero_stage == 2 else 1))
+
+    def bytes(self) -> float:
+        """Estimate the bytes of the fullest GPU, which is on one of the ends."""
+        config, forward = self.config, (("forward", 0),)
+        rest, rounds = config.microbatches % config.pp, min(config.microbatches // config.pp, 3)
+        table = timetable(config.schedule, config.pp, rounds * config.pp + rest, config.virtual_stages)
+        sharded = config.ep / config.dp
+        shares = {"parameters": 1.0, "gradients": sharded if config.zero_stage == 2 else 1.0,
+                  "optimizer": sharded if config.zero_stage else 1.0}
+
+        signs = {"forward": 1, "backward": -1, "weight_backward": -1}
+
+        def stage_bytes(stage):
+            heads = 1 if config.pp == 1 and config.tied else (stage == 0) + (stage == self.last[0])
+            state = sum(share * self.linear(lambda run: run.state[name], sum(self.layers[stage]), heads)
+                        for name, share in shares.items())
+            tape = [self.linear(lambda run: run.kept[forward], layers, (stage, chunk) == self.last)
+                    for chunk, layers in enumerate(self.layers[stage])]
+            kept = itertools.accumulate(sum(signs.get(half.kind, 0) * tape[half.chunk] for half in action.halves)
+                                        for action in table.rows[stage])
+            return state + max(kept) + communicator_bytes(config, stage)
+
+        working = max(0.0, self.runs["1f1b"][0].peaks[(("backward", 0),)])
+        return working + max(map(stage_bytes, {0, config.pp - 1}))
+
+
+def like(schedule: str) -> str:
+    """Return the simplest schedule with the same kinds of actions: 1f1b, zb-h1 or paired."""
+    row = SCHEDULES[schedule].actions(1, 2, 4, SCHEDULES[schedule].chunks[0])
+    kinds = {half.kind for action in row for half in action.halves}
+    return ("paired" if any(len(action.halves) > 1 for action in row)
+            else "zb-h1" if "input_backward" in kinds else "1f1b")
+
+
+# ---- the search
 
 class Search:
     """Finds the fastest layouts of a model.
 
-    config: the settings, not resolved; given: the names of those that must keep their value
+    config: the settings, not resolved; given: the names of those that were given
     usable: bytes of a GPU's memory
+    fixed: the names of settings that must keep their values; None: those that were given
     """
 
-    def __init__(self, config: Config, gpus: int, given, machine: Machine, usable: float):
+    def __init__(self, config: Config, gpus: int, given, machine: Machine, usable: float, fixed=None):
         self.config, self.gpus, self.given, self.machine, self.usable = config, gpus, given, machine, usable
+        self.fixed = given if fixed is None else fixed
+        self.free = dataclasses.replace(machine, intra_host_rate=math.inf, inter_host_rate=math.inf, latency=0.0,
+                                        host_copy_rate=math.inf)
         self.recomputation = [option for option in RECOMPUTATION if all(
             value in self.choices(name, [value]) for name, value in option.items())] or [{}]
         self.broken_rule = None                                # the message of the first layout that was not accepted
-        self.counts = dict.fromkeys(("layouts", "schedules", "options", "simulated"), 0)
+        self.counts = dict.fromkeys(("layouts", "schedules", "simulated", "dry runs"), 0)
 
-    def run(self, results=RESULTS) -> list[tuple[float, Config]]:
-        """Return up to `results` pairs (seconds of a step, Config), the fastest first."""
-        queue, order, found = [], itertools.count(), {}        # order: of equal times, the first wins
+    def run(self, results=RESULTS) -> list[tuple[float, float, Config]]:
+        """Return up to `results` of (seconds of a step, bytes of the fullest GPU, Config), the fastest first."""
+        queue, order, known, found = [], itertools.count(), set(), []
 
         def add(entries):
             for seconds, config, choose_next in entries:
                 heapq.heappush(queue, (float(f"{seconds:.9e}"), next(order), config, choose_next))
 
-        add(self.layouts())
-        while queue and len(found) < results:
-            seconds, _, config, choose_next = heapq.heappop(queue)
-            layout = tuple(getattr(config, name) for name in LAYOUT)
-            if layout not in found and choose_next:
-                add(choose_next(config))
-            elif layout not in found:
-                found[layout] = sum(step_time.step_seconds(config, self.machine).values()), config
-        return list(found.values())
+        with progress(2 * results) as bar:
+            add(self.layouts())
+            while queue and len(found) < results:
+                candidates = []
+                while queue and len(found) + len(candidates) < results:
+                    _, _, config, choose_next = heapq.heappop(queue)
+                    layout = tuple(getattr(config, name) for name in LAYOUT)
+                    if layout not in known and choose_next:
+                        add(choose_next(config))
+                    elif layout not in known:
+                        known.add(layout)
+                        candidates.append(config)
+                        bar.update()
+                    bar.set_description_str(", ".join(f"{count} {name}" for name, count in self.counts.items()))
+                self.counts["dry runs"] += len(candidates)
+                for one in in_processes(self.exact, candidates):
+                    found += [one] if one else []
+                    bar.update()
+        return sorted(found, key=lambda one: one[0])
 
-    # ---- what is chosen, in this order. Each yields (seconds, Config, the method that chooses next). The seconds are a
-    # lower bound, except where nothing is left to choose
+    def exact(self, config: Config) -> tuple[float, float, Config] | None:
+        """Return (seconds, bytes, Config) of a dry run with the least recomputation that fits, or None."""
+        for option in self.recomputation[self.recomputation.index(recomputation_of(config)):]:
+            other = self.accepted(config, **option)
+            if other and (needed := needed_bytes(other)) <= self.usable:
+                return sum(step_seconds(train, other, self.machine).values()), needed, other
+        return None
+
+    # ---- what is chosen, in this order. Each yields (seconds, Config, the method that chooses next)
 
     def layouts(self):
+        parameters = flops = None
         for config in self.accepted_layouts(MICRO_BATCHES):
-            if min(map(expected_memory.average_state_bytes, self.zero_stages(config))) <= self.usable:
+            if parameters is None:
+                speed = FP8_SPEEDUP if config.fp8_format else 1.0
+                looked_up = 0 if config.tied else config.vocab_size * config.hidden_size
+                attention = 2 * config.num_attention_heads * config.kv_channels * config.seq_length
+                parameters, flops = parameter_count(config), config.global_batch_size * config.seq_length * (
+                    flops_per_token(config) - 6 * (looked_up + (config.num_layers + config.mtp_num_layers) * attention))
+            if min(map(state_bytes_per_parameter, self.zero_stages(config))) * parameters <= (
+                    self.usable * config.tp * config.pp * config.ep):
                 self.counts["layouts"] += 1
-                yield max(config.microbatches * step_time.stage_flops(config, mesh)[0]
-                          for mesh in ends(config)) / self.machine.matmul_rate, config, self.schedules
+                yield flops / (self.machine.matmul_rate * speed * config.world_size), config, self.schedules
 
     def schedules(self, config: Config):
-        free = dataclasses.replace(self.machine, intra_host_rate=math.inf, inter_host_rate=math.inf, latency=0.0)
         parallel = self.choices("sequence_parallel", [config.tp > 1])[0]      # it never adds work, only communication
         for name in self.choices("schedule", SCHEDULES):
             for count in self.chunk_counts(name, config):
-                other = dataclasses.replace(config, schedule=name, virtual_stages=count, sequence_parallel=parallel)
-                if self.may_fit(other):
-                    self.counts["schedules"] += 1
-                    yield lower_bound(other, free), other, self.options
+                some = dataclasses.replace(config, schedule=name, virtual_stages=count, sequence_parallel=parallel,
+                                           slices=self.choices("slices", [1])[0], columns=self.choices("columns", [1])[0])
+                before = math.inf
+                for other in self.zero_stages(some):
+                    place = next((place for place, option in enumerate(self.recomputation) if self.may_fit(
+                        dataclasses.replace(other, **option))), math.inf)
+                    if place < before:                         # or the lower ZeRO stage is as good
+                        before, other = place, dataclasses.replace(other, **self.recomputation[place])
+                        self.counts["schedules"] += 1
+                        yield Costs(other, self.free).bound(), other, self.options
 
     def options(self, config: Config):
-        names = [name for name in CHOICES if name != "zero_stage"]
-        values = [self.choices(name, CHOICES[name] if config.tp > 1 or name == "slices" and config.ep * config.cp > 1
-                               else CHOICES[name][:1]) for name in names]
-        for chosen in itertools.product(*values):
-            self.counts["options"] += 1
-            other = dataclasses.replace(config, **dict(zip(names, chosen)), **self.recomputation[0])
-            least = busy_bound(other, self.machine)
-            yield from ((least + end_of_step(one, self.machine), one, self.recomputations)
-                        for one in self.zero_stages(other))
-
-    def recomputations(self, config: Config):
-        """Choose the least recomputation that fits, since more of it never takes less time."""
-        if self.fits(config):
-            self.counts["simulated"] += 1
-            yield sum(step_time.step_seconds(config, self.machine).values()), config, None
-        elif more := self.recomputation[1 + self.recomputation.index(recomputation_of(config)):]:
-            config = dataclasses.replace(config, **more[0])
-            yield lower_bound(config, self.machine), config, self.recomputations
+        ways = [(slices, columns) for slices, columns in WAYS_TO_HIDE
+                if slices in self.choices("slices", [1, 2][:config.micro_batch_size if config.tp * config.cp * config.ep > 1
+                                                           else 1])
+                and columns in self.choices("columns", (1, 2, 4) if config.tp > 1 else (1,))]
+        ways = ways or [(self.config.slices or 1, self.config.columns or 1)]            # a given number is another one
+        for parallel, (slices, columns) in itertools.product(
+                self.choices("sequence_parallel", (True, False) if config.tp > 1 else (False,)), ways):
+            other = self.accepted(config, sequence_parallel=parallel, slices=slices, columns=columns)
+            if other and self.may_fit(other):
+                self.counts["simulated"] += 1
+                costs = Costs(other, self.machine)
+                yield costs.seconds(), other, None
+                if costs.exposed() < HIDDEN:
+                    return
 
     # ---- rules and memory
 
     def choices(self, name: str, values):
         """Return the values to try for a setting: only its own value if it must keep that."""
-        return [getattr(self.config, name)] if name in self.given else values
+        return [getattr(self.config, name)] if name in self.fixed else values
 
     def chunk_counts(self, schedule: str, config: Config) -> list[int]:
-        """Return the numbers of chunks per stage to try with a schedule."""
-        counts = [settings["virtual_stages"] for settings in with_chunks(schedule, config)]
-        if config.pp == 1 and "schedule" not in self.given:
+        """Return the numbers of chunks per stage to try with a schedule: those that divide the layers evenly or, if none
+        does, the smallest."""
+        counts = [count for count in SCHEDULES[schedule].chunks if config.pp * count <= config.num_layers]
+        if config.pp == 1 and "schedule" not in self.fixed:
             counts = [count for count in counts if count == 1]
-        return [count for count in self.choices("virtual_stages", counts) if count in SCHEDULES[schedule].chunks]
+        even = [count for count in counts if config.num_layers % (config.pp * count) == 0]
+        return [count for count in self.choices("virtual_stages", even or counts[:1])
+                if count in SCHEDULES[schedule].chunks]
 
     def accepted(self, config: Config, **settings) -> Config | None:
         """Return the resolved Config with these settings. If it breaks a rule, or if a given flag has no effect, return
@@ -149,7 +350,8 @@ class Search:
     def accepted_layouts(self, micro_batches):
         degrees = (self.choices(name, divisors(self.gpus)) for name in LAYOUT[:2])
         tokens = self.config.seq_length or PRESETS[self.config.model]["seq_length"]
-        contexts = self.choices(LAYOUT[2], context_sizes(tokens, self.gpus))
+        contexts = self.choices(LAYOUT[2], [1, *(size for size in divisors(self.gpus) if size > 1
+                                                 and tokens // size >= LONG)])
         for values in itertools.product(*degrees, contexts, self.choices(LAYOUT[3], micro_batches)):
             if self.gpus % math.prod(values[:3]) and self.broken_rule:     # breaks a rule, too: most do for 10^6 GPUs
                 continue
@@ -162,32 +364,21 @@ class Search:
                         yield dataclasses.replace(config, expert_model_parallel_size=ep)
 
     def zero_stages(self, config: Config) -> list[Config]:
-        stages = self.choices("zero_stage", CHOICES["zero_stage"] if config.dp * config.cp > 1
-                              else CHOICES["zero_stage"][:1])
-        return [dataclasses.replace(config, zero_stage=stage) for stage in stages]
-
-    def fits(self, config: Config) -> bool:
-        """Return whether the rules accept the Config and it fits. Columns change no term of the memory, so all choices
-        of them share a result."""
-        return (self.accepted(config) is not None
-                and memory_needed(dataclasses.replace(config, columns=1), self.usable) <= self.usable)
+        return [dataclasses.replace(config, zero_stage=stage)
+                for stage in self.choices("zero_stage", (1, 2) if config.dp * config.cp > 1 else (1,))]
 
     def may_fit(self, config: Config) -> bool:
-        """Return False if no choice of the other settings fits, because model state and the leanest tapes do not."""
-        leanest = dataclasses.replace(config, recompute_granularity="full", checkpoint_in_cpu=True, slices=1,
-                                      sequence_parallel=config.tp > 1)
-        return all(min(sum(expected_memory.state_bytes(other, mesh).values()) for other in self.zero_stages(config))
-                   + expected_memory.peak_tape_bytes(leanest, mesh) <= self.usable for mesh in ends(config))
+        return MARGIN * Costs(config, self.free).bytes() <= self.usable
 
     def leanest(self) -> tuple[float, Config | None]:
-        """Return (bytes of the fullest GPU, Config) of the choice that needs least: with full recomputation from the
-        host's memory, sequence parallelism and the best tp, pp, cp and ZeRO stage, for a micro batch of 1."""
+        """Return (estimated bytes of the fullest GPU, Config) of the choice that needs least: with full recomputation
+        from the host's memory, sequence parallelism and the best tp, pp, cp and ZeRO stage, for a micro batch of 1."""
         def lean(config):
             settings = {"sequence_parallel": config.tp > 1, **self.recomputation[-1]}
-            return self.accepted(config, **{name: value for name, value in settings.items() if name not in self.given})
+            return self.accepted(config, **{name: value for name, value in settings.items() if name not in self.fixed})
 
         configs = (lean(other) for config in self.accepted_layouts((1,)) for other in self.zero_stages(config))
-        return min(((memory_needed(config), config) for config in configs if config),
+        return min(((Costs(config, self.free).bytes(), config) for config in configs if config),
                    default=(math.inf, None), key=lambda pair: pair[0])
 
 
@@ -199,90 +390,22 @@ def divisors(number: int) -> list[int]:
     return [count for count in range(1, number + 1) if number % count == 0]
 
 
-def ends(config: Config) -> list:
-    """Return the meshes of the first and the last stage. One of them has the head."""
-    return [sizes.mesh_at(config, stage) for stage in sorted({0, config.pp - 1})]
-
-
-memory_needed = cache(fullest_gpu_bytes)
-
-
-def lower_bound(config: Config, machine: Machine) -> float:
-    """Return seconds that no step of this Config can beat."""
-    return busy_bound(config, machine) + end_of_step(config, machine)
-
-
-def end_of_step(config: Config, machine: Machine) -> float:
-    """Return the seconds of the final communication, such as the all-gather of the weights, and of the optimizer, on
-    the first or the last stage."""
-    return (max(step_time.data_parallel_seconds(config, machine, mesh)[1] for mesh in ends(config))
-            + max(step_time.optimizer_memory_traffic(config, mesh) for mesh in ends(config)) / machine.memory_rate)
-
-
-def busy_bound(config: Config, machine: Machine) -> float:
-    """Return the seconds that the first or the last stage works, with the waits that come before and after its work.
-
-    A stage cannot start before a microbatch has passed all earlier chunks. After the stage's last input gradient, the
-    gradient passes the same chunks in reverse, while the stage can still compute weight gradients.
-    """
-    placement, mesh = config.placement, sizes.mesh_at(config)
-    message = step_time.communication_seconds(config, machine, mesh,
-                                              [Traffic("pp", "send", 1, sizes.residual_bytes(config))])
-
-    @cache
-    def costs(stage):
-        return step_time.action_costs(config, machine, sizes.mesh_at(config, stage))
-
-    @cache
-    def seconds(stage, *halves):
-        return step_time.action_seconds(config, *(costs(stage)[kind, chunk] for chunk, kind in halves))
-
-    alike = {}
-
-    def of_equal_chunk(stage, chunk):
-        """Return the first (stage, chunk) with as many layers, with and without experts, and equally fast groups: its
-        costs are the same."""
-        number = placement.virtual_stage(stage, chunk)
-        layers = stage_layers(config.num_layers, number, placement.last + 1, config.mtp_num_layers)
-        key = (len(layers), sum(map(config.has_experts, layers)), number == 0,
-               *(step_time.ranks_and_hosts(sizes.mesh_at(config, stage), group, machine.ranks_per_host)
-                 for group in ("tp", "cp", "ep")))
-        return alike.setdefault(key, (stage, chunk))
-
-    def earlier_chunks(stage, chunk, kind):
-        places = list(map(placement.location, range(placement.virtual_stage(stage, chunk) + 1)))
-        equal = itertools.starmap(of_equal_chunk, places[:-1])
-        return (sum(seconds(at, (number, kind)) for at, number in equal)
-                + message * sum(one[0] != other[0] for one, other in zip(places, places[1:])))
-
-    def work(actions):
-        return sum(count * seconds(stage, *keys) for keys, count in actions.items())
-
-    bounds = []
-    for stage in {0, config.pp - 1}:
-        first, last, until_last, rest = row_counts(config.schedule, config.pp, config.microbatches,
-                                                   config.virtual_stages, stage)
-        bounds.append(earlier_chunks(stage, *first) + work(until_last) + max(earlier_chunks(stage, *last), work(rest)))
-    return max(bounds)
-
-
-@cache
-def row_counts(schedule: str, stages: int, microbatches: int, chunks: int, stage: int):
-    """Return (the stage's first forward, its last input gradient, {action: count} up to that one, {action: count}
-    after it). An action is a tuple with (chunk, kind) of each half, the first two results are one such pair."""
-    row = [tuple((half.chunk, half.kind) for half in action.halves)
-           for action in timetable(schedule, stages, microbatches, chunks).rows[stage]]
-    last = max(number for number, halves in enumerate(row) if any(kind in GRADIENTS for _, kind in halves))
-    gradient = next(half for half in row[last] if half[1] in GRADIENTS)
-    return row[0][0], gradient, Counter(row[:last + 1]), Counter(row[last + 1:])
+def in_processes(function, values: list):
+    """Yield function(value) for each value, computed in as many processes as there are cores."""
+    if len(values) < 2:
+        yield from map(function, values)
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with multiprocessing.get_context("fork").Pool(min(cores, len(values))) as pool:
+        yield from pool.imap(function, values)
 
 
 # ---- the answer
 
-# The columns of the table, and the parts of step_time.step_seconds() that each adds up.
-SHARES = {"matmuls": ("products",), "element-wise": ("element-wise",), "recompute": ("again", "host copies"),
-          "tp": ("tp wires",), "bubble": ("bubble",), "pp": ("pp wires",), "dp": ("dp wires",),
-          "optimizer": ("optimizer",)}
+# The columns of the table, and the parts of step_seconds() that each adds up.
+SHARES = {"matmuls": ("matmuls",), "attention": ("attention",), "element-wise": ("element-wise work",),
+          "tp": ("tp exposed", "cp exposed", "ep exposed", "ep counts exposed"), "host": ("host exposed",),
+          "bubble": ("bubble",), "pp": ("pp exposed",)}
 
 
 def answer(flags, machine: Machine, usable: float, peak: float):
@@ -290,12 +413,10 @@ def answer(flags, machine: Machine, usable: float, peak: float):
     config = Config(**{name: getattr(flags, name) for name in CONFIG_FLAGS} | {"device": "cuda"})
     search = Search(config, flags.gpus, set(CONFIG_FLAGS) & set(flags.given), machine, usable)
     rows, layouts = [], []
-    if flags.gpus > 1 << 14:
-        print(f"searching the layouts of {flags.gpus:,} GPUs, which can take minutes", file=sys.stderr)
-    for rank, (seconds, found) in enumerate(search.run(), 1):
-        parts, memory, used = (step_time.step_seconds(found, machine), fullest_gpu_bytes(found),
-                               step_time.mfu(found, seconds, peak))
+    for rank, (seconds, memory, found) in enumerate(search.run(), 1):
+        parts, used = step_seconds(train, found, machine), mfu(found, seconds, peak)
         shares = {name: sum(parts.get(part, 0.0) for part in summed) / seconds for name, summed in SHARES.items()}
+        shares["end"] = 1 - sum(shares.values())
         rows.append([rank, found.tp, found.pp, found.cp, found.dp, found.micro_batch_size, seconds_text(seconds),
                      f"{used:.1%}", bytes_text(memory), *(f"{abs(share):.1%}" for share in shares.values()),
                      flags_text(differences(found, FURTHER))])
@@ -304,9 +425,10 @@ def answer(flags, machine: Machine, usable: float, peak: float):
     text = nothing_fits(search) if not rows else "\n".join([
         f"the fastest layouts of {flags.model} ({parameter_count(found):,} parameters, {found.dtype}) on {flags.gpus} "
         f"x {flags.gpu} that fit into {bytes_text(usable)} per GPU:", "",
-        table(["", "tp", "pp", "cp", "dp", "micro batch", "step", "MFU", "memory", *SHARES, "further flags"], rows), "",
-        "The columns from matmuls to optimizer are shares of the step. tp (with cp, ep), pp and dp are communication "
-        f"that nothing hides. {search.counts['simulated']} combinations were simulated. `bench.py plan` with the flags "
+        table(["", "tp", "pp", "cp", "dp", "micro batch", "step", "MFU", "memory", *SHARES, "end", "further flags"], rows),
+        "", "The columns from matmuls to end are shares of the step. tp (with cp, ep), host and pp are communication "
+        "that nothing hides; end is all that follows the last backward, such as the optimizer. "
+        f"{search.counts['simulated']} combinations were simulated. `bench.py plan` with the flags "
         "of a row prints its memory, its communication and the assumptions.", "", layouts[0]["command"]])
     return text, {"question": "plan", "search": True, "model": flags.model, "gpu": flags.gpu, "gpus": flags.gpus,
                   "usable_bytes": usable, "counts": search.counts, "layouts": layouts}
@@ -317,6 +439,10 @@ def differences(config: Config, names) -> dict:
     plain = Config(model=config.model, global_batch_size=config.global_batch_size,
                    **{name: getattr(config, name) for name in LAYOUT}).resolve(config.world_size)
     return {name: getattr(config, name) for name in names if getattr(config, name) != getattr(plain, name)}
+
+
+def flags_text(changes: dict) -> str:
+    return " ".join(flag_name(name) + ("" if value is True else f" {value}") for name, value in changes.items())
 
 
 def layout_flags(config: Config) -> dict:

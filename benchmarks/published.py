@@ -7,24 +7,27 @@
     2409.15241             Domino on H100. Measured: its largest speed-up over Megatron-LM, and the share of
                            communication in Megatron-LM's step
 
-The step time comes from analysis/step_time.py, but with the costs of what these runs did. Megatron-LM's kernels read
-and write more than fused ones do. In the first two papers attention also stores its scores, and each microbatch repeats
-the forward of whole layers, or only of attention, before its backward. In 2409.15241 nothing hides Megatron-LM's
-all-reduces.
+The step time comes from dry runs (dry_run/stages.py) of this program as these runs trained: without torch.compile, as
+Megatron-LM's kernels are separate. In the first two papers dropout makes attention store its scores, and each
+microbatch repeats the forward of whole layers, or only of attention, before its backward. In 2409.15241 nothing hides
+Megatron-LM's all-reduces: a wait follows each launch.
 
-A ratio far from 1 points to a wrong assumption. The largest is that of the share of communication at tp 32. There each
-rank has 160 of 5120 columns. Such narrow matmuls probably reach less than the assumed share of the peak, so the real
-step is longer and communication a smaller share of it.
+A ratio far from 1 points to a wrong assumption.
 """
 
 import dataclasses
 import math
 from dataclasses import dataclass
+from functools import cache
 
+import train
 from benchmarks.common import table
-from nanodomino.analysis import expected_traffic, sizes, step_time
-from nanodomino.analysis.step_time import Cost, Machine, action_seconds
+from nanodomino.analysis.machine import Machine
 from nanodomino.config.config import Config
+from nanodomino.dry_run.accounts import Launch, Operation, Wait
+from nanodomino.dry_run.clock import clock_of
+from nanodomino.dry_run.rank import RankRun, kinds_of
+from nanodomino.dry_run.stages import Stage, linear_in_microbatches
 from nanodomino.schedules import simulation
 
 SEQ_LENGTH = 2048
@@ -53,11 +56,14 @@ class Run:
     @property
     def config(self) -> Config:
         """The run's Config, with one slice and an unsharded optimizer as in Megatron-LM."""
-        return Config(num_layers=self.num_layers, hidden_size=self.hidden_size, num_attention_heads=self.heads,
-                      seq_length=SEQ_LENGTH, vocab_size=self.vocab_size, dtype="bfloat16", device="cuda", slices=1,
-                      zero_stage=0, micro_batch_size=self.micro_batch_size, global_batch_size=self.global_batch_size,
-                      tensor_model_parallel_size=self.tp, pipeline_model_parallel_size=self.pp,
-                      virtual_stages=self.virtual_stages).resolve(self.gpus)
+        config = Config(num_layers=self.num_layers, hidden_size=self.hidden_size, num_attention_heads=self.heads,
+                        seq_length=SEQ_LENGTH, vocab_size=self.vocab_size, dtype="bfloat16", device="cuda", slices=1,
+                        columns=1, zero_stage=0, micro_batch_size=self.micro_batch_size, compile=False,
+                        global_batch_size=self.global_batch_size, tensor_model_parallel_size=self.tp,
+                        pipeline_model_parallel_size=self.pp, virtual_stages=self.virtual_stages,
+                        sequence_parallel=self.again == "attention",
+                        recompute_granularity="selective" if self.again == "attention" else "none")
+        return config.resolve(self.gpus).with_vocabulary(self.vocab_size)
 
 
 TABLE_1 = [Run(*sizes, "TFLOP/s", published) for *sizes, published in (
@@ -82,78 +88,61 @@ DOMINO = [Run(*sizes, figure, published, **OF_H100) for *sizes, figure, publishe
 RUNS = {"2104.04473": TABLE_1, "2205.05198": TABLE_5, "2409.15241": DOMINO}
 
 
-# What Megatron-LM's separate kernels read and write besides step_time.elementwise_bytes(), in a layer's forward and
-# backward. RESIDUAL: activations X. Forward stores a dropout mask of X/2 and reads x' again for the norm, in both
-# sublayers: 3 X. In backward the norm reads its input and gradient a second time for its weight gradient, dropout reads
-# and writes the gradient and reads the mask, and the two gradients of the residual are added: 13 X.
-# SCORES: bytes of each score (a head's pair of tokens) in 16 bit, without flash attention. In forward a matmul writes
-# 2, softmax reads and writes 4, dropout 4 and a mask of 1, the next matmul reads 2. In backward a matmul writes 2,
-# dropout reads and writes 5, softmax 6, and three matmuls read 6.
-RESIDUAL, SCORES = (3, 13), (13, 19)
+# Bytes of each score (a head's pair of tokens) in 16 bit, without flash attention. In forward a matmul writes 2, softmax
+# reads and writes 4, dropout 4 and a mask of 1, the next matmul reads 2. In backward a matmul writes 2, dropout reads and
+# writes 5, softmax 6, and three matmuls read 6.
+SCORES = {"attention": 13, "attention backward": 19}
 
 
 # ---- seconds
 
-def seconds(config: Config, machine: Machine, costs=step_time.action_costs) -> float:
-    """Return the seconds of a step: the sum of step_time.step_seconds(), but with other costs of actions.
+def seconds(config: Config, machine: Machine, again="nothing", blocks=False) -> float:
+    """Return the seconds of a step. again: as in Run; blocks: the GPU waits for each tp collective right after launching
+    it."""
+    return sum(parts(train, config, machine, again, blocks).values())
 
-    costs: the function to use in place of step_time.action_costs().
+
+@linear_in_microbatches
+def parts(program, config: Config, machine: Machine, again: str, blocks: bool) -> dict[str, float]:
+    """Return {part of the step: seconds}, as dry_run.stages.step_seconds() does."""
+    lengths, ends = [], []
+    for stage in (Stage(program, config, number, quick=True) for number in range(config.pp)):
+        stage.sides = [[as_megatron(run, again != "nothing", blocks) for run in runs] for runs in stage.sides]
+        actions, after = stage.seconds(machine)
+        found = {kinds: sum(spent.values()) for kinds, spent in actions.items()}
+        for kinds in [*found] if again == "layers" else ():
+            kind, chunk = kinds[0]
+            if kind == "backward":                             # repeats the layers' forward, but not the head's
+                found[kinds] += stage.linear(lambda run, forward=("forward", chunk): sum(clock_of(
+                    run, machine).actions[forward,].values()), chunk=chunk, whole=False)
+        lengths.append(found)
+        ends.append(sum(after.values()))
+    message = machine.collective_seconds("send", math.prod(config.residual_shape) * config.params_dtype.itemsize,
+                                         (0, config.world_size // config.pp))
+    rows = simulation.simulate(config.timetable, lambda stage, action: lengths[stage][kinds_of(action)], message)
+    return {"schedule": simulation.step_time(rows), "end": max(ends)}
+
+
+@cache
+def as_megatron(run: RankRun, stores_scores: bool, blocks: bool) -> RankRun:
+    """Return the run with other events.
+
+    stores_scores: replace fused attention by matmuls that write and read the scores
+    blocks: wait for each tp collective right after its launch
     """
-    stages = [sizes.mesh_at(config, stage) for stage in range(config.pp)]
-    of_stages = [costs(config, machine, mesh) for mesh in stages]
-    (real,) = step_time.simulate_schedule(config, machine, of_stages, messages=(True,))
-    once = max(step_time.exposed_data_parallel_seconds(config, machine, mesh, row) for mesh, row in zip(stages, real))
-    return (simulation.step_time(real) + once
-            + max(step_time.optimizer_memory_traffic(config, mesh) for mesh in stages) / machine.memory_rate)
-
-
-def megatron(config: Config, machine: Machine, mesh, scores=(0, 0), before_backward=None) -> dict:
-    """Return action_costs() with the additional element-wise work of Megatron-LM's kernels.
-
-    scores: bytes of each score in forward and backward; (0, 0) with flash attention
-    before_backward(chunk, residual, scores): returns the seconds of what a chunk's backward repeats first; residual,
-        scores: the seconds of its additional work in forward
-    """
-    found = step_time.action_costs(config, machine, mesh)
-    pairs = config.micro_batch_size * config.num_attention_heads / config.tp * config.seq_length ** 2
-    for number, chunk in enumerate(sizes.stage_chunks(config, mesh)):
-        (forward, backward), (forward_scores, backward_scores) = (
-            [len(chunk.layers) * unit * times / machine.elementwise_rate for times in count]
-            for unit, count in ((sizes.residual_bytes(config), RESIDUAL), (pairs, scores)))
-        again = before_backward(chunk, forward, forward_scores) if before_backward else 0.0
-        for kind, more in (("forward", forward + forward_scores), ("backward", backward + backward_scores + again)):
-            cost = found[kind, number]
-            found[kind, number] = dataclasses.replace(cost, compute=cost.compute + more)
-    return found
-
-
-def layers_again(config: Config, machine: Machine, mesh) -> dict:
-    """Return megatron() where each backward first repeats the layers' forward with its all-reduces."""
-    def seconds_of(chunk, residual, scores):
-        dense, _, attention = (count / machine.matmul_rate for count in step_time.forward_flops(config, mesh, chunk))
-        layers = dataclasses.replace(chunk, post_process=False)
-        moved = step_time.elementwise_bytes(config, mesh, layers)[0] / machine.elementwise_rate
-        traffic = [collective for collective in expected_traffic.tensor_parallel_traffic(config, mesh, [chunk])
-                   if collective.why == "layers forward"]
-        communication = step_time.communication_seconds(config, machine, mesh, traffic) / config.microbatches
-        return action_seconds(config, Cost(dense + attention + moved + residual + scores, communication))
-
-    return megatron(config, machine, mesh, SCORES, seconds_of)
-
-
-def attention_again(config: Config, machine: Machine, mesh) -> dict:
-    """Return megatron() where each backward first repeats attention's own matmuls. They need no communication."""
-    return megatron(config, machine, mesh, SCORES, lambda chunk, residual, scores:
-                    step_time.forward_flops(config, mesh, chunk)[2] / machine.matmul_rate + scores)
-
-
-def blocking(config: Config, machine: Machine, mesh) -> dict:
-    """Return megatron() without overlap: the work that could overlap communication runs before or after it."""
-    return {what: Cost(cost.compute + cost.independent, cost.communication)
-            for what, cost in megatron(config, machine, mesh).items()}
-
-
-AGAIN = {"layers": layers_again, "attention": attention_again, "nothing": megatron}
+    events = []
+    for event in run.events:
+        if stores_scores and getattr(event, "kind", None) in SCORES:
+            (size,), count = event.shape, 2 if event.kind == "attention" else 4          # of matmuls
+            scores = event.flops / size / (2 if count == 2 else 5)     # a causal kernel has counted half of them
+            heads = round(scores / SEQ_LENGTH ** 2)
+            events += [Operation("matmul", 0, 2 * scores * size, (heads, SEQ_LENGTH, SEQ_LENGTH, size), 2)] * count
+            events += [Operation("memory", round(SCORES[event.kind] * scores))]
+        else:
+            events.append(event)
+        if blocks and isinstance(event, Launch) and event.group == "tp":
+            events.append(Wait(event.number))
+    return dataclasses.replace(run, events=events)
 
 
 # ---- figures
@@ -175,19 +164,19 @@ def formula_3(config: Config) -> float:
 
 def step(run: Run, machine: Machine) -> float:
     """Predict the seconds of a step."""
-    return seconds(run.config, machine, AGAIN[run.again])
+    return seconds(run.config, machine, run.again)
 
 
 def gain(run: Run, machine: Machine) -> float:
     """Predict the speed-up of Domino with two slices over blocking communication."""
     config = run.config
-    return seconds(config, machine, blocking) / seconds(dataclasses.replace(config, slices=2), machine, megatron)
+    return seconds(config, machine, blocks=True) / seconds(dataclasses.replace(config, slices=2), machine)
 
 
 def wires(run: Run, machine: Machine) -> float:
     """Predict the percentage of a step that communication takes if nothing hides it."""
     free = dataclasses.replace(machine, intra_host_rate=math.inf, inter_host_rate=math.inf, latency=0.0)
-    return 100 * (1 - seconds(run.config, free, blocking) / seconds(run.config, machine, blocking))
+    return 100 * (1 - seconds(run.config, free, blocks=True) / seconds(run.config, machine, blocks=True))
 
 
 FIGURES = {"TFLOP/s": teraflops, "s": step, "x speed": gain, "% wires": wires}
