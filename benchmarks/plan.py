@@ -1,18 +1,17 @@
-"""Would this model fit on those GPUs, and how fast would it be? Evaluates the formulas; trains nothing.
+"""Would this model fit on those GPUs, and how fast would it be? Runs training steps dry; trains nothing.
 
-    memory           what a GPU of each stage needs (analysis/expected_memory.py, checked by `bench.py memory`)
-    communication    what a GPU sends in a step, by process group (analysis/expected_traffic.py, checked by
-                     `bench.py comm`)
-    step time        computed from data sheets and assumptions (analysis/step_time.py). The assumptions are printed, and
+    memory           what a GPU of each stage needs (dry_run/stages.py, checked by `bench.py memory`)
+    communication    what a GPU sends in a step, by process group (checked by `bench.py comm`)
+    step time        computed from data sheets and assumptions (analysis/machine.py). The assumptions are printed, and
                      flags change most of them. "exposed" is the time that a GPU waits for communication or copies
 
 `--search` looks for the ten fastest layouts that fit and prints the command of the fastest (plan_search.py):
 
     python bench.py plan --search --model llama3-8b --gpus 8 --gpu H100
 
-If the model does not fit, the plan shows the largest terms and the changes that would make it fit, each with its step
-time. If the model fits and another schedule is faster, the plan names it. A preset gets the vocabulary of its published
-weights.
+If the model does not fit, the plan shows the largest terms and the single changes that would make it fit, each with its
+step time. If the model fits and another schedule, more slices or more columns are faster, the plan names them. A preset
+gets the vocabulary of its published weights.
 
     python bench.py plan --model gpt3-13b --gpus 64 --tp 8 --pp 4 --gpu A100
 
@@ -25,53 +24,37 @@ predicts a step, trains, and prints the predicted and the measured time:
 """
 
 import dataclasses
-import itertools
 import operator
 import statistics
 import time
-from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 import train
-from benchmarks import comm, memory, plan_search, published
-from benchmarks.common import (RandomTokens, Times, add_config_flags, bytes_text, config_here, config_of, describe,
+from benchmarks import comm, measured, memory, plan_search, published
+from benchmarks.common import (CONFIG_FLAGS, Times, add_config_flags, bytes_text, config_here, config_of, describe,
                                gathered, layout_of, ratio_text, ratios, seconds_text, table)
-from benchmarks.plan_changes import (changed, context_sizes, flags_text, memory_terms, more_recomputation, most_needed,
-                                     other_schedules)
-from nanodomino.analysis import expected_memory, expected_traffic, sizes, step_time
-from nanodomino.analysis.hardware import FP8_SPEEDUP, PEAK_FLOPS, WITHOUT_FP8
-from nanodomino.analysis.sizes import active_parameter_count, parameter_count
-from nanodomino.analysis.step_time import Machine, slowest, synchronize_ranks
+from benchmarks.plan_search import CHANNELS, CONNECTION_BYTES, FURTHER, LAYOUT, Search, communicator_bytes, flags_text
+from nanodomino.analysis.formulas import (active_parameter_count, bytes_sent, mfu, parameter_count,
+                                          state_bytes_per_parameter)
+from nanodomino.analysis.hardware import FP8_SPEEDUP, GPUS, PEAK_FLOPS, WITHOUT_FP8, Gpu
+from nanodomino.analysis.machine import Machine, measure_machine, slowest, synchronize_ranks
 from nanodomino.config.config import Config
 from nanodomino.config.presets import DTYPES, PUBLISHED_VOCABULARIES
 from nanodomino.config.setting import flag_name
+from nanodomino.dry_run.stages import Stage, stage_memory, step_seconds
 from nanodomino.errors import counted, require
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """Figures from a GPU's data sheet."""
-    memory: float                # bytes
-    memory_rate: float           # bytes/s
-    link: str                    # the link to the other GPUs of the host: NVLink or PCIe
-    link_rate: float             # bytes/s over it, each way
-    host_rate: float             # bytes/s to the host over PCIe, each way
-
-
-# GPUs with bfloat16. NVLink each way is half of the data sheet's figure; PCIe x16 is 32 GB/s each way in generation 4,
-# 64 GB/s in generation 5.
-GPUS = {"A100": Gpu(80e9, 2.039e12, "NVLink", 300e9, 32e9),
-        "H100": Gpu(80e9, 3.35e12, "NVLink", 450e9, 64e9), "H100 PCIe": Gpu(80e9, 2.0e12, "PCIe", 64e9, 64e9),
-        "H200": Gpu(141e9, 4.8e12, "NVLink", 450e9, 64e9), "B200": Gpu(180e9, 8e12, "NVLink", 900e9, 64e9),
-        "A10": Gpu(24e9, 0.6e12, "PCIe", 32e9, 32e9), "L40S": Gpu(48e9, 0.864e12, "PCIe", 32e9, 32e9),
-        "RTX 4090": Gpu(24e9, 1.008e12, "PCIe", 32e9, 32e9)}
+from nanodomino.run.estimates import Estimate
+from nanodomino.schedules.simulation import peak_microbatches
 
 GPT2_VOCABULARY = PUBLISHED_VOCABULARIES["gpt2"]
-# The parts of step_time.step_seconds() as they are printed.
-PARTS = {"products": "matmuls", "element-wise": "element-wise work", "again": "recomputation",
-         "host copies": "exposed host copies", "tp wires": "exposed tp, cp, ep communication",
-         "bubble": "pipeline bubble", "pp wires": "exposed pp messages", "dp wires": "exposed dp communication"}
-MEMORY_TERMS = ("parameters", "gradients", "optimizer", "activations", "messages", "working", "communicators")
+MEMORY_TERMS = ("parameters", "gradients", "optimizer", "activations", "working", "communicators")
+# Settings that belong together, in the order in which why_not() changes them.
+REMEDIES = (("zero_stage",), ("schedule", "virtual_stages"), ("sequence_parallel",),
+            ("recompute_granularity", "checkpoint_in_cpu"), ("micro_batch_size", "slices", "columns"),
+            ("tensor_model_parallel_size",), ("pipeline_model_parallel_size",), ("expert_model_parallel_size",),
+            ("context_parallel_size", "cp_comm_type"))
 
 
 def add_flags(parser):
@@ -84,7 +67,8 @@ def add_flags(parser):
     parser.add_argument("--network", type=float, default=400.0,
                         help="Gbit/s between a GPU and other hosts, each way (default 400: InfiniBand NDR)")
     parser.add_argument("--product-efficiency", type=float, default=0.7,
-                        help="share of the peak FLOP/s that matmuls and attention reach (default 0.7)")
+                        help="share of the peak FLOP/s that the largest tiles of a matmul reach; narrow matmuls reach "
+                             "less (default 0.7)")
     parser.add_argument("--wire-efficiency", type=float, default=0.8,
                         help="share of the data-sheet rates that links and GPU memory reach (default 0.8)")
     parser.add_argument("--latency", type=float, default=15.0,
@@ -131,11 +115,15 @@ def answer(flags, launch):
     if flags.search:
         return plan_search.answer(flags, machine_of(flags, flags.gpu, flags.network, flags.gpus_per_host),
                                   GPUS[flags.gpu].memory * (1 - flags.reserve), PEAK_FLOPS[flags.gpu])
-    config = config_of(flags, flags.gpus)
     if flags.gpu != "here":
-        return plan(dataclasses.replace(config, device="cuda"), flags)
-    config, *parts = comm.build(config, launch)
-    return here_text(config, run_here(config, *parts, flags.repeats))
+        return plan(dataclasses.replace(config_of(flags, flags.gpus), device="cuda"), flags)
+    config = measured.config_for(flags, launch)
+    dry, estimate = measured.dry_runs(config, launch), None
+    if launch.rank == 0:
+        estimate = Estimate(train, config, torch.device(config.device))
+        if estimate.failure:
+            raise estimate.failure
+    return here_text(config, run_here(config, dry, estimate, measured.build(config, launch), flags.repeats))
 
 
 # ---- for GPUs from data sheets
@@ -149,41 +137,44 @@ def machine_of(flags, name: str, network: float, per_host: int) -> Machine:
     return Machine(matmul_rate=PEAK_FLOPS[name] * flags.product_efficiency, intra_host_rate=gpu.link_rate * efficiency,
                    inter_host_rate=network / 8 * 1e9 * efficiency, latency=flags.latency * 1e-6,
                    ranks_per_host=per_host, memory_rate=gpu.memory_rate * efficiency,
-                   host_copy_rate=gpu.host_rate * efficiency, elementwise_rate=gpu.memory_rate * efficiency,
-                   overlap_slowdown=flags.overlap_slowdown)
+                   host_copy_rate=gpu.host_rate * efficiency, overlap_slowdown=flags.overlap_slowdown,
+                   peak=PEAK_FLOPS[name], multiprocessors=gpu.multiprocessors)
 
 
 def plan(config: Config, flags):
     """Return (text, record) of the plan for flags.gpu, one of GPUS."""
     gpu, peak = GPUS[flags.gpu], PEAK_FLOPS[flags.gpu]
-    machine = machine_of(flags, flags.gpu, flags.network, flags.gpus_per_host)
-    stages, usable = [sizes.mesh_at(config, stage) for stage in range(config.pp)], gpu.memory * (1 - flags.reserve)
-    needs = [memory_terms(config, mesh) for mesh in stages]
+    machine, usable = machine_of(flags, flags.gpu, flags.network, flags.gpus_per_host), gpu.memory * (1 - flags.reserve)
+    found = [stage_memory(train, config, stage) | {"communicators": communicator_bytes(config, stage)}
+             for stage in range(config.pp)]
+    needs = [{name: one[name] for name in MEMORY_TERMS} for one in found]
     fits = all(sum(need.values()) <= usable for need in needs)
-    parts = step_time.step_seconds(config, machine)
+    parts = step_seconds(train, config, machine)
     seconds, tokens = sum(parts.values()), config.global_batch_size * config.seq_length
-    used = step_time.mfu(config, seconds, peak)
-    ideal = sum(parts.get(name, 0.0) for name in ("products", "element-wise", "again", "host copies", "tp wires"))
-    bubble = parts["bubble"] / ideal
+    used, ideal = mfu(config, seconds, peak), sum(part for name, part in parts.items() if name not in (
+        "bubble", "pp exposed") and not name.endswith("at the end"))
+    alive = peak_microbatches(config.timetable.rows[0]) / config.virtual_stages
+    change = partial(changed, config, flags, machine, usable)
     text = "\n".join([
         f"{config.model}: {parameter_count(config):,} parameters, {config.dtype}, on {config.world_size} x {flags.gpu}",
-        *experts_text(config),
+        *([f"{config.num_experts} experts in a layer, assumed to be chosen equally often: a token uses "
+           f"{active_parameter_count(config):,} parameters"] if config.num_experts else []),
         describe(config), "",
         table(["memory of a GPU", *MEMORY_TERMS, "total", ""],
               [[f"stage {stage}", *map(bytes_text, need.values()), bytes_text(sum(need.values())),
                 "fits" if sum(need.values()) <= usable else "TOO MUCH"] for stage, need in enumerate(needs)]),
-        f"usable {bytes_text(usable)}; model state {expected_memory.state_bytes_per_parameter(config):.2f} bytes per "
-        f"parameter; stage 0 keeps the activations of up to "
-        f"{counted(expected_memory.microbatches_in_flight(config, stages[0]), 'microbatch', '.3g')}",
-        *([f"host memory for each GPU of stage 0: {bytes_text(expected_memory.peak_host_bytes(config, stages[0]))}"]
-          if expected_memory.offloads_to_host(config) else []),
-        *([] if fits else [why_not(config, needs, usable), what_helps(config, machine, flags, usable)]), "",
+        f"usable {bytes_text(usable)}; model state {state_bytes_per_parameter(config):.2f} bytes per parameter; stage "
+        f"0 keeps the activations of up to {counted(alive, 'microbatch', '.3g')}",
+        *([f"host memory for each GPU of stage 0: {bytes_text(found[0]['host'])}"] if found[0]["host"] else []),
+        *([] if fits else why_not(needs, usable, alive, change)), "",
         table(["communication of a GPU in a step", "collective", "ranks", "calls", "bytes", "sent", "time"],
               communication_rows(config, machine)), "",
-        table(["a step", "", ""], [[PARTS.get(name, name), seconds_text(part), f"{part / seconds:.1%}"]
-                                   for name, part in [*parts.items(), ("total", seconds)]]),
-        *more_columns(config, machine, seconds), *(faster_schedule(config, machine, seconds, usable) if fits else ()),
-        f"the bubble is {bubble:.1%} of the ideal time, which is the sum of the lines above the bubble, and "
+        table(["a step", "", ""],
+              [[label(name), seconds_text(part), f"{part / seconds:.1%}"]
+               for name, part in [*sorted(parts.items(), key=place_of), ("total", seconds)] if part]),
+        *(f"{words} would take {seconds_text(other)} per step" for words, other, _ in
+          (change(("schedule", "virtual_stages", "slices", "columns")) if fits else []) if other < 0.99 * seconds),
+        f"the bubble is {parts['bubble'] / ideal:.1%} of the ideal time, which is the sum of the lines above it, and "
         f"{parts['bubble'] / seconds:.1%} of the step; it would be (p - 1)/m of the ideal time in 1F1B if stages are "
         "equal, so more microbatches shrink it",
         f"{tokens / seconds:,.0f} tokens/s; MFU {used:.1%} (6 N + 12 L h s FLOPs per token, relative to "
@@ -191,186 +182,150 @@ def plan(config: Config, flags):
     return text, {"question": "plan", "model": config.model, "parameters": parameter_count(config),
                   "active_parameters": active_parameter_count(config), "gpu": flags.gpu, "gpus": config.world_size,
                   **layout_of(config), "microbatches": config.microbatches, "fits": fits, "usable_bytes": usable,
-                  "memory": needs,
-                  "host_memory": [expected_memory.peak_host_bytes(config, mesh) for mesh in stages],
-                  "communication": [[dataclasses.asdict(traffic)
-                                     for traffic in expected_traffic.step_traffic(config, mesh)] for mesh in stages],
-                  "bubble": bubble, "parts_s": parts, "step_s": seconds, "mfu": used,
+                  "memory": needs, "host_memory": [one["host"] for one in found],
+                  "communication": [[{"group": group, "kind": kind, "calls": calls, "bytes": size}
+                                     for (group, kind), (calls, size) in traffic(config, stage)[0].items()]
+                                    for stage in range(config.pp)],
+                  "bubble": parts["bubble"] / ideal, "parts_s": parts, "step_s": seconds, "mfu": used,
                   "tokens_per_second": tokens / seconds}
 
 
-def experts_text(config: Config) -> list[str]:
-    """Return a list with a line about the experts; empty without experts."""
-    if not config.num_experts:
-        return []
-    state = expected_memory.state_bytes_per_parameter(config, "expert_dp")
-    return [f"{config.num_experts} experts in a layer, assumed to be chosen equally often: a token uses "
-            f"{active_parameter_count(config):,} parameters; model state {state:.2f} bytes per expert's parameter"]
+def place_of(part: tuple[str, float]) -> tuple:
+    """Return a key that sorts parts of a step: work, what is exposed, the bubble, messages, what comes at the end."""
+    name = part[0]
+    return name.endswith("at the end"), name.startswith("pp"), name == "bubble", "exposed" in name, -part[1]
 
 
-def more_columns(config: Config, machine: Machine, seconds: float) -> list[str]:
-    """Return a list with a line that proposes --columns; empty for several slices, or if columns gain less than 1 %."""
-    found = {columns: sum(step_time.step_seconds(dataclasses.replace(config, columns=columns), machine).values())
-             for columns in (2, 4, 8) if columns > config.columns and min(config.slices, config.micro_batch_size) == 1}
-    best = min(found, key=found.get, default=None)
-    if best is None or found[best] > 0.99 * seconds:
-        return []
-    return [f"--columns {best} would hide more tp communication, also with --micro-batch-size "
-            f"{config.micro_batch_size}: {seconds_text(found[best])} per step"]
+def label(part: str) -> str:
+    """Return for example "exposed tp communication" for "tp exposed"."""
+    group, exposed, more = part.partition(" exposed")
+    return f"exposed {group} {'copies' if group == 'host' else 'communication'}{more}" if exposed else part
 
 
-def faster_schedule(config: Config, machine: Machine, seconds: float, usable: float) -> list[str]:
-    """Return a list with a line that proposes the fastest schedule that fits; empty if that gains less than 1 %."""
-    times = [(sum(step_time.step_seconds(dataclasses.replace(config, **changes), machine).values()), changes)
-             for changes in itertools.chain(*other_schedules(config))]
-    fitting = (f"{flags_text(changes)} would take {seconds_text(other)} per step"
-               for other, changes in sorted(times, key=lambda timed: timed[0])
-               if other < 0.99 * seconds and most_needed(config, changes, usable) <= usable)
-    return list(itertools.islice(fitting, 1))
+def traffic(config: Config, stage: int) -> tuple[dict, dict]:
+    """Return ({(group, kind): (calls, bytes)} of a rank of this stage in a step, {group: its ranks}).
+
+    Both grow linearly with the layers and the microbatches, so small runs with one and two microbatches suffice.
+    """
+    few = [Stage(train, dataclasses.replace(config, global_batch_size=samples), stage)
+           for samples in (config.micro_batch_size * config.dp, 2 * config.micro_batch_size * config.dp)]
+    one, two = (found.linear(lambda run: {(*key, place): value for key, pair in run.traffic.items()
+                                          for place, value in enumerate(pair)}) for found in few)
+    totals = {key: one.get(key, 0) + (config.microbatches - 1) * (two[key] - one.get(key, 0)) for key in two}
+    apart = config.world_size // config.pp                     # from a stage to the next
+    return ({(group, kind): (round(count), round(totals[group, kind, 1]))
+             for (group, kind, place), count in totals.items() if place == 0},
+            few[0].sides[0][0].ranks_of | {"world": tuple(range(config.world_size)), "pp": (0, apart),
+                                           "embedding": (0, (config.pp - 1) * apart)})
 
 
 def communication_rows(config: Config, machine: Machine) -> list[list]:
-    """Return a row for each process group and purpose, from the stage that spends most time on it."""
+    """Return a row for each process group and kind of collective, from the stage that spends most time on it."""
     longest = {}
     for stage in range(config.pp):
-        mesh = sizes.mesh_at(config, stage)
-        for traffic in expected_traffic.step_traffic(config, mesh):
-            key, ranks = (traffic.group, traffic.why), len(set(sizes.group_ranks(mesh, traffic.group)))
-            seconds = step_time.communication_seconds(config, machine, mesh, [traffic])
-            if traffic.kind != "receive" and seconds >= longest.get(key, (0.0,))[0]:
-                sent = expected_traffic.bytes_sent(traffic.kind, traffic.bytes, ranks)
-                longest[key] = seconds, [f"{traffic.group}: {traffic.why}", traffic.kind, ranks, traffic.calls,
-                                         bytes_text(traffic.bytes), bytes_text(sent), seconds_text(seconds)]
+        found, ranks_of = traffic(config, stage)
+        for (group, kind), (calls, size) in found.items():
+            ranks = ranks_of[group]
+            seconds = calls * machine.collective_seconds(kind, size / max(calls, 1), ranks)
+            if kind != "receive" and seconds >= longest.get((group, kind), (0.0,))[0] and len(ranks) > 1:
+                longest[group, kind] = seconds, [group, kind, len(ranks), calls, bytes_text(size), bytes_text(
+                    bytes_sent(kind, size, len(ranks))), seconds_text(seconds)]
     return [row for _, row in longest.values()]
 
 
 def assumptions(flags, gpu: Gpu) -> list[str]:
     """Return the lines that state the plan's assumptions."""
-    channels, connection = expected_memory.CHANNELS, expected_memory.CONNECTION_BYTES
     return ["assumptions:",
             f"  {flags.gpu}: {bytes_text(gpu.memory)} of memory, of which {flags.reserve:.0%} stays free (--reserve), "
             f"read and written at {bytes_text(gpu.memory_rate)}/s",
-            f"  matmuls and attention reach {flags.product_efficiency:.0%} of the 16-bit peak of "
-            f"{PEAK_FLOPS[flags.gpu] / 1e12:g} TFLOP/s, whatever their size (--product-efficiency), and in fp8 "
-            f"{FP8_SPEEDUP:g} times as much; element-wise work reads and writes each tensor once per fused operation, "
-            "at the memory's rate",
+            f"  the largest tiles of a matmul reach {flags.product_efficiency:.0%} of the 16-bit peak of "
+            f"{PEAK_FLOPS[flags.gpu] / 1e12:g} TFLOP/s (--product-efficiency), and in fp8 {FP8_SPEEDUP:g} times as "
+            f"much; smaller tiles, a last wave that does not fill the {gpu.multiprocessors} multiprocessors, and "
+            "attention reach less (analysis/machine.py)",
+            "  compiled element-wise work reads and writes each tensor once per fused operation",
             f"  hosts of {flags.gpus_per_host} GPUs (--gpus-per-host) joined by {gpu.link}, "
             f"{bytes_text(gpu.link_rate)}/s each way; {flags.network:g} Gbit/s from a GPU to other hosts (--network)",
             f"  links and GPU memory reach {flags.wire_efficiency:.0%} of these rates (--wire-efficiency); each "
             f"collective takes {flags.latency:g} us in addition to sending its bytes (--latency)",
-            "  all-reduces and all-to-alls overlap other slices and weight gradients, and while one is in flight, it "
-            f"takes {flags.overlap_slowdown:.0%} of the GPU (--overlap-slowdown); gradient reduction overlaps the last "
-            "microbatch's backward",
-            f"  an NCCL ring allocates {bytes_text(channels * connection)}, {channels} channels of "
-            f"{bytes_text(connection)}; trees and in-network reduction would need more",
-            "  messages, working memory and communicators are estimates; the rest of the memory is exact"]
+            f"  while a collective is in flight, it takes {flags.overlap_slowdown:.0%} of the GPU (--overlap-slowdown)",
+            f"  an NCCL ring allocates {bytes_text(CHANNELS * CONNECTION_BYTES)}, {CHANNELS} channels of "
+            f"{bytes_text(CONNECTION_BYTES)}; trees and in-network reduction would need more"]
 
 
-# ---- if it does not fit
+# ---- what would be better
 
-def why_not(config: Config, needs: list[dict], usable: float) -> str:
-    """Return a line that says by how much the fullest GPU exceeds its memory, and which two terms are largest.
+def changed(config: Config, flags, machine: Machine, usable: float, names) -> list[tuple[str, float, float]]:
+    """Return [(flags, seconds of a step, bytes)] of the fastest change of the settings `names` that fits; or []."""
+    given, fixed = (set(found) & set(CONFIG_FLAGS) - set(names) for found in (flags.given, CONFIG_FLAGS))
+    search = Search(dataclasses.replace(config, data_parallel_size=None), config.world_size, given, machine, usable,
+                    fixed)
+    return [(flags_text({name: getattr(other, name) for name in (*LAYOUT, *FURTHER)
+                         if getattr(other, name) != getattr(config, name)}), seconds, needed)
+            for seconds, needed, other in search.run(1)]
 
-    needs: memory_terms() of each stage; usable: bytes of memory.
+
+def why_not(needs: list[dict], usable: float, alive: float, change) -> list[str]:
+    """Return two lines: by how much the fullest GPU exceeds its memory, with its two largest terms; what would help.
+
+    needs: bytes of each stage; usable: bytes of memory; alive: microbatches on stage 0; change: see changed()
     """
-    worst = max(range(config.pp), key=lambda stage: sum(needs[stage].values()))
-    need, alive = needs[worst], expected_memory.microbatches_in_flight(config, sizes.mesh_at(config, worst))
-    total = sum(need.values())
-    details = {"activations": f" (of up to {counted(alive, 'microbatch', '.3g')})"}
+    worst = max(range(len(needs)), key=lambda stage: sum(needs[stage].values()))
+    need, total = needs[worst], sum(needs[worst].values())
+    details = {"activations": f" (of up to {counted(alive, 'microbatch', '.3g')})"} if worst == 0 else {}
     largest = [f"{name} {bytes_text(need[name])}{details.get(name, '')}"
                for name in sorted(need, key=need.get, reverse=True)[:2]]
-    return (f"does not fit: stage {worst} needs {bytes_text(total)}, {bytes_text(total - usable)} too much; the "
-            f"largest terms are {' and '.join(largest)}")
-
-
-def what_helps(config: Config, machine: Machine, flags, usable: float) -> str:
-    """Return a line that names what would make the model fit.
-
-    It tries single changes, then pairs of changes, then more GPUs, then other GPUs, and stops at the first of these
-    that has an answer.
-    """
-    found = []
-
-    def costs(most, *how):
-        seconds = sum(step_time.step_seconds(changed(config, *how), machine).values())
-        return f"({bytes_text(most)}, {seconds_text(seconds)} per step)"
-
-    for count in (1, 2):
-        for changes in itertools.combinations(remedies(config), count) if not found else ():
-            merged = {name: value for change in changes for name, value in change.items()}
-            if len(merged) == sum(map(len, changes)) and (most := most_needed(config, merged, usable)) <= usable:
-                found.append(f"{flags_text(merged)} {costs(most, merged)}")
-    for gpus in (config.world_size * factor for factor in (2, 4, 8, 16) if not found):
-        if (most := most_needed(config, {}, usable, gpus)) <= usable:
-            found.append(f"--gpus {gpus} {costs(most, {}, gpus)}")
-    if not found:
-        most = most_needed(config, {})
-        found = [f"--gpu '{name}'" for name, gpu in GPUS.items() if gpu.memory * (1 - flags.reserve) >= most]
-    return (f"would fit with {', or '.join(found)}" if found
-            else "it would not fit with any two changes, with up to 16 times as many replicas, or on another GPU; "
-                 "raise --gpus together with --tp and --pp")
-
-
-def remedies(config: Config) -> list[dict]:
-    """Return the single changes that reduce a GPU's memory, such as {"zero_stage": 2}."""
-    found = [{"zero_stage": stage} for stage in (1, 2) if stage > config.zero_stage and config.dp * config.cp > 1]
-    found += [change for changes in other_schedules(config) for change in changes[:1] if config.pp > 1]
-    found += [{"expert_model_parallel_size": factor * config.ep} for factor in (2, 4, 8) if config.num_experts]
-    found += [{"sequence_parallel": True}] * (config.tp > 1 and not config.sequence_parallel)
-    found += more_recomputation(config)
-    found += [{name: 0.0} for name in ("attention_dropout", "hidden_dropout") if getattr(config, name)]
-    found += [{"micro_batch_size": size} for size in sorted({config.micro_batch_size // 2, 1}, reverse=True)
-              if 0 < size < config.micro_batch_size]
-    found += [{name: factor * getattr(config, name)} for factor in (2, 4)
-              for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")]
-    return found + [{"context_parallel_size": size} for size in context_sizes(config.seq_length, config.world_size)
-                    if size > config.cp]
+    found = [f"{words} ({bytes_text(most)}, {seconds_text(seconds)} per step)"
+             for names in REMEDIES for words, seconds, most in change(names)]
+    return [f"does not fit: stage {worst} needs {bytes_text(total)}, {bytes_text(total - usable)} too much; the "
+            f"largest terms are {' and '.join(largest)}",
+            f"would fit with {', or '.join(found)}" if found else
+            "no single change makes it fit; `bench.py plan --search` tries all of them together, and more GPUs"]
 
 
 # ---- for this machine
 
-def run_here(config: Config, mesh, optimizer, stage, repeats: int) -> dict:
+def run_here(config: Config, dry, estimate: Estimate | None, training, repeats: int) -> dict:
     """Predict and measure a step, `repeats` times in turn, and return the record. Every rank must call it.
 
     Each prediction measures the machine's rates right before the step, so both see the same load.
+    dry: each rank's RankRun; estimate: of a step; both only on rank 0. training: optimizer, stage and dataset
     """
-    dataset = RandomTokens(config, mesh.device)
-    held = memory.measure(config, mesh, optimizer, stage, dataset)
-    with comm.CollectiveCounter(mesh) as listener:
-        train.train_step(3, stage, optimizer, dataset, config, mesh)
-    machines, predicted, measured = [], [], []
+    optimizer, stage, dataset = training
+    mesh = stage.mesh
+    measured.first_update(*training, config)
+    run = measured.measure(*training, config)
+    held, counts = gathered(memory.memory_of(run)), gathered(run.traffic)
+    machines, predicted, times = [], [], []
     for step in range(4, 4 + repeats):
-        machines.append(step_time.measure_machine(config, mesh))
-        predicted.append(sum(step_time.step_seconds(config, machines[-1]).values()))
+        machines.append(measure_machine(config, mesh))
+        predicted.append(estimate.seconds(machines[-1]) if estimate else 0.0)
         synchronize_ranks(mesh.device)
         start = time.perf_counter()
         train.train_step(step, stage, optimizer, dataset, config, mesh)
-        measured.append(slowest(time.perf_counter() - start))
-    everyone = gathered((held, listener.counts))
-    expected = [memory.predict(config, mesh) for mesh in sizes.all_meshes(config)]
-    memory_errors = {name: max(abs(found[name] / formula[name] - 1) for (found, _), formula in zip(everyone, expected))
-                     for name in held}
-    return {"question": "plan", "gpu": "here", "gpus": config.world_size, "tp": config.tp, "pp": config.pp,
-            "dp": config.dp, "cp": config.cp, "ep": config.ep, "slices": config.slices,
+        times.append(slowest(time.perf_counter() - start))
+    if estimate is None:
+        return {}
+    return {"question": "plan", "gpu": "here", "gpus": config.world_size, **layout_of(config),
             "machine": {name: statistics.median(getattr(machine, rate) for machine in machines) for name, rate in
                         (("products", "matmul_rate"), ("near", "intra_host_rate"), ("memory", "memory_rate"))},
-            "predicted_s": predicted, "measured_s": measured,
-            "measured_over_predicted": statistics.median(map(operator.truediv, measured, predicted)),
-            "memory_errors": memory_errors,
-            "comm_exact": comm.comparable([counts for _, counts in everyone]) == comm.comparable(
-                comm.predict(config))}
+            "predicted_s": predicted, "measured_s": times,
+            "measured_over_predicted": statistics.median(map(operator.truediv, times, predicted)),
+            "memory_errors": memory.errors_of([*map(memory.memory_of, dry)], held),
+            "comm_exact": comm.comparable(counts) == comm.comparable([one.traffic for one in dry])}
 
 
 def here_text(config: Config, found: dict):
     """Return (text, record). The record is `found`, the result of run_here(), unchanged."""
+    if not found:
+        return "", found
     machine, predicted, measured = (found["machine"], Times(tuple(found["predicted_s"])),
                                     Times(tuple(found["measured_s"])))
     return "\n".join([
         f"tp {config.tp}, pp {config.pp}, dp {config.dp}, slices {config.slices}, {config.dtype} on {config.device}",
         f"each process, while all are busy: matmuls {machine['products'] / 1e9:.3g} GFLOP/s, communication "
-        f"{bytes_text(machine['near'])}/s, memory {bytes_text(machine['memory'])}/s",
+        f"{bytes_text(machine['near'])}/s",
         table(["a step", "median [min .. max]"],
               [["predicted", predicted], ["measured", measured],
                ["measured / predicted", ratio_text(ratios(measured, predicted))]]),
-        f"collectives and bytes {'equal' if found['comm_exact'] else 'DO NOT equal'} their formulas; memory differs by "
+        f"collectives and bytes {'equal' if found['comm_exact'] else 'DO NOT equal'} the dry run's; memory differs by "
         + ", ".join(f"{error:.1%} ({name})" for name, error in found["memory_errors"].items())]), found

@@ -43,12 +43,14 @@ from nanodomino.config.presets import PRESETS
 from nanodomino.config.rules import check_needs
 from nanodomino.config.setting import flag_name
 from nanodomino.dry_run.clock import Clock
-from nanodomino.dry_run.stages import fullest_rank_bytes, small_run, step_seconds
+from nanodomino.dry_run.rank import kinds_of
+from nanodomino.dry_run.stages import add_up, fullest_rank_bytes, small_run, step_seconds
 from nanodomino.errors import UserError, require
 from nanodomino.mesh import PIPELINE_THREAD_BLOCKS
 from nanodomino.model import stage_layers
 from nanodomino.overlap.recompute import GRANULARITIES
 from nanodomino.schedules import simulation
+from nanodomino.schedules.actions import Backward
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.schedules.placement_and_messages import timetable
 
@@ -56,7 +58,7 @@ RESULTS = 10
 MICRO_BATCHES = range(1, 17)
 LONG = 8192      # the fewest tokens of a sample that a rank keeps with context parallelism
 HIDDEN = 0.01    # the share of exposed communication below which more slices and columns gain too little
-MARGIN = 0.97    # the share of the estimated bytes that a combination surely needs
+LEAST_GAIN = 2e-4    # by how much a step must be shorter for one more chunk per stage
 LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "micro_batch_size")
 # What tapes may keep on the GPU, from most to least.
 RECOMPUTATION = [*({"recompute_granularity": name, "checkpoint_in_cpu": False} for name in GRANULARITIES),
@@ -132,9 +134,9 @@ class Costs:
         self.first, self.depth = runs[0].layers[0], runs[1].layers[0] - runs[0].layers[0]
         return [dataclasses.replace(run, ranks_of=run.ranks_of | {"dp": (0,), "expert_dp": (0,)}) for run in runs]
 
-    def linear(self, value, layers: float, heads=1.0) -> float:
-        """Return value(run) of 1F1B for this many layers and heads."""
-        one, two = map(value, self.runs["1f1b"])
+    def linear(self, value, layers: float, heads=1.0, runs=None) -> float:
+        """Return value(run) for this many layers and heads. runs: by default those of 1F1B."""
+        one, two = map(value, runs or self.runs["1f1b"])
         return (two - one) / self.depth * layers + (one - (two - one) / self.depth * self.first) * heads
 
     def action_seconds(self, stage: int, action) -> float:
@@ -164,8 +166,8 @@ class Costs:
         config, (rounds, rest) = self.config, divmod(self.config.microbatches, self.config.pp)
         if (schedule := like(config.schedule)) not in self.runs:
             self.add(schedule)
-        message = self.machine.collective_seconds("send", math.prod(config.residual_shape) * config.params_dtype.itemsize,
-                                                  (0, config.world_size // config.pp))
+        size = math.prod(config.residual_shape) * config.params_dtype.itemsize
+        message = self.machine.collective_seconds("send", size, (0, config.world_size // config.pp))
         some = [simulation.step_time(simulation.simulate(timetable(
             config.schedule, config.pp, count * config.pp + rest, config.virtual_stages), self.action_seconds, message))
             for count in ([rounds] if rounds <= 3 else [2, 3])]
@@ -176,7 +178,7 @@ class Costs:
         config, layers = self.config, max(map(sum, self.layers))
         ranks = range(0, config.world_size // config.pp, config.tp)
         gathered, reduced = (self.machine.collective_seconds(
-            kind, self.linear(lambda run: run.state[name], layers), ranks)
+            kind, self.linear(lambda run, name=name: run.state[name], layers), ranks)
             for kind, name in (("all_gather", "parameters"), ("reduce_scatter", "gradients")))
         backward = layers * sum(self.parts[WHOLE][0].values())
         exposed = max(0.0, reduced - backward) + self.machine.overlap_slowdown * min(reduced, backward)
@@ -184,29 +186,39 @@ class Costs:
         return (gathered + update * (config.ep / config.dp if config.zero_stage else 1.0)
                 + exposed * (config.microbatches if config.zero_stage == 2 else 1))
 
+    def of_action(self, name: str, action, stage: int) -> float:
+        """Return the bytes of RankRun.kept or RankRun.peaks for an action. If its kind has not run, it is part of a split
+        backward, which frees its bytes at its end."""
+        kinds, chunk = tuple((half.kind, 0) for half in action.halves), action.halves[0].chunk
+        runs = next((runs for runs in self.runs.values() if kinds in runs[0].kept), None)
+        if runs:
+            return self.linear(lambda run: getattr(run, name)[kinds], self.layers[stage][chunk],
+                               (stage, chunk) == self.last, runs)
+        return self.of_action(name, Backward(0, chunk), stage) if action.halves[0].kind == "weight_backward" else 0.0
+
     def bytes(self) -> float:
         """Estimate the bytes of the fullest GPU, which is on one of the ends."""
-        config, forward = self.config, (("forward", 0),)
+        config = self.config
+        if like(config.schedule) == "paired" and "paired" not in self.runs:
+            self.add("paired")
         rest, rounds = config.microbatches % config.pp, min(config.microbatches // config.pp, 3)
         table = timetable(config.schedule, config.pp, rounds * config.pp + rest, config.virtual_stages)
         sharded = config.ep / config.dp
         shares = {"parameters": 1.0, "gradients": sharded if config.zero_stage == 2 else 1.0,
                   "optimizer": sharded if config.zero_stage else 1.0}
 
-        signs = {"forward": 1, "backward": -1, "weight_backward": -1}
-
         def stage_bytes(stage):
             heads = 1 if config.pp == 1 and config.tied else (stage == 0) + (stage == self.last[0])
-            state = sum(share * self.linear(lambda run: run.state[name], sum(self.layers[stage]), heads)
+            state = sum(share * self.linear(lambda run, name=name: run.state[name], sum(self.layers[stage]), heads)
                         for name, share in shares.items())
-            tape = [self.linear(lambda run: run.kept[forward], layers, (stage, chunk) == self.last)
-                    for chunk, layers in enumerate(self.layers[stage])]
-            kept = itertools.accumulate(sum(signs.get(half.kind, 0) * tape[half.chunk] for half in action.halves)
-                                        for action in table.rows[stage])
-            return state + max(kept) + communicator_bytes(config, stage)
+            if config.zero_stage == 2:                         # a layer's gradients are whole while they are reduced
+                state += self.linear(lambda run: run.state["gradients"], 1, heads)
+            row, actions = [kinds_of(action) for action in table.rows[stage]], table.rows[stage]
+            kept, peaks = ({kinds: self.of_action(name, action, stage)
+                            for kinds, action in dict(zip(row, actions)).items()} for name in ("kept", "peaks"))
+            return state + add_up(row, kept, peaks)[1] + communicator_bytes(config, stage)
 
-        working = max(0.0, self.runs["1f1b"][0].peaks[(("backward", 0),)])
-        return working + max(map(stage_bytes, {0, config.pp - 1}))
+        return max(map(stage_bytes, {0, config.pp - 1}))
 
 
 def like(schedule: str) -> str:
@@ -293,8 +305,9 @@ class Search:
         parallel = self.choices("sequence_parallel", [config.tp > 1])[0]      # it never adds work, only communication
         for name in self.choices("schedule", SCHEDULES):
             for count in self.chunk_counts(name, config):
-                some = dataclasses.replace(config, schedule=name, virtual_stages=count, sequence_parallel=parallel,
-                                           slices=self.choices("slices", [1])[0], columns=self.choices("columns", [1])[0])
+                some = dataclasses.replace(
+                    config, schedule=name, virtual_stages=count, sequence_parallel=parallel,
+                    slices=self.choices("slices", [1])[0], columns=self.choices("columns", [1])[0])
                 before = math.inf
                 for other in self.zero_stages(some):
                     place = next((place for place, option in enumerate(self.recomputation) if self.may_fit(
@@ -305,20 +318,26 @@ class Search:
                         yield Costs(other, self.free).bound(), other, self.options
 
     def options(self, config: Config):
-        ways = [(slices, columns) for slices, columns in WAYS_TO_HIDE
-                if slices in self.choices("slices", [1, 2][:config.micro_batch_size if config.tp * config.cp * config.ep > 1
-                                                           else 1])
-                and columns in self.choices("columns", (1, 2, 4) if config.tp > 1 else (1,))]
-        ways = ways or [(self.config.slices or 1, self.config.columns or 1)]            # a given number is another one
+        too_much = []                                          # the seconds of those that do not fit
+        overlaps = config.micro_batch_size > 1 and config.tp * config.cp * config.ep > 1
+        ways = [way for way in WAYS_TO_HIDE if way[0] in self.choices("slices", (1, 2) if overlaps else (1,))
+                and way[1] in self.choices("columns", (1, 2, 4) if config.tp > 1 else (1,))]
+        ways = ways or [(config.slices, config.columns)]       # other numbers are given
         for parallel, (slices, columns) in itertools.product(
                 self.choices("sequence_parallel", (True, False) if config.tp > 1 else (False,)), ways):
-            other = self.accepted(config, sequence_parallel=parallel, slices=slices, columns=columns)
-            if other and self.may_fit(other):
+            if other := self.accepted(config, sequence_parallel=parallel, slices=slices, columns=columns):
                 self.counts["simulated"] += 1
                 costs = Costs(other, self.machine)
-                yield costs.seconds(), other, None
+                seconds = costs.seconds() * (1 + LEAST_GAIN * other.virtual_stages)
+                if costs.bytes() <= self.usable:
+                    yield seconds, other, None
+                else:
+                    too_much.append(seconds)
                 if costs.exposed() < HIDDEN:
-                    return
+                    break
+        more = self.recomputation[1 + self.recomputation.index(recomputation_of(config)):]
+        if too_much and more:                                  # they take longer than now
+            yield min(too_much), dataclasses.replace(config, **more[0]), self.options
 
     # ---- rules and memory
 
@@ -327,8 +346,8 @@ class Search:
         return [getattr(self.config, name)] if name in self.fixed else values
 
     def chunk_counts(self, schedule: str, config: Config) -> list[int]:
-        """Return the numbers of chunks per stage to try with a schedule: those that divide the layers evenly or, if none
-        does, the smallest."""
+        """Return the numbers of chunks per stage to try with a schedule: those that divide the layers evenly or, if
+        none does, the smallest."""
         counts = [count for count in SCHEDULES[schedule].chunks if config.pp * count <= config.num_layers]
         if config.pp == 1 and "schedule" not in self.fixed:
             counts = [count for count in counts if count == 1]
@@ -368,7 +387,7 @@ class Search:
                 for stage in self.choices("zero_stage", (1, 2) if config.dp * config.cp > 1 else (1,))]
 
     def may_fit(self, config: Config) -> bool:
-        return MARGIN * Costs(config, self.free).bytes() <= self.usable
+        return Costs(config, self.free).bytes() <= self.usable
 
     def leanest(self) -> tuple[float, Config | None]:
         """Return (estimated bytes of the fullest GPU, Config) of the choice that needs least: with full recomputation
@@ -425,8 +444,9 @@ def answer(flags, machine: Machine, usable: float, peak: float):
     text = nothing_fits(search) if not rows else "\n".join([
         f"the fastest layouts of {flags.model} ({parameter_count(found):,} parameters, {found.dtype}) on {flags.gpus} "
         f"x {flags.gpu} that fit into {bytes_text(usable)} per GPU:", "",
-        table(["", "tp", "pp", "cp", "dp", "micro batch", "step", "MFU", "memory", *SHARES, "end", "further flags"], rows),
-        "", "The columns from matmuls to end are shares of the step. tp (with cp, ep), host and pp are communication "
+        table(["", "tp", "pp", "cp", "dp", "micro batch", "step", "MFU", "memory", *SHARES, "end", "further flags"],
+              rows), "",
+        "The columns from matmuls to end are shares of the step. tp (with cp, ep), host and pp are communication "
         "that nothing hides; end is all that follows the last backward, such as the optimizer. "
         f"{search.counts['simulated']} combinations were simulated. `bench.py plan` with the flags "
         "of a row prints its memory, its communication and the assumptions.", "", layouts[0]["command"]])

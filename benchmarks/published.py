@@ -88,17 +88,17 @@ DOMINO = [Run(*sizes, figure, published, **OF_H100) for *sizes, figure, publishe
 RUNS = {"2104.04473": TABLE_1, "2205.05198": TABLE_5, "2409.15241": DOMINO}
 
 
-# Bytes of each score (a head's pair of tokens) in 16 bit, without flash attention. In forward a matmul writes 2, softmax
-# reads and writes 4, dropout 4 and a mask of 1, the next matmul reads 2. In backward a matmul writes 2, dropout reads and
-# writes 5, softmax 6, and three matmuls read 6.
+# Bytes of each score (a head's pair of tokens) in 16 bit, without flash attention. In forward a matmul writes 2,
+# softmax reads and writes 4, dropout 4 and a mask of 1, the next matmul reads 2. In backward a matmul writes 2, dropout
+# reads and writes 5, softmax 6, and three matmuls read 6.
 SCORES = {"attention": 13, "attention backward": 19}
 
 
 # ---- seconds
 
 def seconds(config: Config, machine: Machine, again="nothing", blocks=False) -> float:
-    """Return the seconds of a step. again: as in Run; blocks: the GPU waits for each tp collective right after launching
-    it."""
+    """Return the seconds of a step. again: as in Run; blocks: the GPU waits for each tp collective right after its
+    launch."""
     return sum(parts(train, config, machine, again, blocks).values())
 
 

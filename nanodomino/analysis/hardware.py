@@ -24,15 +24,18 @@ class Gpu:
     link: str                    # the link to the other GPUs of the host: NVLink or PCIe
     link_rate: float             # bytes/s over it, each way
     host_rate: float             # bytes/s to the host over PCIe, each way
+    multiprocessors: int
 
 
 # GPUs with bfloat16. NVLink each way is half of the data sheet's figure; PCIe x16 is 32 GB/s each way in generation 4,
 # 64 GB/s in generation 5.
-GPUS = {"A100": Gpu(80e9, 2.039e12, "NVLink", 300e9, 32e9),
-        "H100": Gpu(80e9, 3.35e12, "NVLink", 450e9, 64e9), "H100 PCIe": Gpu(80e9, 2.0e12, "PCIe", 64e9, 64e9),
-        "H200": Gpu(141e9, 4.8e12, "NVLink", 450e9, 64e9), "B200": Gpu(180e9, 8e12, "NVLink", 900e9, 64e9),
-        "A10": Gpu(24e9, 0.6e12, "PCIe", 32e9, 32e9), "L40S": Gpu(48e9, 0.864e12, "PCIe", 32e9, 32e9),
-        "RTX 4090": Gpu(24e9, 1.008e12, "PCIe", 32e9, 32e9)}
+GPUS = {"A100": Gpu(80e9, 2.039e12, "NVLink", 300e9, 32e9, 108),
+        "H100": Gpu(80e9, 3.35e12, "NVLink", 450e9, 64e9, 132),
+        "H100 PCIe": Gpu(80e9, 2.0e12, "PCIe", 64e9, 64e9, 114),
+        "H200": Gpu(141e9, 4.8e12, "NVLink", 450e9, 64e9, 132),
+        "B200": Gpu(180e9, 8e12, "NVLink", 900e9, 64e9, 148),
+        "A10": Gpu(24e9, 0.6e12, "PCIe", 32e9, 32e9, 72), "L40S": Gpu(48e9, 0.864e12, "PCIe", 32e9, 32e9, 142),
+        "RTX 4090": Gpu(24e9, 1.008e12, "PCIe", 32e9, 32e9, 128)}
 
 
 def find_peak_flops(config, device) -> float | None:
