@@ -187,8 +187,8 @@ class Costs:
                 + exposed * (config.microbatches if config.zero_stage == 2 else 1))
 
     def of_action(self, name: str, action, stage: int) -> float:
-        """Return the bytes of RankRun.kept or RankRun.peaks for an action. If its kind has not run, it is part of a split
-        backward, which frees its bytes at its end."""
+        """Return the bytes of RankRun.kept or RankRun.peaks for an action. An action that has not run is part of a
+        split backward, which frees its bytes at its end."""
         kinds, chunk = tuple((half.kind, 0) for half in action.halves), action.halves[0].chunk
         runs = next((runs for runs in self.runs.values() if kinds in runs[0].kept), None)
         if runs:
@@ -251,39 +251,40 @@ class Search:
 
     def run(self, results=RESULTS) -> list[tuple[float, float, Config]]:
         """Return up to `results` of (seconds of a step, bytes of the fullest GPU, Config), the fastest first."""
-        queue, order, known, found = [], itertools.count(), set(), []
+        queue, order, found = [], itertools.count(), {}        # order: of equal times, the first wins
 
         def add(entries):
             for seconds, config, choose_next in entries:
                 heapq.heappush(queue, (float(f"{seconds:.9e}"), next(order), config, choose_next))
 
-        with progress(2 * results) as bar:
+        with progress(results) as bar:
             add(self.layouts())
             while queue and len(found) < results:
-                candidates = []
+                candidates, others = {}, []                    # others: those with a candidate's layout
                 while queue and len(found) + len(candidates) < results:
-                    _, _, config, choose_next = heapq.heappop(queue)
+                    entry = heapq.heappop(queue)
+                    _, _, config, choose_next = entry
                     layout = tuple(getattr(config, name) for name in LAYOUT)
-                    if layout not in known and choose_next:
+                    if layout in candidates:
+                        others.append(entry)
+                    elif layout not in found and choose_next:
                         add(choose_next(config))
-                    elif layout not in known:
-                        known.add(layout)
-                        candidates.append(config)
-                        bar.update()
+                    elif layout not in found:
+                        candidates[layout] = config
                     bar.set_description_str(", ".join(f"{count} {name}" for name, count in self.counts.items()))
                 self.counts["dry runs"] += len(candidates)
-                for one in in_processes(self.exact, candidates):
-                    found += [one] if one else []
-                    bar.update()
-        return sorted(found, key=lambda one: one[0])
+                for layout, result in zip(candidates, in_processes(self.exact, [*candidates.values()])):
+                    found |= {layout: result} if result else {}
+                    bar.update(result is not None)
+                for entry in others:
+                    heapq.heappush(queue, entry)
+        return sorted(found.values(), key=lambda one: one[0])
 
     def exact(self, config: Config) -> tuple[float, float, Config] | None:
-        """Return (seconds, bytes, Config) of a dry run with the least recomputation that fits, or None."""
-        for option in self.recomputation[self.recomputation.index(recomputation_of(config)):]:
-            other = self.accepted(config, **option)
-            if other and (needed := needed_bytes(other)) <= self.usable:
-                return sum(step_seconds(train, other, self.machine).values()), needed, other
-        return None
+        """Return (seconds, bytes, Config) of a dry run, or None if it does not fit."""
+        if (needed := needed_bytes(config)) > self.usable:
+            return None
+        return sum(step_seconds(train, config, self.machine).values()), needed, config
 
     # ---- what is chosen, in this order. Each yields (seconds, Config, the method that chooses next)
 

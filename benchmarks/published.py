@@ -27,7 +27,7 @@ from nanodomino.config.config import Config
 from nanodomino.dry_run.accounts import Launch, Operation, Wait
 from nanodomino.dry_run.clock import clock_of
 from nanodomino.dry_run.rank import RankRun, kinds_of
-from nanodomino.dry_run.stages import Stage, linear_in_microbatches
+from nanodomino.dry_run.stages import Stage, linear_in_microbatches, small_run
 from nanodomino.schedules import simulation
 
 SEQ_LENGTH = 2048
@@ -105,16 +105,18 @@ def seconds(config: Config, machine: Machine, again="nothing", blocks=False) -> 
 @linear_in_microbatches
 def parts(program, config: Config, machine: Machine, again: str, blocks: bool) -> dict[str, float]:
     """Return {part of the step: seconds}, as dry_run.stages.step_seconds() does."""
+    def changed(runs):
+        return [as_megatron(run, again != "nothing", blocks) for run in runs]
+
     lengths, ends = [], []
+    depths = changed([small_run(program, config, depth, 0, 1) for depth in (1, 2)]) if again == "layers" else []
     for stage in (Stage(program, config, number, quick=True) for number in range(config.pp)):
-        stage.sides = [[as_megatron(run, again != "nothing", blocks) for run in runs] for runs in stage.sides]
+        stage.sides = [*map(changed, stage.sides)]
         actions, after = stage.seconds(machine)
         found = {kinds: sum(spent.values()) for kinds, spent in actions.items()}
-        for kinds in [*found] if again == "layers" else ():
-            kind, chunk = kinds[0]
-            if kind == "backward":                             # repeats the layers' forward, but not the head's
-                found[kinds] += stage.linear(lambda run, forward=("forward", chunk): sum(clock_of(
-                    run, machine).actions[forward,].values()), chunk=chunk, whole=False)
+        for chunk in range(config.virtual_stages) if depths else ():     # backward repeats the layers, but not the head
+            found[("backward", chunk),] += stage.linear(lambda run, forward=(("forward", chunk),): sum(
+                clock_of(run, machine).actions[forward].values()), depths, chunk, whole=False)
         lengths.append(found)
         ends.append(sum(after.values()))
     message = machine.collective_seconds("send", math.prod(config.residual_shape) * config.params_dtype.itemsize,
@@ -211,15 +213,15 @@ columns:
   x speed: two slices compared with blocking communication; % wires: the share of blocking communication in a step
 assumptions:
   {SEQ_LENGTH} tokens per sample, vocabulary {TABLE_1[0].vocab_size:,} (2409.15241: {DOMINO[0].vocab_size:,})
-  16-bit matmuls reach {flags.product_efficiency:.0%} of the peak, 312 TFLOP/s of an A100 and 989 of an H100, whatever
-  their size (--product-efficiency). Element-wise work is counted in bytes, as Megatron-LM's kernels read and write
-  them; before 2409.15241 attention stores its scores
+  the largest tiles of a matmul reach {flags.product_efficiency:.0%} of the peak, 312 TFLOP/s of an A100 and 989 of an
+  H100 (--product-efficiency), smaller tiles and incomplete waves less. Element-wise work is counted in bytes, without
+  torch.compile; before 2409.15241 attention stores its scores
   hosts of 8 GPUs, joined by NVLink of 300 (A100) and 450 GB/s (H100) each way; each A100 has a card of 200 Gbit/s to
   other hosts; an all-reduce over whole H100 hosts uses all eight cards of 400 Gbit/s
   links and GPU memory reach {flags.wire_efficiency:.0%} of these rates (--wire-efficiency), and each collective takes
   {flags.latency:g} us in addition to sending its bytes (--latency)
   recomputing layers repeats their all-reduces, which block, but not the head, as in formula (3) of 2104.04473;
-  recomputing attention needs no communication. Sequence parallelism is counted as the all-reduces that it replaces.
+  recomputing attention (and the MLP's activation) needs no communication, and runs with sequence parallelism.
   Weight gradients hide backward's all-reduces, except in 2409.15241. An all-reduce in flight takes
   {flags.overlap_slowdown:.0%} of the GPU (--overlap-slowdown). Gradients are reduced in fp32 during the last
   microbatch's backward; each GPU of a stage sends whole messages; the optimizer is not sharded.

@@ -1,0 +1,114 @@
+"""bench.py plan: its tables, what it proposes, and what it refuses."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from benchmarks import plan
+from benchmarks.common import config_of, main, parse
+from nanodomino.analysis.formulas import parameter_count
+from nanodomino.analysis.machine import Machine
+from nanodomino.dry_run.rank import dry_run
+
+import train
+
+SMALL = ("--model gpt2 --gpus 8 --num-layers 4 --seq-length 256 --global-batch-size 16 --vocab-size 512 "
+         "--columns 1").split()
+
+
+def bench(capsys, *arguments):
+    """Run bench.py plan in this process and return (exit code, text before the last line, record, stderr)."""
+    threads = torch.get_num_threads()
+    code = main(("plan",), "", ["plan", *map(str, arguments)])
+    torch.set_num_threads(threads)
+    printed, error = capsys.readouterr()
+    *text, last = printed.splitlines() or [""]
+    return code, "\n".join(text), json.loads(last or "{}"), error
+
+
+@pytest.mark.parametrize("model, parameters", [
+    ("gpt2", 124_439_808), ("gpt2-xl", 1_557_611_200), ("gpt3-13b", 12_853_386_240), ("llama2-7b", 6_738_415_616),
+    ("llama3-8b", 8_030_261_248), ("llama3.2-1b", 1_235_814_400), ("qwen2.5-0.5b", 494_032_768),
+    ("qwen3-0.6b", 596_049_920), ("smollm2-135m", 134_515_008)])
+def test_a_preset_with_its_published_vocabulary_has_the_published_number_of_parameters(model, parameters):
+    """A plan for --model llama3-8b must not count GPT-2's vocabulary."""
+    flags = parse(plan, ["plan", "--model", model, "--gpus", "1", "--tp", "1", "--pp", "1"])
+    plan.processes(flags)
+    assert parameter_count(config_of(flags, 1)) == parameters
+
+
+def test_a_gpu_reaches_the_rates_of_its_data_sheet_times_the_efficiencies():
+    """400 Gbit/s are 50 GB/s."""
+    flags = parse(plan, ["plan", "--product-efficiency", "0.5", "--wire-efficiency", "0.75", "--latency", "20",
+                         "--overlap-slowdown", "0.25"])
+    assert plan.machine_of(flags, "H100", network=400.0, per_host=4) == Machine(
+        matmul_rate=989e12 * 0.5, intra_host_rate=450e9 * 0.75, inter_host_rate=50e9 * 0.75, latency=20 * 1e-6,
+        ranks_per_host=4, memory_rate=3.35e12 * 0.75, host_copy_rate=64e9 * 0.75, overlap_slowdown=0.25, peak=989e12,
+        multiprocessors=132)
+
+
+def test_a_plan_has_the_bytes_and_collectives_of_a_whole_dry_run(capsys):
+    """Both stages; the plan itself runs only a few layers and microbatches."""
+    layout = ["--tp", "2", "--pp", "2", "--num-layers", "12"]
+    code, text, record, _ = bench(capsys, *SMALL, *layout)
+    assert code == 0 and record["fits"] is True and sum(record["parts_s"].values()) == pytest.approx(record["step_s"])
+    flags = parse(plan, ["plan", *SMALL, *layout])
+    plan.processes(flags)
+    config = config_of(flags, 8)
+    for stage, (need, sent) in enumerate(zip(record["memory"], record["communication"])):
+        run = dry_run(train, config, 4 * stage)
+        assert {name: need[name] for name in run.state} == run.state and need["communicators"] > 0
+        assert need["activations"] == pytest.approx(run.activations, rel=0.01)
+        assert {(row["group"], row["kind"]): (row["calls"], row["bytes"]) for row in sent} == run.traffic
+    for said in ("stage 1", "exposed tp communication", "(p - 1)/m of the ideal time in 1F1B", "--product-efficiency"):
+        assert said in text
+
+
+def test_a_plan_proposes_a_faster_schedule_that_fits(capsys):
+    """With its time, and then none is better."""
+    flags = [*SMALL, "--tp", 1, "--pp", 4]
+    _, text, before, _ = bench(capsys, *flags)
+    told = re.search(r"(--schedule \S+(?: --virtual-stages \d+)?) would take ([\d.]+) ms per step", text)
+    _, text, after, _ = bench(capsys, *flags, *told[1].split())
+    assert after["step_s"] < 0.95 * before["step_s"] and "would take" not in text
+    assert 1000 * after["step_s"] == pytest.approx(float(told[2]), abs=0.1)
+
+
+@pytest.mark.parametrize("flags, reason, remedy", [
+    (["--tp", 4, "--pp", 1, "--micro-batch-size", 16, "--gpu", "A100"], "activations", "--recompute-granularity"),
+    (["--tp", 8, "--pp", 1, "--zero-stage", 0, "--gpu", "A10"], "optimizer", "--zero-stage 1")])
+def test_a_plan_that_does_not_fit_says_why_and_what_helps(capsys, monkeypatch, flags, reason, remedy):
+    monkeypatch.setattr(plan, "REMEDIES", [names for names in plan.REMEDIES if names[0] in (
+        "recompute_granularity", "zero_stage")])               # the others take as long
+    code, text, record, _ = bench(capsys, *flags)
+    assert code == 0 and record["fits"] is False
+    most = max(sum(need.values()) for need in record["memory"])
+    told = re.search(r"does not fit: stage \d needs [\d.]+ GB, ([\d.]+) GB too much; the largest terms are (\w+)", text)
+    assert float(told[1]) == pytest.approx((most - record["usable_bytes"]) / 1e9, rel=0.01) and told[2] == reason
+    words = re.search(rf"would fit with.*?({remedy}[^(]*) \(", text)[1]
+    assert bench(capsys, *flags, *words.split())[2]["fits"] is True
+
+
+def test_a_plan_for_this_machine_is_compared_with_real_steps(capsys):
+    """Bytes and collectives are equal; the step time depends on who else uses the machine."""
+    flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 128".split()
+    code, text, record, _ = bench(capsys, "--gpu", "here", "--gpus", 1, "--model", "nano", "--dtype", "float32",
+                                  "--device", "cpu", "--repeats", 3, *flags)
+    assert code == 0 and record["comm_exact"] and "measured / predicted" in text
+    assert max(record["memory_errors"].values()) <= 0.01 and record["memory_errors"]["optimizer"] == 0
+    assert 0.02 < record["measured_over_predicted"] < 50
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["--gpus", 63, "--tp", 8, "--pp", 4], "world size 63 must equal tensor x pipeline x data parallel"),
+    (["--gpu", "abacus"], "invalid choice: 'abacus'"),
+    (["--reserve", 2], "--reserve must be from 0 to 0.9, but is 2.0"),
+    (["--dtype", "float32"], "--gpu H100 needs --dtype bfloat16 or float16"),
+    (["--gpu", "A100", "--fp8-format", "hybrid"], "--fp8-format needs a GPU with fp8"),
+    (["--checkpoint-in-cpu"], "--checkpoint-in-cpu needs --recompute-granularity full")])
+def test_wrong_flags_are_refused_in_one_sentence(capsys, arguments, words):
+    code, text, record, error = bench(capsys, *arguments)
+    assert code == 2 and not text and not record
+    assert error.startswith("error: ") and words in error and error.count("\n") == 1
