@@ -1,137 +1,50 @@
-"""bench.py plan --search: the results are those of trying every combination; they fit, and train.py accepts them."""
+"""bench.py plan --search: its estimates are those of dry runs; the results fit, and train.py accepts them."""
 
-import dataclasses
-import itertools
 import json
-import math
 import re
-from contextlib import suppress
 
 import pytest
 import torch
-from support.published_sizes import machine
 
-from benchmarks import plan, plan_changes, plan_search
+import train
+from benchmarks import plan
 from benchmarks.common import bytes_text, layout_of as layout_of_row, main, parse, seconds_text
-from benchmarks.plan_changes import fullest_gpu_bytes
-from benchmarks.plan_search import Search, lower_bound
-from nanodomino.analysis import expected_memory, step_time
+from benchmarks.plan_search import CONNECTION_BYTES, Costs, communicator_bytes, needed_bytes
 from nanodomino.config.config import Config
-from nanodomino.errors import UserError
-from nanodomino.overlap.recompute import GRANULARITIES
+from nanodomino.dry_run.stages import step_seconds
 from nanodomino.run.command_line import from_command_line
-from nanodomino.schedules.definitions import SCHEDULES
 
-SMALL = dict(num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=256, dtype="bfloat16",
-             global_batch_size=4, device="cuda", bucket_size=4096)
-# A machine on which wires, messages, reductions and copies each take about as long as the matmuls.
-SLOW = machine(matmul_rate=1e12, intra_host_rate=3e9, inter_host_rate=1e9, latency=1e-6, ranks_per_host=2,
-               memory_rate=1e11, host_copy_rate=1e10, elementwise_rate=3e10, overlap_slowdown=0.2)
+H100 = plan.machine_of(parse(plan, ["plan"]), "H100", 400.0, 8)
 
 
-@pytest.fixture(autouse=True)
-def without_nccls_buffers(monkeypatch):
-    """They are hundreds of megabytes, so the differences between small models would not show."""
-    monkeypatch.setattr(expected_memory, "CONNECTION_BYTES", 0)
-    plan_search.memory_needed.cache_clear()
-    yield
-    plan_search.memory_needed.cache_clear()
+def config_on(gpus, **changes) -> Config:
+    sizes = dict(num_layers=16, hidden_size=512, num_attention_heads=8, seq_length=512, vocab_size=512,
+                 dtype="bfloat16", device="cuda", global_batch_size=32, micro_batch_size=2)
+    return Config(**sizes | changes).resolve(gpus).with_vocabulary(512)
 
 
-def every_combination(fixed: dict):
-    """Yield every Config of SMALL on four GPUs that the rules accept, with settings in `fixed` as they are there."""
-    choices = {"tensor_model_parallel_size": (1, 2, 4), "pipeline_model_parallel_size": (1, 2, 4),
-               "micro_batch_size": (1, 2, 4), "slices": (1, 2), "columns": (1, 2, 4),
-               "sequence_parallel": (False, True), "zero_stage": (0, 1, 2), "recompute_granularity": GRANULARITIES,
-               "checkpoint_in_cpu": (False, True)}
-    if "num_experts" in fixed:
-        choices["expert_model_parallel_size"] = (1, 2, 4)
-    if fixed.get("seq_length", 0) >= 2 * plan_changes.LONG:
-        choices |= {"context_parallel_size": (1, 2, 4), "cp_comm_type": ("all_gather", "a2a")}
-    chunks = [(name, count) for name, schedule in SCHEDULES.items() for count in (1, 2, 4) if count in schedule.chunks]
-    for (name, count), *values in itertools.product(chunks, *((fixed[name],) if name in fixed else of
-                                                              for name, of in choices.items())):
-        settings = dict(zip(choices, values)) | {"schedule": name, "virtual_stages": count}
-        if all(fixed.get(key, value) == value for key, value in settings.items()):
-            with suppress(UserError):
-                yield Config(**SMALL | settings | fixed).resolve(4)
+@pytest.mark.parametrize("changes", [
+    dict(tensor_model_parallel_size=2), dict(pipeline_model_parallel_size=4, schedule="interleaved", virtual_stages=2),
+    dict(pipeline_model_parallel_size=4, tensor_model_parallel_size=2, schedule="paired"),
+    dict(pipeline_model_parallel_size=2, schedule="zb-v", recompute_granularity="full")], ids=str)
+def test_a_step_is_estimated_as_a_dry_run_of_the_combination_says(changes):
+    """The search keeps only what it has estimated well."""
+    config = config_on(8, **changes)
+    costs, seconds = Costs(config, H100), sum(step_seconds(train, config, H100).values())
+    assert costs.bound() < costs.seconds() == pytest.approx(seconds, rel=0.1)
+    assert costs.bytes() == pytest.approx(needed_bytes(config), rel=0.1)
 
 
-def layout_of(config):
-    return config.tp, config.pp, config.cp, config.micro_batch_size
-
-
-@pytest.mark.parametrize("fixed", [
-    dict(schedule="1f1b", virtual_stages=1, columns=1, checkpoint_in_cpu=False, tensor_model_parallel_size=2),
-    dict(recompute_granularity="none", checkpoint_in_cpu=False, slices=1, columns=1, sequence_parallel=False,
-         zero_stage=1),
-    dict(num_experts=4, moe_layer_freq=3, disable_bias_linear=True, schedule="1f1b", virtual_stages=1, columns=1,
-         recompute_granularity="none", checkpoint_in_cpu=False, sequence_parallel=False),
-    dict(seq_length=128, schedule="1f1b", virtual_stages=1, columns=1, recompute_granularity="none",
-         checkpoint_in_cpu=False, zero_stage=1),
-    pytest.param({}, marks=pytest.mark.exhaustive)], ids=["options", "schedules", "experts", "context", "everything"])
-def test_the_search_finds_what_trying_every_combination_finds(fixed, monkeypatch):
-    """With four sizes of memory: all combinations fit, half of them, a tenth, one. It simulates only some of them."""
-    monkeypatch.setattr(plan_changes, "LONG", 32)              # tokens of a sample that a rank keeps
-    every = [(config, fullest_gpu_bytes(config), sum(step_time.step_seconds(config, SLOW).values()))
-             for config in every_combination(fixed)]
-    sizes = sorted(size for _, size, _ in every)
-    results = 8 if "seq_length" in fixed else 5                # one of the eight exchanges heads
-    for usable in (sizes[-1], sizes[len(sizes) // 2], sizes[len(sizes) // 10], sizes[0]):
-        best = {}
-        for config, size, seconds in every:
-            if size <= usable:
-                best[layout_of(config)] = min(best.get(layout_of(config), math.inf), seconds)
-        search = Search(Config(**SMALL | fixed), 4, fixed, SLOW, usable)
-        found = search.run(results)
-        assert results <= search.counts["simulated"] < len(every) / 4 or usable < sizes[-1]
-        assert [seconds for seconds, _ in found] == pytest.approx(sorted(best.values())[:results], rel=1e-9)
-        for seconds, config in found:
-            assert config == config.resolve(4) and fullest_gpu_bytes(config) <= usable
-            assert seconds == sum(step_time.step_seconds(config, SLOW).values()) == pytest.approx(
-                best[layout_of(config)], rel=1e-9)
-            assert all(getattr(config, name) == value for name, value in fixed.items())
-
-
-@pytest.mark.parametrize("schedule, chunks", [(name, count) for name, schedule in SCHEDULES.items()
-                                              for count in (1, 2, 4) if count in schedule.chunks])
-def test_no_step_is_faster_than_its_lower_bound(schedule, chunks):
-    """On equal stages of 1F1B the bound has (p - 1)(F + B) of waiting, so without messages it is the time itself."""
-    for (tp, pp), size, granularity in itertools.product([(1, 4), (2, 2), (4, 1)], (1, 2), ("none", "full")):
-        config = Config(**SMALL, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, micro_batch_size=size,
-                        schedule=schedule, virtual_stages=chunks, recompute_granularity=granularity,
-                        checkpoint_in_cpu=granularity == "full")
-        if config.num_layers >= pp * chunks:
-            config = config.resolve(4)
-            seconds = sum(step_time.step_seconds(config, SLOW).values())
-            assert 0.3 * seconds < lower_bound(config, SLOW) <= seconds * (1 + 1e-9)
-    if schedule == "1f1b":
-        config = dataclasses.replace(Config(**SMALL, tensor_model_parallel_size=1, pipeline_model_parallel_size=4),
-                                     vocab_size=1, make_vocab_size_divisible_by=1).resolve(4)
-        fast = machine(matmul_rate=1e12)
-        assert lower_bound(config, fast) == pytest.approx(sum(step_time.step_seconds(config, fast).values()), rel=1e-3)
-
-
-def test_a_bound_tells_stages_with_wide_experts_from_others():
-    """Layers 0, 3 and 6 have experts, so the third of four stages has none."""
-    config = Config(**SMALL | dict(num_layers=8, num_experts=4, moe_layer_freq=3, moe_ffn_hidden_size=2048),
-                    disable_bias_linear=True, tensor_model_parallel_size=1, pipeline_model_parallel_size=4).resolve(4)
-    fast = machine(matmul_rate=1e12)
-    assert lower_bound(config, fast) <= sum(step_time.step_seconds(config, fast).values()) * (1 + 1e-9)
-
-
-def test_a_bound_holds_for_all_further_choices():
-    """From tp and pp to the simulation. With fast wires, sequence parallelism is faster: it divides the norms."""
-    fast = dataclasses.replace(SLOW, intra_host_rate=1e12, inter_host_rate=1e12, latency=0.0)
-    fixed = dict(columns=1, micro_batch_size=2, tensor_model_parallel_size=4, zero_stage=1)
-    entries, results = list(Search(Config(**SMALL | fixed), 4, fixed, fast, math.inf).layouts()), 0
-    while entries:
-        bound, config, choose_next = entries.pop()
-        further = list(choose_next(config)) if choose_next else []
-        assert all(seconds >= bound * (1 - 1e-9) for seconds, *_ in further)
-        entries += further
-        results += choose_next is None
-    assert results >= 16
+def test_memory_of_nccls_communicators():
+    """Rings of 24 channels for world, tp, dp and a tied embedding; messages have 16 channels per neighbour and in the
+    ring where the stages meet. An axis of one rank has no communicator."""
+    box = config_on(32, tensor_model_parallel_size=4, pipeline_model_parallel_size=4)
+    found = [communicator_bytes(box, stage) / CONNECTION_BYTES for stage in range(4)]
+    assert box.tied and box.dp == 2 and found == [4 * 24 + 32, 3 * 24 + 48, 3 * 24 + 48, 4 * 24 + 32]
+    for size, axis, rings in ((1, "tensor", 0), (8, "tensor", 2), (8, "data", 2)):
+        config = config_on(size, pipeline_model_parallel_size=1,
+                           tensor_model_parallel_size=size if axis == "tensor" else 1)
+        assert communicator_bytes(config, 0) == rings * 24 * CONNECTION_BYTES
 
 
 # ---- the command
@@ -181,7 +94,6 @@ def test_a_search_in_too_little_memory_says_what_would_be_enough(capsys):
     assert 22.8 < float(least) < 35 and gpus == "2"
     assert bench(capsys, *flags, "--gpus", gpus)[1]["layouts"]
     assert "--checkpoint-in-cpu" in text
-    assert "--checkpoint-in-cpu" not in bench(capsys, *flags, "--gpus", 1, "--recompute-granularity", "none")[0]
 
 
 def test_a_search_keeps_a_given_number_of_chunks_that_does_not_divide_the_layers(capsys):
