@@ -133,7 +133,8 @@ def measured_step(program, stage, optimizer, dataset, config: Config, accounts: 
     last_peak, found = max(peaks[-1], accounts.peak - base), defaultdict(list)
     for kinds, before, peak, after in zip(row, held, peaks, held[1:]):
         found[kinds].append((after - before, peak - before))
-    kept, extra = ({kinds: statistics.median(pair[index] for pair in pairs) for kinds, pairs in found.items()}
+    # the first action of a kind may also leave what all later ones use, so of two numbers the lower is typical
+    kept, extra = ({kinds: statistics.median_low(pair[index] for pair in pairs) for kinds, pairs in found.items()}
                    for index in (0, 1))
     return RankRun(
         state, activations=max(held), peak=sum(state.values()) + max(*peaks, last_peak), host=accounts.host_peak,
