@@ -31,8 +31,6 @@ import dataclasses
 import heapq
 import itertools
 import math
-import multiprocessing
-import os
 
 import train
 from benchmarks.common import CONFIG_FLAGS, bytes_text, layout_of, progress, seconds_text, table
@@ -124,12 +122,14 @@ class Costs:
 
     def small_runs(self, schedule: str) -> list:
         """Run the last of two stages with one layer, or one period of layers with and without experts, and with two.
-        Replicas cost nothing there; end_seconds() and bytes() count them."""
+        Replicas cost nothing there; end_seconds() and bytes() count them. A pair needs two microbatches, and with fp8
+        the first one leaves the converted weights."""
         config, replicas = self.config, self.config.ep
+        count = 2 if schedule == "paired" or config.fp8_format else 1
         small = dataclasses.replace(
             config, schedule=schedule, virtual_stages=1, pipeline_model_parallel_size=1, data_parallel_size=replicas,
             zero_stage=1, world_size=config.tp * config.cp * replicas,
-            global_batch_size=2 * config.micro_batch_size * replicas)
+            global_batch_size=count * config.micro_batch_size * replicas)
         runs = [small_run(train, small, depth, 1, 2) for depth in (1, 2)]
         self.first, self.depth = runs[0].layers[0], runs[1].layers[0] - runs[0].layers[0]
         return [dataclasses.replace(run, ranks_of=run.ranks_of | {"dp": (0,), "expert_dp": (0,)}) for run in runs]
@@ -273,7 +273,7 @@ class Search:
                         candidates[layout] = config
                     bar.set_description_str(", ".join(f"{count} {name}" for name, count in self.counts.items()))
                 self.counts["dry runs"] += len(candidates)
-                for layout, result in zip(candidates, in_processes(self.exact, [*candidates.values()])):
+                for layout, result in zip(candidates, map(self.exact, candidates.values())):
                     found |= {layout: result} if result else {}
                     bar.update(result is not None)
                 for entry in others:
@@ -408,16 +408,6 @@ def recomputation_of(config: Config) -> dict:
 
 def divisors(number: int) -> list[int]:
     return [count for count in range(1, number + 1) if number % count == 0]
-
-
-def in_processes(function, values: list):
-    """Yield function(value) for each value, computed in as many processes as there are cores."""
-    if len(values) < 2:
-        yield from map(function, values)
-        return
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    with multiprocessing.get_context("fork").Pool(min(cores, len(values))) as pool:
-        yield from pool.imap(function, values)
 
 
 # ---- the answer

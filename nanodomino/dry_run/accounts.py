@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanodomino.comm.device import kind_of
 from nanodomino.comm.scatter_and_gather import TAGS
-from nanodomino.dry_run.shapes import arguments_of, flatten, result_of, storage
+from nanodomino.dry_run.shapes import arguments_of, flatten, is_view, result_of, storage
 from nanodomino.errors import UserError
 
 
@@ -190,18 +190,20 @@ class Accounts(TorchDispatchMode):
         kwargs, name = kwargs or {}, function._opname
         if function.namespace == "c10d":
             return self.collective(function, name, args)
+        if is_view(function):
+            return function(*args, **kwargs)
         names, written, not_read = arguments_of(function)
         given = dict(zip(names, args)) | kwargs
-        if (result := self.without_numbers(name, given)) is not None:
-            return result
-        result = result_of(function, args, kwargs)
         touched = list(flatten(given.values()))
+        if (result := self.without_numbers(name, given, touched)) is not None:
+            return result
+        result = result_of(function, args, kwargs, touched)
         known = {*map(storage, touched)}
         changed = [one for key in written for one in flatten([given.get(key)])] + [
             one for one in flatten([result]) if storage(one) not in known]
         if not changed or not any(map(self.counts, changed)):  # a view, or work of a GPU's host
             return result
-        read = list(flatten(value for key, value in given.items() if key not in not_read))
+        read = list(flatten(value for key, value in given.items() if key not in not_read)) if not_read else touched
         operation = operation_of(name, given, read, changed)
         if self.in_kernel is not None:                         # temporaries of a fused kernel stay in registers
             self.in_kernel += operation.flops
@@ -214,9 +216,8 @@ class Accounts(TorchDispatchMode):
             self.events.append(operation)
         return result
 
-    def without_numbers(self, name: str, given: dict):
+    def without_numbers(self, name: str, given: dict, tensors: list):
         """Return the result of an operation that meta tensors or a machine without GPUs do not have; else None."""
-        tensors = list(flatten(given.values()))
         if name == "empty" and given.get("pin_memory"):
             result = torch.empty(given["size"], dtype=given.get("dtype"), device="meta")
             self.pinned.add(storage(result))

@@ -40,9 +40,16 @@ def arguments_of(function) -> tuple[list[str], list[str], list[str]]:
         lambda one: True, lambda one: one.alias_info is not None and one.alias_info.is_write, lambda one: one.is_out))
 
 
-def result_of(function, args, kwargs):
-    """Return function(*args, **kwargs)."""
-    if function.namespace == "prim" or not any(one.is_meta for one in flatten((args, [*kwargs.values()]))):
+@cache
+def is_view(function) -> bool:
+    """Return whether the operation only returns views of its arguments."""
+    schema = function._schema
+    return not schema.is_mutable and len(schema.returns) > 0 and all(one.alias_info for one in schema.returns)
+
+
+def result_of(function, args, kwargs, tensors):
+    """Return function(*args, **kwargs). tensors: those among the arguments."""
+    if function.namespace == "prim" or not any(one.is_meta for one in tensors):
         return function(*args, **kwargs)
     schema, (names, written, _) = function._schema, arguments_of(function)
     if written:                                                # meta tensors have no numbers that could change
@@ -56,7 +63,7 @@ def result_of(function, args, kwargs):
         leaves = [result] if isinstance(result, torch.Tensor) else result
         if (not any(one.alias_info for one in schema.returns) and isinstance(leaves, (tuple, list))
                 and all(isinstance(one, (torch.Tensor, int, type(None))) for one in leaves)
-                and not {*map(storage, flatten(leaves))} & {*map(storage, flatten(args))}):      # or it is a view
+                and not {*map(storage, flatten(leaves))} & {*map(storage, tensors)}):      # or it is a view
             REMEMBERED[key] = type(result), [signature(one) if isinstance(one, torch.Tensor) else one for one in leaves]
         return result
     made = [torch.empty_strided(one[0], one[1], dtype=one[2], device=one[3]) if isinstance(one, tuple) else one

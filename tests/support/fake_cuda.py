@@ -62,8 +62,8 @@ class Counts(Accounts):
         super().add(bytes_, pinned)
         self.most[self.parts[-1]] = max(self.most[self.parts[-1]], self.now - self.at_entry)
 
-    def without_numbers(self, name, given):
-        result = super().without_numbers(name, given)
+    def without_numbers(self, name, given, tensors):
+        result = super().without_numbers(name, given, tensors)
         if name == "_pin_memory":
             self.pinned.add(result.untyped_storage()._cdata)
             self.allocate(result)
