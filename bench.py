@@ -23,7 +23,7 @@ A question that needs several processes starts them itself, each on its own core
 
 import sys
 
-from nanodomino.config.command_exit import run_command
+from nanodomino.errors import run_command
 
 QUESTIONS = ("overlap", "throughput", "host", "pipeline", "zero", "comm", "checkpoint", "memory", "recompute", "plan",
              "scaling")

@@ -43,17 +43,17 @@ from nanodomino.generate.generation import generate
 from nanodomino.mesh import Mesh, make_mesh
 from nanodomino.model import GPT
 from nanodomino.run.agreement import check_agreement, from_rank_0
-from nanodomino.run.check_copies import drift_warning, make_compiler_deterministic
+from nanodomino.run.check_copies import drift_warning
 from nanodomino.run.command_line import from_command_line
 from nanodomino.run.estimates import Estimate, estimated_seconds, require_memory, with_two_slices
 from nanodomino.run.kernels import choose_kernels
 from nanodomino.run.rank_failure import run_rank
 from nanodomino.run.report import Report, expected_quality
-from nanodomino.run.run_folder import Run, check_in_place, check_shared_folder, open_run
+from nanodomino.run.run_folder import Run, open_run
 from nanodomino.run.signals import StopSignal
 from nanodomino.run.tensorboard import check_package
 from nanodomino.run.threads import choose_threads
-from nanodomino.run.watchdog import Watchdog, end_unless_connected
+from nanodomino.run.watchdog import Watchdog
 from nanodomino.schedules.placement_and_messages import Timetable
 from nanodomino.timeline.draw import draw_timeline
 from nanodomino.zero import StepResult, ZeroOptimizer
@@ -190,10 +190,6 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
 
     With train_iters 0 it only validates and tests. A run that starts from --load --finetune validates before step 1.
     """
-    def on_action(done: int, count: int):
-        watchdog.mark()
-        report.action(done, count)
-
     def report_loss(split: str):
         if split in datasets and config.eval_iters:
             report.losses(done, split, evaluate(stage, datasets[split], config, mesh, watchdog.mark))
@@ -229,7 +225,7 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
             watchdog.context.update(step=step, signals=signals)
             trace.recording = step in traced
             result = train_step(step, stage, optimizer, datasets["train"], config, mesh,
-                                stop=lambda: signals.number > 0, on_action=on_action)
+                                stop=lambda: signals.number > 0, on_action=watchdog.mark)
             done, trace.recording = step, False
             last = step == config.train_iters
             stop = result.stop or (config.exit_interval is not None and step % config.exit_interval == 0)
@@ -247,7 +243,6 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
             if step % config.save_interval == 0 or last or stop:
                 if warning := drift_warning(model, optimizer, mesh):
                     report.say(f"warning: {warning}")
-                check_in_place(run)
                 saver.save(step, model, optimizer, config)
                 report.draw_curve()
             if failure := saver.failure():
@@ -257,7 +252,6 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
             raise UserError(f"{failure}; free some disk space and start again to resume from the last checkpoint")
     except Exception as error:
         error.step, error.signals = step, signals              # for the failure report
-        report.flush()
         raise
 
     if stop and done < config.train_iters:
@@ -328,14 +322,10 @@ def main(arguments: list[str], launch: LaunchInfo) -> int:
             corpus.check_tokenizer_of(run.checkpoint)
 
     choose_kernels(config)
-    if config.compile and config.tp > 1:                       # each rank compiles by itself; all must compute alike
-        make_compiler_deterministic()
-    with end_unless_connected(launch, config.timeout):
-        start_world(launch, device, config.timeout)
-        mesh = make_mesh(config.pp, config.dp, config.tp, device, config.timeout, config.ep, config.cp)
+    start_world(launch, device, config.timeout)
+    mesh = make_mesh(config.pp, config.dp, config.tp, device, config.timeout, config.ep, config.cp)
     check_agreement(config)
     run = from_rank_0(run)
-    check_shared_folder(run.folder)
     config = dataclasses.replace(config, cpu_threads=choose_threads(
         config, device, from_rank_0(recorded_settings(run.folder)), quiet=launch.rank > 0))
     with Watchdog(launch, mesh, config.timeout) as watchdog:

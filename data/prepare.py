@@ -41,13 +41,12 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a script, Python looks in data/ only
 
-from nanodomino.config.command_exit import run_command
 from nanodomino.config.flags import Parser
 from nanodomino.corpus.atomic_folder import check_output, hidden_folder, publish
 from nanodomino.corpus.documents import find_files, read_documents, size_of
 from nanodomino.corpus.prepared_folder import FORMAT, SPLITS, file_sha256, load_corpus, sample_sha256
 from nanodomino.corpus.tokenizer import Tokenizer, build_tokenizer
-from nanodomino.errors import UserError, counted, require
+from nanodomino.errors import UserError, counted, require, run_command
 from nanodomino.files import open_regular_file, read_file, write_file
 
 DEFAULT_CORPUS = Path(__file__).resolve().parent / "python-stdlib"

@@ -1,7 +1,20 @@
-"""The exception for a user's mistake, such as a wrong flag, and a helper to write its message.
+"""The exception for a user's mistake, and how a command ends.
 
-The command prints the message, which is one sentence, and no traceback.
+    main returns                  its exit code
+    UserError                     prints "error: SENTENCE" on stderr; exit code 2
+    OSError                       prints "error: PATH: REASON; ..." on stderr; exit code 1. No command needs to catch it
+    Ctrl-C                        prints nothing; exit code 130, the shell's code for a process that SIGINT ended
+    stdout is closed, or its      the work continues without output. In the end a full disk is an OSError, but a reader
+    disk is full                  that has seen enough, such as `| head -1`, is not
+
+Python may raise an OSError in any print, and again when it flushes its buffers at exit. TolerantFile catches both,
+because it replaces the raw file, to which the buffers write all output.
 """
+
+import io
+import os
+import signal
+import sys
 
 
 class UserError(Exception):
@@ -20,3 +33,68 @@ def require(condition, message: str):
 def counted(number: int, noun: str, form="") -> str:
     """Return for example "1 replica", "2 processes" or, with the format ",", "1,000 tokens"."""
     return f"{number:{form}} {noun}" + ("" if number == 1 else "es" if noun.endswith(("s", "ch")) else "s")
+
+
+def sentence_and_code(error: UserError | OSError) -> tuple[str, int]:
+    """Return the sentence to print for an error that is no bug of ours, and the exit code."""
+    if isinstance(error, UserError):
+        return str(error), 2
+    path = f"{str(error.filename)[:200]}: " if error.filename is not None else ""
+    return f"{path}{error.strerror or error}; fix that, or choose another file or folder", 1
+
+
+def run_command(main, *arguments):
+    """Call main(*arguments), and exit with the code that it returns (None: 0) or that the table above gives."""
+    tolerate_lost_output()
+    try:
+        try:
+            code = main(*arguments)
+        except SystemExit as end:                              # --help
+            code = end.code
+        check_output()
+    except (UserError, OSError) as error:
+        sentence, code = sentence_and_code(error)
+        print(f"error: {sentence}", file=sys.stderr)
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    sys.exit(code)
+
+
+class TolerantFile(io.FileIO):
+    """A raw output file. After the first OSError, kept as `failure`, it discards everything that is written to it."""
+    failure = None
+
+    def write(self, data) -> int:
+        try:
+            return len(data) if self.failure else super().write(data)
+        except OSError as error:
+            self.failure = error
+            return len(data)
+
+
+def tolerate_lost_output():
+    """Ignore every OSError in writes to stdout and stderr. Print characters that the terminal cannot encode as
+    backslash escapes."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:                                     # the shell closed it: >&-
+            setattr(sys, name, open(os.devnull, "w"))
+            continue
+        try:
+            file = io.BufferedWriter(TolerantFile(stream.fileno(), "w", closefd=False))
+        except io.UnsupportedOperation:                        # in a notebook the stream is not a file
+            continue
+        setattr(sys, name, io.TextIOWrapper(file, stream.encoding, "backslashreplace", line_buffering=True))
+
+
+def output_failure() -> OSError | None:
+    """Return the OSError of the first write to standard output that has failed, if any."""
+    sys.stdout.flush()
+    return getattr(getattr(getattr(sys.stdout, "buffer", None), "raw", None), "failure", None)
+
+
+def check_output():
+    """Raise an OSError if standard output could not be written, for another reason than a reader that has gone."""
+    failure = output_failure()
+    if failure and not isinstance(failure, BrokenPipeError):
+        raise OSError(failure.errno, failure.strerror, "standard output")

@@ -100,14 +100,6 @@ def delete(path: Path):
             path.unlink()
 
 
-def is_same(path: Path, status: os.stat_result) -> bool:
-    """Return whether the file or folder with this status still lies at this path. Other disk errors count as a yes."""
-    try:
-        return os.path.samestat(os.stat(path), status)
-    except OSError as error:
-        return not isinstance(error, (FileNotFoundError, NotADirectoryError))
-
-
 def check_outside_ours(output: Path):
     """Raise UserError if a user's output would lie in a checkpoint, among a run's checkpoints, or in a corpus.
 

@@ -70,16 +70,13 @@ def run_round(folder: Path, corpus: Path, flags, draw: random.Random, left: int)
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Kill a small training at random moments, resume it, and compare "
-                                                 "the final weights.")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=50, help="number of signals to send (default 50)")
     parser.add_argument("--minutes", type=float, default=20.0, help="start no new round after this time (default 20)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random moments and ranks (default 0)")
-    parser.add_argument("--bf16", action="store_true", help="train in bfloat16")
     arguments = parser.parse_args()
     draw, end = random.Random(arguments.seed), time.monotonic() + 60 * arguments.minutes
-    flags = ["--tp", 1 + arguments.seed % 2, "--train-iters", 40, "--save-interval", 3,
-             *(["--bf16"] if arguments.bf16 else [])]
+    flags = ["--tp", 1 + arguments.seed % 2, "--train-iters", 40, "--save-interval", 3]
     rounds = same = kills = in_saves = 0
     with tempfile.TemporaryDirectory() as name:
         corpus = make_corpus(Path(name))
@@ -94,7 +91,7 @@ def main():
             same, kills, in_saves = same + (not found), kills + new, in_saves + hits
             print(f"round {rounds:3d} | {'; '.join(events)} | "
                   f"{'same weights and metrics' if not found else 'DIFFERS: ' + ', '.join(found)}", flush=True)
-    print(f"{same} of {rounds} rounds ended with the same weights; {kills} kills, {in_saves} in_saves a save")
+    print(f"{same} of {rounds} rounds ended with the same weights; {kills} kills, {in_saves} during a save")
     sys.exit(0 if same == rounds else 1)
 
 

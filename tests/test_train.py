@@ -106,13 +106,6 @@ def test_a_run_leaves_its_config_and_one_line_of_metrics_a_step(alone, corpus):
         assert text in printed
 
 
-def test_without_run_dir_each_run_gets_a_folder_of_its_own(run, tmp_path, corpus):
-    flags = ("--train-iters", 1, "--num-layers", 1, "--data-path", corpus, "--eval-iters", 0, "--sample-tokens", 0)
-    run(tmp_path, None, *flags)
-    run(tmp_path, None, *flags)
-    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["nano-001", "nano-002"]
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("processes, backend", [(2, "aot_eager"), (None, "inductor")])
 def test_compiled_runs_give_the_same_losses(tmp_path, corpus, alone, processes, backend):
@@ -181,13 +174,6 @@ def test_the_seed_draws_the_weights_the_masks_the_order_of_the_data_and_the_samp
     assert "a sample" in one["sample"]
 
 
-def test_megatrons_names_are_there():
-    """The functions that a reader of Megatron-LM looks for in the training script."""
-    for name in ("pretrain", "model_builder", "dataset_builder", "get_batch", "forward_step", "loss_func", "train_step",
-                 "evaluate"):
-        assert callable(getattr(train, name)) and getattr(train, name).__doc__
-
-
 def test_a_run_that_resumes_with_other_settings_names_them(tmp_path):
     """A changed learning rate is allowed but easily overlooked. A damaged config.json does not stop the run."""
     path, config = tmp_path / "config.json", tiny(1)
@@ -198,22 +184,6 @@ def test_a_run_that_resumes_with_other_settings_names_them(tmp_path):
                                                    f"lr 0.5 (was {config.lr})"]
     path.write_text('{"lr": ')
     assert changed_settings(tmp_path, changed) == []
-
-
-def test_a_run_with_nothing_left_keeps_its_settings_on_record(run, corpus, tmp_path):
-    """It trains no step with new settings, so the next start must compare with those of the last trained step.
-
-    It also says that finished steps cannot be traced.
-    """
-    flags = ["--num-layers", 2, "--hidden-size", 16, "--num-attention-heads", 2, "--seq-length", 16, "--eval-iters", 0,
-             "--sample-tokens", 0, "--data-path", corpus, "--run-dir", "one"]
-    run(tmp_path, None, *flags, "--train-iters", 2, "--lr", 0.01)
-    printed = run(tmp_path, None, *flags, "--train-iters", 2, "--lr", 0.02, "--trace", "1:2")
-    assert "this run has already done 2 steps" in printed and "nothing is left to trace" in printed
-    assert "2 of 2 steps done" in printed
-    assert json.loads((tmp_path / "one" / "config.json").read_text())["lr"] == 0.01
-    printed = run(tmp_path, None, *flags, "--train-iters", 3, "--lr", 0.02)
-    assert "resuming after step 2 of 3; train_iters 3 (was 2); lr 0.02 (was 0.01)" in printed
 
 
 # ---- started again
@@ -235,6 +205,24 @@ def test_the_same_command_with_an_exit_interval_resumes_each_time(pool, small, t
         assert ("stopped early" in ended.output) == (steps < 6) and f"{steps} of 6 steps done" in ended.output
         assert [step for step, _ in metric_points(tmp_path / "run", "test_loss")] == [6] * (steps == 6)
     assert "this run has already done 6 steps" in ended.output
+
+
+def test_a_run_with_nothing_left_keeps_its_settings_on_record(pool, small, tmp_path):
+    """It trains no step with new settings, so the next start must compare with those of the last trained step.
+
+    It also says that finished steps cannot be traced. Its old test loss is removed when the run is extended, and is not
+    there twice otherwise: the readers of metrics.jsonl take the first.
+    """
+    command = ("--run-dir", tmp_path / "run", "--train-iters")
+    train_in_pool(pool, small, *command, 2, "--lr", 0.01)
+    loss = metric_points(tmp_path / "run", "test_loss")
+    printed = train_in_pool(pool, small, *command, 2, "--lr", 0.02, "--trace", "1:2").output
+    assert "this run has already done 2 steps" in printed and "nothing is left to trace" in printed
+    assert "2 of 2 steps done" in printed and metric_points(tmp_path / "run", "test_loss") == loss
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["lr"] == 0.01
+    printed = train_in_pool(pool, small, *command, 3, "--lr", 0.02).output
+    assert "resuming after step 2 of 3; train_iters 3 (was 2); lr 0.02 (was 0.01)" in printed
+    assert [step for step, _ in metric_points(tmp_path / "run", "test_loss")] == [3]
 
 
 def main_without_initial_weights(flags):
@@ -284,17 +272,6 @@ def test_finetune_has_a_small_batch_and_learning_rate_by_default(flags, batch, l
     """A preset's suit pre-training: 512 x 1024 tokens are several texts, and its rate would wreck a trained model."""
     config = from_command_line(["--model", "gpt2", "--load", "x", *flags.split()], 2)
     assert (config.global_batch_size, config.lr, config.min_lr) == pytest.approx((batch, lr, lr / 10))
-
-
-def test_an_old_test_loss_is_removed_when_the_run_is_extended(pool, small, tmp_path):
-    """metrics.jsonl must not hold two test losses, since its readers take the first."""
-    for steps in (2, 4):
-        train_in_pool(pool, small, "--run-dir", tmp_path / "run", "--train-iters", steps)
-        ((last, loss),) = metric_points(tmp_path / "run", "test_loss")
-        assert last == steps
-    train_in_pool(pool, small, "--run-dir", tmp_path / "run", "--train-iters", 4)
-    assert metric_points(tmp_path / "run",
-                         "test_loss") == [(4, loss)], "nor is it there twice after a start with nothing left"
 
 
 @pytest.mark.parametrize("name, peak", [("NVIDIA A10", 125e12), ("NVIDIA A10G", None), ("NVIDIA RTX A4000", None),

@@ -10,9 +10,8 @@ from pathlib import Path
 from nanodomino.checkpoint.export import export
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of, with_checkpoint
 from nanodomino.checkpoint.manifest import verify
-from nanodomino.config.command_exit import run_command, sentence_and_code
 from nanodomino.config.flags import Parser
-from nanodomino.errors import UserError, require
+from nanodomino.errors import UserError, require, run_command, sentence_and_code
 
 
 def command_line() -> Parser:

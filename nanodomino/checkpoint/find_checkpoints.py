@@ -21,9 +21,8 @@ import torch.distributed as dist
 from nanodomino.checkpoint.index import Index
 from nanodomino.checkpoint.load import open_weights
 from nanodomino.checkpoint.manifest import read_manifest, step_of, verify
-from nanodomino.config.command_exit import sentence_and_code
 from nanodomino.config.config import Config
-from nanodomino.errors import UserError, require
+from nanodomino.errors import UserError, require, sentence_and_code
 from nanodomino.files import delete, read_file
 
 SAVED_MARKER = "saved"
@@ -135,9 +134,7 @@ def delete_checkpoint(folder: Path):
 
 
 def clear_leftovers(run_dir: Path):
-    """Delete the hidden folders and files that killed processes left; otherwise a full disk would stay full."""
+    """Delete the hidden folders that killed processes left; otherwise a full disk would stay full."""
     for suffix in ("unfinished", "discarded"):
         for folder in (run_dir / "checkpoints").glob(f".step-*.{suffix}"):
             delete(folder)
-    for file in run_dir.glob(".shared-*"):
-        delete(file)

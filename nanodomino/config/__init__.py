@@ -2,10 +2,9 @@
 
 Read the files in this order:
 
-    setting.py           what a setting declares          flags.py             command-line flags
-    config.py            all settings                     saved_settings.py    settings read back from config.json
-    presets.py           model sizes                      command_exit.py      exit codes and error messages
-    rules.py             which combinations are valid
+    setting.py    what a setting declares           rules.py             which combinations are valid
+    config.py     all settings                      flags.py             command-line flags
+    presets.py    model sizes                       saved_settings.py    settings read back from config.json
 
 `python -m nanodomino.config` prints docs/settings.md.
 """

@@ -28,9 +28,9 @@ from operator import attrgetter
 
 import torch
 
-from nanodomino.config.presets import (DEFAULT_LAYOUTS, DTYPES, FINETUNE_BATCH_SIZE, FINETUNE_LR_DIVISOR, GPT2,
-                                       LR_DECAY_STYLES, PRESETS, SHORT_DTYPES)
-from nanodomino.config.rules import check_rules, check_trace, default_ffn_hidden_size, default_schedule, largest_divisor
+from nanodomino.config.presets import (DEFAULT_LAYOUTS, DTYPES, FINETUNE_BATCH_SIZE, FINETUNE_LR_DIVISOR,
+                                       LR_DECAY_STYLES, PRESETS)
+from nanodomino.config.rules import check_rules, default_ffn_hidden_size, default_schedule
 from nanodomino.config.setting import check_values, setting
 from nanodomino.errors import require
 from nanodomino.layers.fp8 import FORMATS, RECIPES
@@ -50,18 +50,15 @@ data_setting = partial(setting, "The data", affects="run")
 run_setting = partial(setting, "The run", affects="nothing")
 machine_setting = partial(setting, "The machine", affects="nothing")
 
-# what several settings need to have an effect; keys of NEEDS in rules.py
+# what several settings need to have an effect
 ROPE, ADAMW, LION = "--position-embedding-type rope", "--optimizer adamw", "--optimizer lion"
-DYNAMIC = ("--fp16", "no --loss-scale")
+DYNAMIC = ("--dtype float16", "no --loss-scale")
 EXPERTS, DEPTHS, FP8 = "--num-experts", "--mtp-num-layers", "--fp8-format"
 
 
 def family_setting(name, help, **options):
-    """Declare a setting whose default depends on the preset's family, such as GPT2 or LLAMA in presets.py.
-
-    For a checkpoint saved before the setting existed, GPT-2's value is used.
-    """
-    return model_setting(None, f"{help} (default: the preset's)", legacy_default=GPT2[name], **options)
+    """Declare a setting whose default depends on the preset's family, such as GPT2 or LLAMA in presets.py."""
+    return model_setting(None, f"{help} (default: the preset's)", **options)
 
 
 @dataclass(frozen=True)
@@ -72,25 +69,21 @@ class Config:
     hidden_size: int = model_setting(None, "width h of the residual stream", at_most=2**24)
     ffn_hidden_size: int = model_setting(
         None, "width of the MLP (default: the preset's; else 4 h, or with --swiglu 8/3 h rounded down to a multiple "
-              "of 64)", derived=True, at_most=2**24, needs="--moe-layer-freq above 1 or no --moe-ffn-hidden-size")
+              "of 64)", derived=True, at_most=2**24)
     num_attention_heads: int = model_setting(None, "number of attention heads", at_most=2**16)
-    group_query_attention: bool = model_setting(
-        False, "let several heads share keys and values; automatic if --num-query-groups is below the number of heads")
     num_query_groups: int = model_setting(
         None, "number of query groups; the heads of a group share keys and values (default: the preset's, else one "
-              "group per head)",
-        derived=True, legacy_default=lambda record: record["num_attention_heads"])
+              "group per head)", derived=True)
     kv_channels: int = model_setting(
         None, "size of each attention head (default: the preset's, else h / number of heads)", derived=True,
-        legacy_default=lambda record: record["hidden_size"] // record["num_attention_heads"], at_most=2**16)
+        at_most=2**16)
     seq_length: int = model_setting(None, "tokens per sample", affects="run")
     max_position_embeddings: int = model_setting(
         None, "number of token positions that the model supports (default: --seq-length)", derived=True)
     position_embedding_type: str = family_setting(
         "position_embedding_type", "how the model encodes token positions", choices=POSITION_EMBEDDING_TYPES)
     rotary_percent: float = model_setting(
-        1.0, "fraction of each head's channels that RoPE rotates", above=0.0,
-        at_most=1.0, needs=ROPE)
+        1.0, "fraction of each head's channels that RoPE rotates", above=0.0, at_most=1.0, needs=ROPE)
     rotary_base: float = family_setting(
         "rotary_base", "base of RoPE's frequencies, base^(-2i/d)", at_least=1.0, needs=ROPE)
     use_rope_scaling: bool = family_setting(
@@ -116,16 +109,15 @@ class Config:
     qk_layernorm: bool = family_setting("qk_layernorm", "normalize each head's q and k before RoPE")
     num_experts: int = model_setting(
         None, "number of experts in a layer with experts (default: the preset's, else no layer has experts)",
-        derived=True, legacy_default=None, at_most=4096)
+        derived=True, at_most=4096)
     moe_layer_freq: int = model_setting(
         1, "give every Nth layer experts instead of an MLP, from the first layer on", needs=EXPERTS)
     moe_router_topk: int = family_setting("moe_router_topk", "number of experts that each token uses", needs=EXPERTS)
     moe_ffn_hidden_size: int = model_setting(
-        None, "width of each expert (default: --ffn-hidden-size)", derived=True, legacy_default=None, at_most=2**24,
-        needs=EXPERTS)
+        None, "width of each expert (default: --ffn-hidden-size)", derived=True, at_most=2**24, needs=EXPERTS)
     moe_shared_expert_intermediate_size: int = model_setting(
-        None, "width of an expert that every token uses besides (default: none)", derived=True, legacy_default=None,
-        at_most=2**24, needs=EXPERTS)
+        None, "width of an expert that every token uses besides (default: none)", derived=True, at_most=2**24,
+        needs=EXPERTS)
     moe_router_score_function: str = model_setting(
         "softmax", "how the router turns logits into scores", choices=SCORE_FUNCTIONS, needs=EXPERTS)
     moe_router_pre_softmax: bool = model_setting(
@@ -154,8 +146,7 @@ class Config:
     attention_dropout: float = model_setting(
         0.0, "dropout rate for the attention probabilities", below=1.0, affects="losses")
     init_method_std: float = model_setting(
-        None, "standard deviation of the initial weights (default: the preset's)", affects="run",
-        needs="random initial weights")
+        None, "standard deviation of the initial weights (default: the preset's)", affects="run", needs="no --load")
 
     tensor_model_parallel_size: int = layout_setting(
         None, "number of ranks that split each layer's matrices", alias="--tp", derived=True)
@@ -185,13 +176,13 @@ class Config:
     columns: int = layout_setting(
         None, "number of column chunks of a row-parallel matmul (Domino's column split); while one chunk's all-reduce "
               "is in flight, the next chunk is computed (default: 2 if there are tensor parallelism and by default one "
-              "slice; else 1)", derived=True, legacy_default=1, at_most=256)
+              "slice; else 1)", derived=True, at_most=256)
     schedule: str = layout_setting(
-        None, "pipeline schedule (default: the first in the list that supports --virtual-stages)", choices=SCHEDULES,
-        derived=True)
+        None, "pipeline schedule (default: the first in the list that supports --virtual-stages)", derived=True,
+        choices=SCHEDULES)
     virtual_stages: int = layout_setting(
         None, "chunks of layers per pipeline stage (default: as few as the schedule allows)",
-        alias="--num-virtual-stages-per-pipeline-rank", derived=True, legacy_default=1)
+        alias="--num-virtual-stages-per-pipeline-rank", derived=True)
     sequence_parallel: bool = layout_setting(
         False, "split the residual stream along the sequence over the tensor-parallel ranks", needs="--tp above 1")
     recompute_granularity: str = layout_setting(
@@ -232,10 +223,7 @@ class Config:
     lion_beta2: float = training_setting(0.99, "decay rate of Lion's moment", below=1.0, needs=LION)
     dtype: str = training_setting(
         "float32", "type of weights and activations; with bfloat16 and float16, master weights and gradients are fp32",
-        choices=DTYPES)
-    bf16: bool = training_setting(False, "short for --dtype bfloat16")
-    fp16: bool = training_setting(
-        False, "short for --dtype float16; the loss scale is dynamic unless --loss-scale is set")
+        choices=DTYPES, short={"--bf16": "bfloat16", "--fp16": "float16"})
     fp8_format: str = training_setting(
         None, "8-bit types for the matmuls of attention and MLP; embedding, head and experts stay in --dtype (hybrid: "
               "e4m3 for weights and activations, e5m2 for gradients; e4m3: for all; default: no fp8)",
@@ -261,7 +249,7 @@ class Config:
            "count restarts when the scale doubles",
         needs=DYNAMIC)
     fp16_lm_cross_entropy: bool = training_setting(
-        False, "compute the intermediate tensors of the cross entropy in fp16 instead of fp32", needs="--fp16")
+        False, "compute the intermediate tensors of the cross entropy in fp16 instead of fp32", needs=DYNAMIC[0])
     seed: int = training_setting(1234, "seed of initial weights, data order and dropout", affects="run", at_least=0)
 
     data_path: str = data_setting(
@@ -311,15 +299,15 @@ class Config:
     compile: bool = machine_setting(
         None, "compile the code between collectives with torch.compile (default: only on CUDA)", derived=True)
     compile_backend: str = machine_setting(
-        "inductor", "backend of torch.compile", choices=("inductor", "aot_eager"), needs="--compile")
+        "inductor", "backend of torch.compile", choices=("inductor", "aot_eager"))
     deterministic_mode: bool = machine_setting(
         False, "use only deterministic CUDA kernels (CPU kernels are always deterministic)")
 
     # These fields are not flags. The program fills them in and stores them in config.json.
     given: tuple[str, ...] = field(default=(), metadata=dict(affects="launch"))     # see setting.py
-    world_size: int = field(default=1, metadata=dict(affects="nothing", legacy_default=1))
-    cpu_threads: int = field(default=None, metadata=dict(affects="nothing", legacy_default=None))
-    data_sha256: str = field(default=None, metadata=dict(affects="run", legacy_default=None))    # of train.bin
+    world_size: int = field(default=1, metadata=dict(affects="nothing"))
+    cpu_threads: int = field(default=None, metadata=dict(affects="nothing"))
+    data_sha256: str = field(default=None, metadata=dict(affects="run"))    # of train.bin
 
     # ---- sizes that follow from the settings
 
@@ -444,33 +432,16 @@ class Config:
 
         Raises UserError if a value or a combination of values is not valid.
         """
-        require(self.model in PRESETS, f"unknown model '{self.model}'; try one of {', '.join(PRESETS)}")
         check_values(self)
-        check_trace(self)
         filled = {name: value for name, value in PRESETS[self.model].items() if getattr(self, name) is None}
         if self.finetune and "global_batch_size" in filled:
             filled["global_batch_size"] = min(filled["global_batch_size"], FINETUNE_BATCH_SIZE)
         if self.finetune and "lr" in filled:
             filled["lr"] /= FINETUNE_LR_DIVISOR
-        filled["world_size"] = world_size
-        for flag, dtype in SHORT_DTYPES.items():
-            if getattr(self, flag):
-                previous = filled.get("dtype", self.dtype)
-                other = next((f"--{name}" for name in SHORT_DTYPES if name != flag and getattr(self, name)),
-                             f"--dtype {previous}")
-                require(previous == dtype or previous == "float32" and "dtype" not in self.given,
-                        f"--{flag} and {other} contradict each other; give one of them")
-                filled |= {"dtype": dtype, flag: False}
-        config = dataclasses.replace(self, **filled)
+        config = dataclasses.replace(self, **filled, world_size=world_size)
 
         heads = config.num_attention_heads
         groups = config.num_query_groups or heads
-        require(groups == heads or self.group_query_attention or "group_query_attention" not in self.given,
-                f"--no-group-query-attention needs one query group per head, but --num-query-groups {groups} differs "
-                f"from num-attention-heads {heads}; try --num-query-groups {heads}")
-        require(groups < heads or not self.group_query_attention,
-                f"--group-query-attention needs --num-query-groups below num-attention-heads {heads}, but "
-                f"num-query-groups is {groups}; try --num-query-groups {largest_divisor(heads, heads // 2) or 1}")
         default_tp, default_pp = 1, 1
         if self.tp is None and self.pp is None:
             most, rest = divmod(world_size, math.lcm(self.ep, self.cp))
@@ -490,7 +461,7 @@ class Config:
             schedule=schedule, virtual_stages=self.virtual_stages or SCHEDULES[schedule].chunks[0],
             ffn_hidden_size=ffn_hidden_size,
             moe_ffn_hidden_size=config.moe_ffn_hidden_size or ffn_hidden_size if config.num_experts else None,
-            group_query_attention=groups < heads, num_query_groups=groups,
+            num_query_groups=groups,
             kv_channels=config.kv_channels or config.hidden_size // heads,
             max_position_embeddings=config.max_position_embeddings or config.seq_length,
             min_lr=config.lr / 10 if config.min_lr is None else config.min_lr)

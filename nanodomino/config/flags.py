@@ -46,10 +46,14 @@ def add_flags(parser, settings: list[dataclasses.Field], **defaults):
         group = groups[options["section"]]
         if setting.type is bool:
             group.add_argument(*flags, action=argparse.BooleanOptionalAction, default=default, help=help)
-        else:
-            metavar = None if options["choices"] else setting.type.__name__.upper()
-            group.add_argument(*flags, type=setting.type, choices=options["choices"] or None, metavar=metavar,
-                               default=default, help=help)
+            continue
+        group = group.add_mutually_exclusive_group() if options["short"] else group
+        metavar = None if options["choices"] else setting.type.__name__.upper()
+        group.add_argument(*flags, type=setting.type, choices=options["choices"] or None, metavar=metavar,
+                           default=default, help=help)
+        for flag, value in options["short"].items():
+            group.add_argument(flag, dest=setting.name, action="store_const", const=value, default=default,
+                               help=f"short for {flags[0]} {value}")
 
 
 def markdown(config) -> str:
@@ -60,7 +64,8 @@ def markdown(config) -> str:
         if options["section"] != section:
             section = options["section"]
             lines += ["", f"## {section}", "", "| flag | default | meaning | a change affects |", "|---|---|---|---|"]
-        flags = ", ".join(f"`{flag}`" for flag in (options["alias"], flag_name(setting.name)) if flag)
+        names = (options["alias"], flag_name(setting.name), *options["short"])
+        flags = ", ".join(f"`{flag}`" for flag in names if flag)
         default = "" if setting.default is None else "off" if setting.default is False else f"`{setting.default}`"
         choices = f": {', '.join(f'`{choice}`' for choice in options['choices'])}" if options["choices"] else ""
         needs = f"; needs {' and '.join(options['needs'])}" if options["needs"] else ""

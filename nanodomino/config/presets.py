@@ -53,7 +53,6 @@ PRESETS = {name: GPT2 | dict(zip(PRESET_FIELDS, values)) for name, *values in (
 FINETUNE_BATCH_SIZE = 16     # the largest default of global_batch_size with --finetune; a preset's suits pre-training
 FINETUNE_LR_DIVISOR = 10     # likewise: in 20 steps at the preset's 3e-3, SmolLM2's loss rose from 1.8 to 3.6
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}   # the flags --bf16 and --fp16
 
 # {style: f}. The learning rate is min_lr + f(progress) (lr - min_lr). progress grows from 0 at the end of the warm-up
 # to 1 at the last step.

@@ -9,9 +9,8 @@ a run is resumed or an older checkpoint is loaded. Four settings as examples:
     default                             the preset's       lr / 10              25              None (off)
     may a resumed run change it?        no                 yes; losses change   yes             yes
     does a resumed run remember it?     yes                only if given        yes             no
-    value for a checkpoint without it   LayerNorm          lr / 10              25              None
     the argument affects=               "model"            "losses"             "nothing"       "launch"
-    other arguments                     legacy_default=    derived=True
+    another argument                                       derived=True
 
 A setting is *given* if a flag or a --config file set it, in this launch or in an earlier launch of the run, or if the
 run took it from --load. Config.given lists the names. A derived setting that was not given is computed again at each
@@ -19,7 +18,6 @@ launch, because its sources (such as lr or the number of processes) may have cha
 """
 
 import dataclasses
-import struct
 from dataclasses import field
 
 from nanodomino.errors import require
@@ -38,25 +36,24 @@ EFFECTS = {"model": "refused, because the checkpoint's weights would not fit or 
            "launch": "applies to one launch only; a resumed run does not remember it"}
 
 
-def setting(section, default, help, *, affects, choices=(), alias=None, at_least=None, above=None, at_most=None,
-            below=None, needs=(), derived=False, legacy_default=...):
+def setting(section, default, help, *, affects, choices=(), alias=None, short=None, at_least=None, above=None,
+            at_most=None, below=None, needs=(), derived=False):
     """Declare a field of Config that is also a command-line flag. The field's annotation is the flag's type.
 
     section          the heading in --help
     affects          a key of EFFECTS
     choices          the allowed values
     alias            a second name of the flag, such as --tp
+    short            {flag: value}: flags without a value that stand for a choice, such as --bf16
     at_least, above  the lower bound, inclusive or exclusive (default: at least 1 for an int, at least 0 for a float)
     at_most, below   the upper bound, inclusive or exclusive (default: at most the largest int32 or fp32)
-    needs            what must hold for the setting to have an effect: one or more keys of NEEDS in rules.py
+    needs            what must hold for the setting to have an effect: one text or more that holds() in rules.py reads
     derived          a missing value is computed from other settings, the data or the machine
-    legacy_default   the value for records that are older than the setting, or a function from such a record to the
-                     value (default: today's default)
     """
     return field(default=default, metadata=dict(
-        section=section, help=help, affects=affects, choices=tuple(choices), alias=alias, at_least=at_least,
-        above=above, at_most=at_most, below=below, needs=(needs,) if isinstance(needs, str) else needs, derived=derived,
-        legacy_default=default if legacy_default is ... else legacy_default))
+        section=section, help=help, affects=affects, choices=tuple(choices), alias=alias, short=short or {},
+        at_least=at_least, above=above, at_most=at_most, below=below, derived=derived,
+        needs=(needs,) if isinstance(needs, str) else needs))
 
 
 def flag_name(name: str) -> str:
@@ -92,22 +89,14 @@ def check_values(config):
 def check_range(flag: str, value, at_least=None, above=None, at_most=None, below=None, type=int):
     """Raise UserError unless `value` lies in its range. setting() says what the bounds mean.
 
-    Most float settings are used in fp32. So a float must also lie in the range after rounding to fp32, and must not
-    become 0 unless it was 0. A loss scale of 1e-46, for example, would make all gradients 0.
+    Most float settings are used in fp32. So a float must also not become 0 in fp32 unless it is 0. A loss scale of
+    1e-46, for example, would make all gradients 0.
     """
     at_least = (1 if type is int else 0.0) if at_least is None else at_least
     at_most = (MAX_INT if type is int else FP32_MAX) if at_most is None else at_most
-    used = in_fp32(value) if type is float else value
-    inside = [(number >= at_least if above is None else number > above)
-              and (number <= at_most if below is None else number < below) for number in (value, used)]
+    inside = ((value >= at_least if above is None else value > above)
+              and (value <= at_most if below is None else value < below) and (value >= FP32_SMALLEST or value == 0))
     low = f"at least {at_least:g}" if above is None else f"above {above:g}"
     high = f"at most {at_most:{'g' if type is float else 'd'}}" if below is None else f"below {below:g}"
-    rounded = f", which is {used:g} in fp32" if inside[0] and used != value else ""
-    require(all(inside) and (used or not value), f"{flag} must be {low} and {high}, but is {value}{rounded}")
-
-
-def in_fp32(value: float) -> float:
-    """Round to fp32. Numbers below the smallest normal number become 0, as on devices that flush such numbers to 0."""
-    if not abs(value) <= FP32_MAX:
-        return value
-    return struct.unpack("f", struct.pack("f", value))[0] if abs(value) >= FP32_SMALLEST else 0.0
+    rounded = ", which fp32 rounds to 0" if 0 < value < FP32_SMALLEST else ""
+    require(inside, f"{flag} must be {low} and {high}, but is {value}{rounded}")

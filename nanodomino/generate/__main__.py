@@ -23,7 +23,7 @@ from nanodomino.config.flags import Parser
 from nanodomino.config.setting import check_range, flag_name
 from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.corpus.tokenizer import Tokenizer, build_tokenizer
-from nanodomino.errors import UserError, require
+from nanodomino.errors import UserError, check_output, require
 from nanodomino.files import read_file
 from nanodomino.generate.printing import broadcast_number, write_texts
 from nanodomino.mesh import make_mesh
@@ -163,6 +163,7 @@ def main(arguments: list[str], launch: LaunchInfo) -> int:
     write_texts(flags, model, mesh, tokenizer, seed)
     dist.barrier()
     dist.destroy_process_group()
+    check_output()
     return 0
 
 

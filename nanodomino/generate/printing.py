@@ -13,9 +13,8 @@ from itertools import product
 import torch
 import torch.distributed as dist
 
-from nanodomino.config.command_exit import stdout_is_open
 from nanodomino.corpus.tokenizer import Tokenizer
-from nanodomino.errors import counted
+from nanodomino.errors import counted, output_failure
 from nanodomino.generate.draft import generate_with_draft
 from nanodomino.generate.generation import generate
 from nanodomino.mesh import Mesh
@@ -40,7 +39,7 @@ class Writer:
     def write(self, text: str) -> bool:
         """Print a text."""
         print(text, end="", flush=True)
-        return bool(broadcast_number(stdout_is_open(), self.mesh))
+        return bool(broadcast_number(not output_failure(), self.mesh))
 
     def write_token(self, token: int) -> bool:
         """Print the characters that this token completes."""

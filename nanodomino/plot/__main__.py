@@ -3,9 +3,8 @@
 import sys
 from pathlib import Path
 
-from nanodomino.config.command_exit import run_command
 from nanodomino.config.flags import Parser
-from nanodomino.errors import require
+from nanodomino.errors import require, run_command
 from nanodomino.plot.curves import COLOURS, differences, picture, read, tokenizer_warning
 from nanodomino.plot.svg import write_output
 

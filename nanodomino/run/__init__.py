@@ -1,18 +1,17 @@
 """Does everything around the training loop: start, resume, stop, fail and report.
 
-    command_line.py    reads flags, and the settings that a run remembers
-    run_folder.py      finds a run's folder and the checkpoint to resume from
-    estimates.py       estimates memory and time before the start
-    agreement.py       checks that all ranks have the same settings
-    report.py          writes to the terminal, and draws loss.svg
-    metrics_file.py    keeps metrics.jsonl
-    expert_load.py     says how evenly the tokens of a step chose the experts
-    depth_losses.py    says how well the depths of multi-token prediction predict
-    tensorboard.py     copies metrics.jsonl to TensorBoard
-    signals.py         stops a run at SIGTERM, Ctrl-C or a closed terminal
-    rank_failure.py    starts a rank, and ends all ranks if one of them fails
-    watchdog.py        ends a rank whose GPU hangs
-    kernels.py         chooses kernels, and names the one of attention
-    threads.py         chooses the number of threads on a CPU
-    check_copies.py    finds parameters whose copies have drifted apart
+    command_line.py       reads flags, and the settings that a run remembers
+    run_folder.py         finds a run's folder and the checkpoint to resume from
+    estimates.py          estimates memory and time before the start
+    agreement.py          checks that all ranks have the same settings
+    report.py             writes to the terminal, and draws loss.svg
+    metrics_file.py       keeps metrics.jsonl
+    step_statistics.py    says how evenly a step chose its experts, and how well the depths predict
+    tensorboard.py        copies metrics.jsonl to TensorBoard
+    signals.py            stops a run at SIGTERM, Ctrl-C or a closed terminal
+    rank_failure.py       starts a rank, and ends all ranks if one of them fails
+    watchdog.py           ends a rank whose GPU hangs
+    kernels.py            chooses kernels
+    threads.py            chooses the number of threads on a CPU
+    check_copies.py       finds parameters whose copies have drifted apart
 """

@@ -12,7 +12,7 @@ A tied embedding has one on the first and one on the last stage. The copies stay
 
 torch.compile can break the equality over tp: it may benchmark kernels on each rank separately, and two ranks may choose
 kernels whose sums differ in the last bit. From then on the ranks train slightly different models, which no loss shows.
-So the compiler is asked to choose kernels deterministically, and the copies are compared.
+So the compiler is asked to choose kernels deterministically (kernels.py), and the copies are compared.
 """
 
 from collections import defaultdict
@@ -27,16 +27,6 @@ from nanodomino.zero import ZeroOptimizer
 CHUNK = 1 << 20          # elements converted to int64 at once
 INTEGER_TYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16}       # keys: bytes per element
 MAX_NAMED = 3            # parameters named in the message
-
-
-def make_compiler_deterministic():
-    """Ask torch.compile to choose kernels deterministically. Call this before it compiles anything. Does nothing on
-    versions of torch that lack the option."""
-    # imported here, because this import loads the whole compiler
-    from torch._inductor import config as inductor
-
-    if hasattr(inductor, "deterministic"):
-        inductor.deterministic = True
 
 
 @torch.no_grad()

@@ -1,9 +1,12 @@
-"""Chooses kernels, and names the one that attention runs.
+"""Chooses kernels.
 
 **Deterministic kernels.** A kernel whose thread blocks add to the same number in no fixed order may round differently
 each time it runs. Torch's strict mode replaces such kernels, or raises an error where it has no other kernel. With
 warn_only=True, torch would only warn about the backward of flash and of memory-efficient attention, and would still
 choose cuDNN's attention.
+
+**Compiled kernels.** torch.compile may benchmark kernels on each rank separately. The ranks of a tensor-parallel group
+must choose the same, or their copies of a parameter would drift apart (check_copies.py).
 
 **Attention.** On an H100 torch prefers cuDNN's attention to flash attention. With an attention bias, the backward of
 cuDNN's attention can return NaN if the sequence length modulo 128 is 64 (github.com/pytorch/pytorch/issues/196678).
@@ -12,11 +15,8 @@ cuDNN's attention can return NaN if the sequence length modulo 128 is 64 (github
 import os
 
 import torch
-from torch.nn.attention import SDPBackend
 
 from nanodomino.config.config import Config
-from nanodomino.layers.attention import fused_arguments
-from nanodomino.layers.varlen import uses_varlen
 
 
 def choose_kernels(config: Config):
@@ -27,25 +27,15 @@ def choose_kernels(config: Config):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")      # 8 buffers of 4096 KiB
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False      # or each torch.empty() launches a kernel
+    if config.compile and config.tp > 1:
+        from torch._inductor import config as inductor                   # here, because it loads the whole compiler
 
-
-def attention_kernel(config: Config, device: torch.device) -> str:
-    """Return the name of the kernel that attention runs in training, for example "cudnn attention"."""
-    if config.attention_dropout:
-        return "attention by matmuls and softmax"              # see layers/attention.py
-    if config.reset_attention_mask and uses_varlen(config, device):
-        return "flash attention by document"
-    q, k = (torch.empty(1, heads // config.tp, config.seq_length, config.kv_channels, dtype=config.params_dtype,
-                        device=device, requires_grad=True)
-            for heads in (config.num_attention_heads, config.num_query_groups))
-    bias = q.new_empty(config.seq_length).expand(1, 1, config.seq_length, -1) if config.reset_attention_mask else None
-    return SDPBackend(torch._fused_sdp_choice(**fused_arguments(q, k, k, bias))).name.replace("_", " ").lower()
+        inductor.deterministic = True
 
 
 def in_words(config: Config, device: torch.device) -> str:
-    """Return, for example, ', flash attention'; '' on the CPU, which has only one fused kernel. Also say if the matrix
-    units of the GPU stay idle, because training is in fp32 and torch does not round to TF32 by default."""
-    if device.type != "cuda":
-        return ""
-    fp32 = config.params_dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-    return f", {attention_kernel(config, device)}" + ", fp32 matmuls without TF32 (--bf16 is many times as fast)" * fp32
+    """Say if the matrix units of the GPU stay idle, because training is in fp32 and torch does not round to TF32 by
+    default. Otherwise return ''."""
+    idle = (device.type == "cuda" and config.params_dtype == torch.float32
+            and torch.get_float32_matmul_precision() == "highest")
+    return ", fp32 matmuls without TF32 (--bf16 is many times as fast)" * idle

@@ -4,7 +4,7 @@
     lines that can't be read      the whole file is copied to metrics-NNN.jsonl, and the other lines stay
     a run that starts over        the old file becomes metrics-NNN.jsonl
     a full disk                   the lines wait in memory and are written later
-    deleted or replaced           written again: the open file still has its lines; another file gets a new name
+    deleted or replaced           written again: the open file still has its lines
 """
 
 import itertools
@@ -12,7 +12,7 @@ import json
 import os
 from pathlib import Path
 
-from nanodomino.files import is_same, open_regular_file, write_file
+from nanodomino.files import open_regular_file, write_file
 
 
 class MetricsFile:
@@ -20,7 +20,7 @@ class MetricsFile:
 
     def __init__(self, path: Path, say):
         self.path, self.say, self.unwritten, self.warned = path, say, b"", False
-        self.file, self.folder = open_regular_file(path, "a+b", 0), os.stat(path.parent)
+        self.file = open_regular_file(path, "a+b", 0)
         self.empty = not os.fstat(self.file.fileno()).st_size
 
     def add(self, values: dict):
@@ -31,7 +31,8 @@ class MetricsFile:
     def write(self):
         """Append the lines that are not yet written."""
         try:
-            self.stay_in_place()
+            if not (os.path.exists(self.path) and os.path.samestat(os.stat(self.path), os.fstat(self.file.fileno()))):
+                self.write_again()
             while self.unwritten:                              # write() can store a part and return its size
                 self.unwritten = self.unwritten[self.file.write(self.unwritten):]
             self.warned = False
@@ -40,22 +41,12 @@ class MetricsFile:
                 self.say(f"warning: metrics.jsonl can't be written: {error}; training continues")
             self.warned = True
 
-    def stay_in_place(self):
-        """Write metrics.jsonl again if it was deleted or replaced, unless the folder was, too (check_in_place())."""
-        if is_same(self.path.parent, self.folder) and not is_same(self.path, os.fstat(self.file.fileno())):
-            if os.path.lexists(self.path):
-                self.path.rename(unused_name(self.path))
-            self.file.seek(0)
-            write_file(self.path, self.file.read())
-            self.file = open_regular_file(self.path, "a+b", 0)
-            self.say(f"warning: {self.path} was deleted or replaced; it is written again, with all its lines")
-
-    def flush(self):
-        """Write the lines that a full disk has rejected; if it is still full, print them. Call this at the end."""
-        self.write()
-        if self.unwritten:
-            self.say("warning: the disk is still full; free some space and append this text to metrics.jsonl:\n"
-                     + self.unwritten.decode().rstrip("\n"))
+    def write_again(self):
+        """Write all lines of the file, which was deleted or replaced, to a new one."""
+        self.file.seek(0)
+        write_file(self.path, self.file.read())
+        self.file = open_regular_file(self.path, "a+b", 0)
+        self.say(f"warning: {self.path} was deleted or replaced; it is written again, with all its lines")
 
 
 def unused_name(path: Path) -> Path:

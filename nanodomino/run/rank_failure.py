@@ -25,8 +25,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from nanodomino.comm.world import LaunchInfo, read_launch_environment
-from nanodomino.config.command_exit import exit_with, sentence_and_code, tolerate_closed_output
-from nanodomino.errors import UserError
+from nanodomino.errors import UserError, sentence_and_code, tolerate_lost_output
 from nanodomino.run.signals import stop_signals
 
 # What gloo, TCPStore and NCCL say when a peer is gone or does not answer. Shorter texts, such as "peer" and
@@ -44,7 +43,7 @@ def run_rank(main, arguments: list[str]):
 
     Only rank 0 writes to standard output.
     """
-    tolerate_closed_output()
+    tolerate_lost_output()
     # The local rank decides which rank prints an error, even if the rest of the launch environment is invalid.
     numbers = [os.environ.get(name, "") for name in ("LOCAL_RANK", "RANK")]
     launch = LaunchInfo(local_rank=int(next(filter(str.isdecimal, numbers), 0)))
@@ -59,7 +58,7 @@ def run_rank(main, arguments: list[str]):
         report_and_exit(launch, error)
     except KeyboardInterrupt:                                  # Ctrl-C before a StopSignal exists
         code = 128 + signal.SIGINT
-    exit_with(code)
+    sys.exit(code)
 
 
 def report_and_exit(launch: LaunchInfo, error: Exception):

@@ -15,7 +15,6 @@ import dataclasses
 import json
 import math
 import sys
-import time
 from pathlib import Path
 
 from tqdm import tqdm
@@ -34,13 +33,11 @@ from nanodomino.model import stage_layers
 from nanodomino.overlap import recompute, sequence_parallel
 from nanodomino.plot.curves import Curve, picture
 from nanodomino.run import kernels
-from nanodomino.run.depth_losses import DepthLosses
-from nanodomino.run.expert_load import ExpertLoad
 from nanodomino.run.metrics_file import MetricsFile, remove_outdated
+from nanodomino.run.step_statistics import StepStatistics
 from nanodomino.run.tensorboard import TensorBoard
 from nanodomino.schedules import simulation
 
-BAR_INTERVAL = 1.0       # seconds; after a longer pause the bar shows the progress within the step
 SLOW_STEP = 5.0          # seconds; a step that is expected to take longer is announced
 FEW_SAMPLES = 16         # a loss over fewer samples is noisy
 FEW_EPOCHS = 4           # up to 4 epochs, repeated text is almost as good as new text (2305.16264)
@@ -59,8 +56,7 @@ class Report:
         self.tokens_per_step = config.global_batch_size * config.seq_length
         self.entropies = f"(unigram {corpus.unigram_entropy:.2f}, bigram {corpus.bigram_entropy:.2f})"
         self.metrics = self.tensorboard = None
-        self.first_step, self.experts = first_step, ExpertLoad(config)
-        self.bar_moved = time.monotonic()
+        self.first_step, self.statistics = first_step, StepStatistics(config)
         if enabled:
             self.changes = changed_settings(run_dir, config) if first_step else []
             if first_step < config.train_iters or not (run_dir / "config.json").exists():
@@ -145,31 +141,17 @@ class Report:
         if self.tensorboard:
             self.tensorboard.add(values.pop("step"), values)
 
-    def flush(self):
-        """Write, or else print, the lines of metrics.jsonl that a full disk has rejected. Call this at the end."""
-        if self.metrics:
-            self.metrics.flush()
-
-    def action(self, done: int, count: int):
-        """Show the progress within a slow step: `done` of its `count` forward and backward passes are finished."""
-        now = time.monotonic()
-        if self.enabled and now - self.bar_moved > BAR_INTERVAL:
-            self.bar_moved = now
-            self.bar.set_postfix_str(f"{done} of {count} forward and backward passes of this step")
-
     def step(self, step: int, result, learning_rate: float, seconds: float):
         """Report a finished step. result: its StepResult; seconds: the time it took."""
         speed = self.tokens_per_step / seconds
         mfu = speed * flops_per_token(self.config) / self.peak_flops if self.peak_flops else None
         shown = step % self.config.log_interval == 0 or step == 1
-        self.experts, depths = ExpertLoad(self.config, result.statistics), DepthLosses(self.config, result.statistics)
+        self.statistics = StepStatistics(self.config, result.statistics)
         self.record(step=step, loss=result.loss, grad_norm=result.grad_norm, lr=learning_rate,
                     tokens=step * self.tokens_per_step, step_ms=seconds * 1000, tokens_per_second=speed,
-                    mfu=mfu, skipped=result.skipped, loss_scale=result.loss_scale, **depths.metrics(),
-                    **self.experts.metrics(shown))
+                    mfu=mfu, skipped=result.skipped, loss_scale=result.loss_scale, **self.statistics.metrics(shown))
         self.bar.set_postfix(loss=f"{result.loss:.3f}", tokens_per_second=f"{speed:,.0f}", refresh=False)
         self.bar.update()
-        self.bar_moved = time.monotonic()
         loss_scale = f" | loss scale {result.loss_scale:g}" if self.config.dtype == "float16" else ""
         if result.skipped:
             self.say(f"step {step:5d} | skipped: loss {result.loss} or gradient norm {result.grad_norm} is not finite"
@@ -177,8 +159,7 @@ class Report:
         elif shown:
             self.say(f"step {step:5d} | loss {result.loss:.4f} {self.entropies} | grad norm {result.grad_norm:.3f} | "
                      f"lr {learning_rate:.2e} | {seconds * 1000:.0f} ms | {speed:,.0f} tokens/s | "
-                     f"mfu {'n/a' if mfu is None else f'{mfu:.1%}'}{loss_scale}{depths.in_words()}"
-                     f"{self.experts.in_words()}")
+                     f"mfu {'n/a' if mfu is None else f'{mfu:.1%}'}{loss_scale}{self.statistics.in_words()}")
 
     def losses(self, step: int, split: str, loss: float):
         """Report the loss on a split, "valid" or "test", and its perplexity and bits per byte."""
@@ -202,8 +183,7 @@ class Report:
 
     def end(self, step: int, seconds: float):
         self.bar.close()
-        self.flush()
-        if summary := self.experts.summary():
+        if summary := self.statistics.summary():
             self.say(summary)
         self.say(f"{step} of {max(step, self.config.train_iters)} steps done, {seconds:.1f} s, peak memory of rank 0 "
                  f"{peak_memory(self.mesh.device) / 2**20:,.0f} MiB, everything in {self.run_dir}")

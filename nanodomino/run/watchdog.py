@@ -27,7 +27,6 @@ rank that is slow to read data does not blame its peers.
 import threading
 import time
 from collections import deque
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -40,40 +39,13 @@ STOP_GRACE = 20.0        # seconds without progress after a stop signal; torchru
 POLL_INTERVAL = 0.5      # seconds
 
 
-@contextmanager
-def end_unless_connected(launch: LaunchInfo, timeout: float):
-    """End this process if the `with` block takes too long to connect all ranks.
-
-    Ranks may take `timeout` seconds to start and another `timeout` to connect; STOP_GRACE allows for torch's retries.
-    Without this limit, gloo would wait five times as long for a connection.
-    """
-    timer = threading.Timer(2 * timeout + STOP_GRACE, report_and_exit, (launch, RuntimeError(
-        f"timed out connecting to the other ranks after {timeout:.0f} seconds; is GLOO_SOCKET_IFNAME the interface "
-        "between the hosts, and does a firewall let the ranks connect?")))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-class NoStream:
-    """Replaces a CUDA stream and its events if the device is the CPU, which never has work in a queue."""
-
-    def query(self) -> bool:
-        return True
-
-    def record_event(self):
-        return NoStream()
-
-
 class Watchdog:
-    """A context manager that watches the device until its block ends or `finished` is set."""
+    """A context manager that watches a GPU until its block ends or `finished` is set. A CPU has no queue of work, so
+    there is nothing to watch."""
 
     def __init__(self, launch: LaunchInfo, mesh: Mesh, timeout: float):
         self.launch, self.device, self.timeout = launch, mesh.device, timeout
-        self.queue = torch.cuda.current_stream(mesh.device) if mesh.device.type == "cuda" else NoStream()
+        self.queue = torch.cuda.current_stream(mesh.device) if mesh.device.type == "cuda" else None
         groups = [dist.group.WORLD, *(value for name, value in vars(mesh).items() if name.endswith("_group"))]
         backends = [group._get_backend(mesh.device) for group in groups if group]
         self.nccl_backends = [backend for backend in backends if backend.name() == "nccl"]
@@ -83,7 +55,8 @@ class Watchdog:
         self.thread = threading.Thread(target=self.watch, name="watchdog", daemon=True)
 
     def __enter__(self):
-        self.thread.start()
+        if self.queue is not None:
+            self.thread.start()
         return self
 
     def __exit__(self, *error):
@@ -91,11 +64,11 @@ class Watchdog:
 
     def mark(self, *_):
         """Enqueue an event, whose completion counts as progress. Ignores the arguments that on_action passes."""
-        self.events.append(self.queue.record_event())
+        if self.queue is not None:
+            self.events.append(self.queue.record_event())
 
     def watch(self):
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)       # a thread starts on GPU 0, where a query would allocate memory
+        torch.cuda.set_device(self.device)           # a thread starts on GPU 0, where a query would allocate memory
         while not self.finished.wait(POLL_INTERVAL):
             if text := self.find_hang():
                 error = RuntimeError(text)

@@ -8,9 +8,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from nanodomino.config.command_exit import run_command
 from nanodomino.config.flags import Parser
-from nanodomino.errors import UserError, require
+from nanodomino.errors import UserError, require, run_command
 from nanodomino.files import read_file
 from nanodomino.plot.svg import write_output
 from nanodomino.timeline.draw import picture, select_step

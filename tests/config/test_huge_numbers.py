@@ -10,10 +10,9 @@ import torch
 
 import bench
 import train
-from benchmarks.common import MOST_PROCESSES, parse
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.config.config import Config
-from nanodomino.config.rules import MAX_FORWARDS, largest_divisor
+from nanodomino.config.rules import MAX_FORWARDS
 from nanodomino.config.setting import flag_name, flag_settings
 from nanodomino.dry_run.stages import stage_memory, step_seconds
 from nanodomino.errors import UserError
@@ -38,6 +37,8 @@ def start_training(arguments: list[str]):
 
 def start_benchmark(arguments: list[str]):
     """Do what bench.py does before it starts processes. A plan starts none: make the whole plan."""
+    from benchmarks.common import MOST_PROCESSES, parse
+
     question = importlib.import_module(f"benchmarks.{arguments[0]}")
     flags = parse(question, arguments)
     assert question.processes(flags) <= MOST_PROCESSES
@@ -45,7 +46,7 @@ def start_benchmark(arguments: list[str]):
         question.answer(flags, LaunchInfo())
 
 
-def check(start, *command_lines: list[str]):
+def check(start, command_lines):
     for arguments in command_lines:
         timetable.cache_clear()
         before = time.process_time()
@@ -56,52 +57,22 @@ def check(start, *command_lines: list[str]):
         assert time.process_time() - before < LIMIT, arguments
 
 
-def flags_of(question: str) -> list[str]:
-    """Return the flags of a question that take an integer."""
+def test_train_with_one_huge_number_is_refused_or_starts_within_seconds():
+    most = MAX_FORWARDS * Config(model="nano").resolve(1).micro_batch_size
+    check(start_training, [["--global-batch-size", str(most)], *(
+        [flag_name(setting.name), str(number)] for setting in flag_settings(Config, "The model", "The layout",
+                                                                            "The training")
+        if setting.type is int for number in HUGE)])
+
+
+@pytest.mark.parametrize("question", [
+    question if question != "plan" else pytest.param(question, marks=pytest.mark.exhaustive)
+    for question in bench.QUESTIONS])
+def test_a_benchmark_with_one_huge_number_is_refused_or_starts_within_seconds(question):
     parser = ArgumentParser()
     importlib.import_module(f"benchmarks.{question}").add_flags(parser)
-    return [action.option_strings[0] for action in parser._actions if action.type is int]
-
-
-@pytest.mark.parametrize("sections", [
-    ("The model", "The layout"), pytest.param(("The training", "The run"), marks=pytest.mark.exhaustive)])
-def test_train_with_one_huge_number_is_refused_or_starts_within_seconds(sections):
-    check(start_training, *([flag_name(setting.name), str(number)] for setting in flag_settings(Config, *sections)
-                            if setting.type is int for number in HUGE))
-
-
-def test_train_with_a_huge_batch_is_refused_or_starts_within_seconds():
-    most = MAX_FORWARDS * Config(model="nano").resolve(1).micro_batch_size
-    check(start_training, *(["--global-batch-size", str(number)] for number in (most, *HUGE)))
-
-
-@pytest.mark.parametrize("question", sorted({*bench.QUESTIONS} - {"plan"}))
-def test_a_benchmark_with_one_huge_number_is_refused_or_starts_within_seconds(question):
-    check(start_benchmark, *([question, flag, str(number)] for flag in flags_of(question) for number in HUGE))
-
-
-@pytest.mark.parametrize("flag", [
-    flag if flag == "--global-batch-size" else pytest.param(flag, marks=pytest.mark.exhaustive)
-    for flag in flags_of("plan")])
-def test_a_plan_with_one_huge_number_is_refused_or_made_within_seconds(flag):
-    check(start_benchmark, *(["plan", flag, str(number)] for number in HUGE))
-
-
-@pytest.mark.parametrize("arguments, sentence", [
-    (["--global-batch-size", "4000000", "--micro-batch-size", "1"],
-     "at most 65536 / (pipeline-model-parallel-size 1 x virtual-stages 1) = 65536 microbatches per replica, but "
-     "global-batch-size 4000000 / (micro-batch-size 1 x data parallel 1) is 4000000; try --global-batch-size 65536"),
-    (["--num-layers", "1000000"], "--num-layers must be at least 1 and at most 4096, but is 1000000"),
-    (["--hidden-size", "1000000"], "would need at least")])
-def test_the_sentence_has_the_rule_and_the_numbers(arguments, sentence):
-    with pytest.raises(UserError) as refusal:
-        start_training(arguments)
-    assert sentence in str(refusal.value)
-
-
-def test_a_benchmark_starts_no_million_processes():
-    with pytest.raises(UserError, match="at most 64 processes, but these flags need 1000000; lower --tp, --pp or --dp"):
-        start_benchmark(["zero", "--dp", "1000000"])
+    flags = [action.option_strings[0] for action in parser._actions if action.type is int]
+    check(start_benchmark, ([question, flag, str(number)] for flag in flags for number in HUGE))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -115,8 +86,3 @@ def test_many_microbatches_take_what_the_whole_timetable_says(estimate, name):
                     tensor_model_parallel_size=1).resolve(6).with_vocabulary(256)
     whole = partial(estimate.func.__wrapped__, **estimate.keywords)
     assert sum(estimate(train, config).values()) == pytest.approx(sum(whole(train, config).values()), rel=0.01)
-
-
-def test_the_largest_divisor_of_a_large_prime_is_found_at_once():
-    assert [largest_divisor(number, limit) for number, limit in ((12, 5), (12, 12), (7, 6), (1, 0))] == [4, 12, 1, None]
-    check(lambda _: largest_divisor(2**31 - 1, 2**30), [])

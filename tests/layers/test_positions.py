@@ -142,17 +142,10 @@ LLAMA = dict(FAMILIES["llama"])
     (dict(num_query_groups=3),
      "num-attention-heads 8 must be divisible by num-query-groups 3; try --num-query-groups 1, 2, 4, 8"),
     (dict(num_query_groups=2, tensor_model_parallel_size=4),
-     "num-query-groups 2 must be divisible by tensor-model-parallel-size 4, since each "
-     "rank holds whole groups; try --tp 1, 2"),
-    (dict(group_query_attention=True),
-     "--group-query-attention needs --num-query-groups below num-attention-heads 8, but num-query-groups is 8; "
-     "try --num-query-groups 4"),
+     "num-query-groups 2 must be divisible by tensor-model-parallel-size 4; try --tp 1, 2"),
     (dict(position_embedding_type="rope", kv_channels=3),
      "RoPE must rotate an even number of channels from 2 to 3, but "
      "rotary-percent 1 x kv-channels 3 is 3; try --kv-channels 4"),
-    (dict(group_query_attention=False, num_query_groups=2, given=("group_query_attention", "num_query_groups")),
-     "--no-group-query-attention needs one query group per head, but --num-query-groups 2 differs from "
-     "num-attention-heads 8; try --num-query-groups 8"),
     (dict(position_embedding_type="rope", rotary_percent=0.1),
      "RoPE must rotate an even number of channels from 2 to 2, but rotary-percent 0.1 x kv-channels 2 is 0"),
     (dict(position_embedding_type="alibi"),

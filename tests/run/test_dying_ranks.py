@@ -59,7 +59,8 @@ def only_rank_2_is_blamed(output: str):
     assert output.count("failed in step") == output.count(words) and "peer" not in output, output
 
 
-@pytest.mark.parametrize("fault", ["dies in a step", "dies before the group forms", "raises"])
+@pytest.mark.parametrize("fault", ["dies in a step", "raises", pytest.param("dies before the group forms",
+                                                                             marks=pytest.mark.exhaustive)])
 def test_a_failing_rank_ends_the_others_and_is_reported_alone(fork_server, folder, corpus, fault):
     """Killed, as the kernel does when memory runs out, or by an exception. The other ranks only see a closed
     connection: they must not blame each other, nor bury the message of the rank that failed."""
@@ -74,66 +75,36 @@ def test_a_failing_rank_ends_the_others_and_is_reported_alone(fork_server, folde
         assert not any(word in ended.output for word in ("failed", "lost", "error: ")), ended.output
 
 
-NCCL = ("NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, {}, NCCL version 2.27.5\n{}\n"
-        "Last error:\n{}")
 ANOTHERS_END = [
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:41234",
-    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Read error [127.0.0.1]:2134: Connection reset by peer",
-    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:459] writev [127.0.0.1]:8871: Broken pipe",
-    "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 10000ms for recv operation "
-    "to complete",
-    "Application timeout caused pair closure",
-    "Gloo connectFullMesh failed with [/pytorch/third_party/gloo/gloo/transport/tcp/pair.h:311] Connect timeout [none]",
-    "Gloo connectFullMesh failed with [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:144] timed out connecting: "
-    "SO_ERROR: "
-    "Connection refused, remote=[10.0.0.2]:52011",
+    "Read error [127.0.0.1]:2134: Connection reset by peer", "writev [127.0.0.1]:8871: Broken pipe",
+    "Timed out waiting 10000ms for recv operation to complete", "Application timeout caused pair closure",
+    "Gloo connectFullMesh failed with Connect timeout [none]",
+    "timed out connecting: SO_ERROR: Connection refused, remote=[10.0.0.2]:52011",
     "wait timeout after 300000ms, keys: /default_pg/0//cuda//timeout_dump",
     "Timed out after 601 seconds waiting for clients. 1/2 clients joined.",
     "failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",
-    NCCL.format("remote process exited or there was a network error",
-                "ncclRemoteError: A call failed possibly due to a network "
-                "error or a remote process exiting prematurely.",
-                "socketProgress: Connection closed by remote peer node2<42830>"),
-    NCCL.format("internal error - please report this issue to the NCCL developers",
-                "ncclInternalError: Internal check failed.", "Net : Connection closed by remote peer user<50260>"),
-    NCCL.format("unhandled system error (run with NCCL_DEBUG=INFO for details)",
-                "ncclSystemError: System call (e.g. socket, malloc) "
-                "or external library call failed or device error.",
-                "socketStartConnect: Connect to 10.0.0.2<45231> failed : "
-                "Connection refused"),
-    "[Rank 2] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4, OpType=ALLREDUCE, NumelIn=112, "
-    "NumelOut=112, "
-    "Timeout(ms)=660000) ran for 660010 milliseconds before timing out.",
+    "NCCL error: remote process exited or there was a network error",
+    "ncclInternalError: Internal check failed. Net : Connection closed by remote peer user<50260>",
+    "ncclSystemError: socketStartConnect: Connect to 10.0.0.2<45231> failed : Connection refused",
+    "[Rank 2] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4, OpType=ALLREDUCE, NumelIn=112)",
     "NCCL communicator was aborted on rank 1.",
-    "timed out waiting for the device, which has made no progress for 600 seconds",
-]
+    "timed out waiting for the device, which has made no progress for 600 seconds"]
 OWN_ERROR = [
-    NCCL.format("invalid usage (run with NCCL_DEBUG=WARN for details)",
-                "ncclInvalidUsage: This usually reflects invalid usage of "
-                "NCCL library.", "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000"),
-    NCCL.format("unhandled cuda error (run with NCCL_DEBUG=INFO for details)",
-                "ncclUnhandledCudaError: Call to CUDA function failed.", "Cuda failure 2 'out of memory'"),
-    NCCL.format("unhandled system error (run with NCCL_DEBUG=INFO for details)",
-                "ncclSystemError: System call (e.g. socket, malloc) "
-                "or external library call failed or device error.",
-                "Error while creating shared memory segment /dev/shm/nccl-qXv9Ng "
-                "(size 9637888): No space left on device (28)"),
+    "ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000",
+    "ncclUnhandledCudaError: Call to CUDA function failed. Cuda failure 2 'out of memory'",
+    "ncclSystemError: Error while creating shared memory segment /dev/shm/nccl-qXv9Ng: No space left on device (28)",
     "ProcessGroupNCCL is only supported with GPUs, no GPUs found!",
-    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB of which 5.00 MiB is "
-    "free.",
+    "CUDA out of memory. Tried to allocate 20.00 MiB.",
     "CUDA error: peer access is not supported between these two devices",
-    "CUDA error: the launch timed out and was terminated",
-    "CUDA error: an illegal memory access was encountered",
-    "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!",
-]
+    "CUDA error: the launch timed out and was terminated", "CUDA error: an illegal memory access was encountered"]
 
 
-@pytest.mark.parametrize("text, lonely",
-                         [(text, True) for text in ANOTHERS_END] + [(text, False) for text in OWN_ERROR])
-def test_errors_caused_by_a_peer_are_told_from_own_errors(text, lonely):
+def test_errors_caused_by_a_peer_are_told_from_own_errors():
     """In the words of gloo, TCPStore, NCCL and CUDA. A rank's own error must be printed with its traceback."""
-    assert caused_by_peer(RuntimeError(text)) == lonely
-    assert not caused_by_peer(ValueError(text)), "only what torch raises"
+    assert [text for text in ANOTHERS_END if not caused_by_peer(RuntimeError(text))] == []
+    assert [text for text in OWN_ERROR if caused_by_peer(RuntimeError(text))] == []
+    assert not caused_by_peer(ValueError(ANOTHERS_END[0])), "only what torch raises"
 
 
 def test_a_rank_is_called_dead_if_it_reports_nothing_since_the_last_restart(monkeypatch):

@@ -11,7 +11,6 @@ import pytest
 from support.jobs import make_corpus
 from support.train_in_pool import saved_steps, train_in_pool
 
-from nanodomino.checkpoint.find_checkpoints import recorded_settings
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.config.config import Config
 from nanodomino.errors import UserError
@@ -20,6 +19,7 @@ from nanodomino.generate.__main__ import command_line as generate
 from nanodomino.huggingface.safetensors_files import read_json
 from nanodomino.plot.__main__ import main as plot
 from nanodomino.run.command_line import from_command_line
+from nanodomino.run.metrics_file import remove_outdated
 from nanodomino.run.run_folder import open_run
 from nanodomino.timeline.__main__ import main as timeline
 
@@ -68,20 +68,32 @@ def link_to_nowhere(path: Path):
     path.symlink_to("nowhere")
 
 
+def link_to_a_folder(path: Path):
+    (path.parent / "theirs").mkdir(exist_ok=True)
+    (path.parent / "theirs" / "precious").touch()
+    path.symlink_to("theirs")
+
+
+def unharmed(folder: Path):
+    """What the links in the folder point to is as it was."""
+    assert not (folder / "nowhere").exists()
+    assert not (folder / "precious").exists() or (folder / "precious").read_text() == "precious"
+    assert not (folder / "theirs").exists() or [path.name for path in (folder / "theirs").iterdir()] == ["precious"]
+
+
 @pytest.mark.parametrize("plant", [os.mkfifo, link_to_precious, link_to_nowhere])
-@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "lock", "saved"])
-def test_a_run_with_a_pipe_or_a_link_for_a_file_is_refused(name, plant, tmp_path):
-    for kept in {"config.json", "metrics.jsonl"} - {name}:
-        (tmp_path / kept).write_text("{}")
-    plant(tmp_path / name)
-    assert recorded_settings(tmp_path) in (None, {})
-    with pytest.raises(UserError, match=f"holds a {name} that is not a regular file; remove it"):
+def test_files_that_a_run_extends_are_refused_if_they_are_pipes_or_links(tmp_path, plant):
+    for name in ("lock", "metrics.jsonl"):
+        plant(tmp_path / name)
+    with pytest.raises(UserError, match=r"can't be written to \(.*not a regular file\)"):
         open_run(Config(run_dir=str(tmp_path)).resolve(1), LaunchInfo())
+    with pytest.raises(OSError, match="not a regular file"):
+        remove_outdated(tmp_path / "metrics.jsonl", 0)
+    unharmed(tmp_path)
 
 
-def test_checkpoints_that_are_a_link_to_those_of_another_run_are_refused(tmp_path, monkeypatch):
+def test_checkpoints_that_are_a_link_to_those_of_another_run_are_refused(tmp_path):
     """--keep-last would delete them."""
-    monkeypatch.setattr("nanodomino.run.run_folder.tolerate_closed_output", lambda *_: None)
     left = tmp_path / "other" / ".step-00000001.unfinished"
     left.mkdir(parents=True)
     (tmp_path / "run").mkdir()
@@ -92,21 +104,22 @@ def test_checkpoints_that_are_a_link_to_those_of_another_run_are_refused(tmp_pat
     assert left.exists()
 
 
-@pytest.mark.parametrize("plant", [os.mkfifo, link_to_precious, link_to_nowhere])
+@pytest.mark.parametrize("plant", [os.mkfifo, link_to_precious, link_to_nowhere, link_to_a_folder])
 def test_a_run_replaces_pipes_and_links_and_never_writes_through_them(pool, tmp_path, plant):
     make_corpus(tmp_path)
-    names = ["loss.svg", "trace-00000002.svg", "trace-00000002.json", ".config.json", ".shared-x",
+    names = ["loss.svg", "trace-00000002.svg", "trace-00000002.json", "config.json", ".config.json",
              "checkpoints/.step-00000002.unfinished", "checkpoints/.step-00000001.discarded"]
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "lock").touch()
     for name in names:
         plant(tmp_path / "run" / name)
+    link_to_nowhere(tmp_path / "run" / "saved")                # if it led somewhere, the run would have checkpoints
     ended = train_in_pool(pool, tmp_path, "--run-dir", tmp_path / "run", "--train-iters", 2, "--trace", "2:2")
     assert ended.code == 0 and "warning" not in ended.output, ended.output
     for folder in (tmp_path / "run", tmp_path / "run" / "checkpoints"):
-        assert not (folder / "nowhere").exists()
-        assert not (folder / "precious").exists() or (folder / "precious").read_text() == "precious"
-    assert saved_steps(tmp_path / "run") == [2] and all((tmp_path / "run" / name).is_file() for name in names[:3])
+        unharmed(folder)
+    assert saved_steps(tmp_path / "run") == [2] and all((tmp_path / "run" / name).is_file() for name in names[:4])
+    assert not (tmp_path / "run" / "saved").is_symlink()
 
 
 @pytest.mark.parametrize("mode", ["wb", "ab", "r+b", "a+b"])
@@ -115,8 +128,7 @@ def test_only_regular_files_are_opened_to_write(tmp_path, plant, mode):
     plant(tmp_path / "x")
     with pytest.raises(OSError, match="not a regular file"):
         open_regular_file(tmp_path / "x", mode)
-    assert not (tmp_path / "nowhere").exists()
-    assert plant is not link_to_precious or (tmp_path / "precious").read_text() == "precious"
+    unharmed(tmp_path)
 
 
 def test_output_to_a_stream_is_appended(tmp_path):

@@ -1,8 +1,6 @@
-"""A rank whose device waits forever ends in time with a message, and no other rank does. The device is simulated."""
+"""A rank whose GPU waits forever ends in time with a message, and no other rank does. GPU and clock are simulated."""
 
 import threading
-import time
-from collections import deque
 from dataclasses import fields, replace
 from types import SimpleNamespace
 
@@ -12,7 +10,9 @@ import torch
 from nanodomino.comm.world import LaunchInfo, collective_timeout
 from nanodomino.mesh import Mesh, meta_mesh
 from nanodomino.run import watchdog
-from nanodomino.run.watchdog import Watchdog
+from nanodomino.run.watchdog import POLL_INTERVAL, STOP_GRACE, Watchdog
+
+NEVER = float("inf")
 
 
 class Group:
@@ -25,6 +25,11 @@ class Group:
         return SimpleNamespace(name=lambda: "nccl", group=self.backend)
 
 
+@pytest.fixture(autouse=True)
+def no_world(monkeypatch):
+    monkeypatch.setattr(watchdog.dist, "group", SimpleNamespace(WORLD=None))
+
+
 def test_the_watchdog_asks_every_group_of_the_mesh_for_errors(monkeypatch):
     monkeypatch.setattr(watchdog.dist, "group", SimpleNamespace(WORLD=Group("world")))
     names = [field.name for field in fields(Mesh) if field.name.endswith("_group")]
@@ -33,115 +38,73 @@ def test_the_watchdog_asks_every_group_of_the_mesh_for_errors(monkeypatch):
     assert [backend.group for backend in asked] == ["world", *names] and {"ep_group", "tp_group"} < {*names}
 
 
-class Event:
-    """An event that the device reaches at a given time."""
-
-    def __init__(self, moment):
-        self.moment = moment
-
-    def query(self):
-        return time.monotonic() >= self.moment
-
-
-class Device:
-    """A queue that is busy until a given time; marks[i] is when it reaches the i-th recorded event."""
-
-    def __init__(self, busy_until, marks=()):
-        self.busy_until, self.moments = busy_until, deque(marks)
-
-    def query(self):
-        return time.monotonic() >= self.busy_until
-
-    def record_event(self):
-        return Event(self.moments.popleft())
-
-
 @pytest.fixture
-def watched(monkeypatch):
-    """watched(timeout, device, seconds, ...) -> [(seconds, error)] of the exits that a real Watchdog asks for."""
-    monkeypatch.setattr(watchdog, "POLL_INTERVAL", 0.02)
-    monkeypatch.setattr(watchdog.dist, "group", SimpleNamespace(WORLD=None))
+def hang(monkeypatch):
+    """hang(timeout, ...) -> (second, message) of the first hang that a Watchdog finds within 1000 s, else (None, "").
 
-    def watched(timeout, device, seconds=3.0, backends=(), signals=None):
-        ends, begin = [], time.monotonic()
+    The queue is busy until `busy_until`; the device reaches the recorded events at the seconds `marks`.
+    """
+    def hang(timeout, busy_until=NEVER, marks=(), backends=(), signals=None):
+        clock = [0.0]
+        reached = lambda moment: SimpleNamespace(query=lambda: clock[0] >= moment)  # noqa: E731
+        monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: clock[0]))
         guard = Watchdog(LaunchInfo(), meta_mesh(1, 1, 1), timeout)
-        guard.queue, guard.nccl_backends = device or guard.queue, backends
-        guard.context = dict(step=7, signals=signals)
+        marks = list(marks)
+        guard.queue, guard.nccl_backends, guard.context = reached(busy_until), backends, dict(signals=signals)
+        guard.queue.record_event = lambda: reached(marks.pop(0))
+        for number in range(len(marks)):
+            guard.mark(number, 2)
+        while clock[0] < 1000:
+            if text := guard.find_hang():
+                return clock[0], text
+            clock[0] += POLL_INTERVAL
+        return None, ""
 
-        def fail(place, error):
-            ends.append((time.monotonic() - begin, error))
-            guard.finished.set()                                      # the real one does not come back
-
-        monkeypatch.setattr(watchdog, "report_and_exit", fail)
-        with guard:
-            for _ in range(len(device.moments) if device else 3):
-                guard.mark(1, 2)
-            guard.thread.join(seconds)
-        guard.thread.join()
-        return ends
-
-    return watched
+    return hang
 
 
-NEVER = float("inf")
+def test_a_device_without_progress_ends_its_rank_at_the_timeout(hang):
+    """The host may have enqueued a long step at once. The timeout counts from the last event that was reached. A device
+    with an empty queue waits for its own host, which may be reading, compiling or saving."""
+    not_yet = SimpleNamespace(number=0, received_at=0.0)
+    assert hang(60, signals=not_yet) == (
+        60.5, "timed out waiting for the device, which has made no progress for 60 seconds")
+    assert hang(60, marks=[50, 100, 150, 200])[0] == 260.5
+    assert hang(60, busy_until=0.0)[0] is None
 
 
-def test_a_device_without_progress_ends_its_rank_at_the_timeout(watched):
-    (seconds, error), = watched(0.4, Device(NEVER))
-    assert 0.4 < seconds < 1.5 and isinstance(error, RuntimeError) and error.step == 7
-    assert str(error) == "timed out waiting for the device, which has made no progress for 0 seconds"
-
-
-def test_a_long_step_makes_progress_event_by_event(watched):
-    """The host has enqueued the whole step at once. The timeout counts from the last event that was reached."""
-    begin = time.monotonic()
-    (seconds, _), = watched(0.5, Device(NEVER, [begin + 0.3 * number for number in range(1, 6)]))
-    assert 2.0 <= seconds < 3.0, "the last mark is at 1.5"
-
-
-def test_a_device_that_waits_for_its_own_host_is_not_ended(watched):
-    """The host may be reading, compiling or saving. On a CPU there is no device to wait for."""
-    assert watched(0.3, Device(0.0), seconds=1.0) == []
-    assert watched(0.3, None, seconds=1.0) == []
-    (seconds, _), = watched(0.3, Device(NEVER), signals=SimpleNamespace(number=0, received_at=0.0))
-    assert seconds < 1.3, "or this could not fail"
-
-
-def test_after_a_stop_signal_the_timeout_is_short(watched, monkeypatch):
+def test_after_a_stop_signal_the_timeout_is_short(hang):
     """torchrun signals the other ranks when one has died. A step that still makes progress may finish."""
-    monkeypatch.setattr(watchdog, "STOP_GRACE", 0.4)
-    begin = time.monotonic()
-    told = SimpleNamespace(number=15, received_at=begin + 0.2)
-    (seconds, error), = watched(600, Device(NEVER), signals=told)
-    assert 0.6 <= seconds < 1.6 and error.signals is told, "from the signal on"
-    begin = time.monotonic()
-    told = SimpleNamespace(number=15, received_at=begin)
-    assert watched(600, Device(begin + 1.0, [begin + 0.2 * number for number in range(1, 6)]), seconds=1.2,
-                   signals=told) == []
+    assert hang(600, signals=SimpleNamespace(number=15, received_at=7.0))[0] == 7.0 + STOP_GRACE + POLL_INTERVAL
+    signals = SimpleNamespace(number=15, received_at=0.0)
+    assert hang(600, busy_until=70, marks=[15, 30, 45, 60], signals=signals)[0] is None
 
 
-def test_the_thread_queries_its_own_gpu(monkeypatch):
-    """A thread starts on GPU 0, where each rank's query would take hundreds of MB for a CUDA context."""
-    calls = []
-    monkeypatch.setattr(watchdog, "POLL_INTERVAL", 0.02)
-    monkeypatch.setattr(watchdog.dist, "group", SimpleNamespace(WORLD=None))
-    monkeypatch.setattr(torch.cuda, "set_device",
-                        lambda device: calls.append((threading.current_thread().name, device)))
-    monkeypatch.setattr(torch.cuda, "current_stream",
-                        lambda device: SimpleNamespace(query=lambda: calls.append("query") or True))
-    mesh = replace(meta_mesh(1, 1, 1), device=torch.device("cuda", 3))
-    with Watchdog(LaunchInfo(), mesh, 600) as guard:
-        guard.thread.join(0.2)
-    guard.thread.join()
-    assert calls[0] == ("watchdog", mesh.device) and set(calls[1:]) == {"query"}
-
-
-def test_an_error_reported_by_nccl_ends_the_rank_at_once(watched):
+def test_an_error_reported_by_nccl_ends_the_rank_at_once(hang):
     sound, broken = (SimpleNamespace(get_error=lambda name=name: SimpleNamespace(name=name))
                      for name in ("SUCCESS", "COMM_ERROR"))
-    assert watched(600, Device(NEVER), seconds=0.5, backends=[sound]) == []
-    (seconds, error), = watched(600, Device(NEVER), backends=[sound, broken])
-    assert seconds < 1.0 and "NCCL reports COMM_ERROR" in str(error)
+    assert hang(600, busy_until=0.0, backends=[sound])[0] is None
+    second, text = hang(600, backends=[sound, broken])
+    assert second == 0.0 and "NCCL reports COMM_ERROR" in text
+
+
+def test_the_thread_queries_its_own_gpu_and_ends_the_rank(monkeypatch):
+    """A thread starts on GPU 0, where each rank's query would take hundreds of MB for a CUDA context."""
+    calls, queue = [], SimpleNamespace(query=lambda: calls.append("query"))
+    monkeypatch.setattr(watchdog, "POLL_INTERVAL", 0.01)
+    monkeypatch.setattr(torch.cuda, "set_device",
+                        lambda device: calls.append((threading.current_thread().name, device)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: queue)
+    mesh = replace(meta_mesh(1, 1, 1), device=torch.device("cuda", 3))
+    with Watchdog(LaunchInfo(), mesh, 0.0) as guard:
+        guard.context.update(step=7)
+        monkeypatch.setattr(watchdog, "report_and_exit", lambda launch, error: (calls.append(error.step),
+                                                                                guard.finished.set()))
+        guard.thread.join()
+    assert calls == [("watchdog", mesh.device), "query", 7]
+    with Watchdog(LaunchInfo(), meta_mesh(1, 1, 1), 0.0) as guard:
+        guard.mark()
+        assert not guard.thread.is_alive(), "a CPU has no queue"
 
 
 def test_nccls_own_timeout_comes_after_ours():

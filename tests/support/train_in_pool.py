@@ -2,7 +2,7 @@
 
     train_in_pool(pool, folder, *flags, world_size=2) -> Ended of rank 0
 
-The run uses the worker's process group and sets its own time-out on it. The file `lock` is opened but not locked, and
+The run uses the worker's process group and sets its own time-out on it. The file `lock` is made but not locked, and
 the signal handlers are replaced, because they would last as long as the worker. tests/run/test_interrupted_runs.py
 tests both in processes of their own.
 """
@@ -63,18 +63,13 @@ def main_on_rank(flags: list[str], bad_steps) -> Ended:
 
     with (mock.patch.multiple(train, get_batch=poisoned, start_world=start_world,
                               StopSignal=lambda say: SimpleNamespace(number=0, received_at=0.0)),
-          mock.patch.multiple(run_folder, lock_folder=open_lock, tolerate_closed_output=lambda *_: None),
+          mock.patch.object(run_folder, "lock_folder", lambda run_dir: (run_dir / "lock").touch()),
           contextlib.redirect_stdout(screen)):
         try:
             place = LaunchInfo(rank, world_size, rank, world_size, launched=True)
             return Ended(train.main(flags, place), "", screen.getvalue())
         except UserError as error:
             return Ended(None, str(error), screen.getvalue())
-
-
-def open_lock(run_dir: Path) -> int:
-    """Replace run_folder.lock_folder: open the file `lock`, without a lock."""
-    return os.open(run_dir / "lock", os.O_CREAT | os.O_RDWR)
 
 
 def metric_points(run_dir: Path, name: str) -> list[tuple]:
