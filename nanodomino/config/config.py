@@ -95,7 +95,8 @@ class Config:
         1.0, "divide all positions by this number before RoPE (position interpolation)", at_least=1.0, needs=ROPE)
     vocab_size: int = model_setting(None, "vocabulary size (default: the data's)", derived=True)
     make_vocab_size_divisible_by: int = model_setting(
-        128, "pad the vocabulary to a multiple of this number (in Megatron-LM, of this number times tp)")
+        128, "pad the vocabulary to a multiple of this number (in Megatron-LM, of this number times tp)",
+        at_most=2**20)
     untie_embeddings_and_output_weights: bool = family_setting(
         "untie_embeddings_and_output_weights",
         "give the output head its own weight matrix instead of the word embedding's")

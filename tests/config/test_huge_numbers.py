@@ -3,7 +3,6 @@
 import importlib
 import time
 from argparse import ArgumentParser
-from functools import partial
 
 import pytest
 import torch
@@ -14,11 +13,9 @@ from nanodomino.comm.world import LaunchInfo
 from nanodomino.config.config import Config
 from nanodomino.config.rules import MAX_FORWARDS
 from nanodomino.config.setting import flag_name, flag_settings
-from nanodomino.dry_run.stages import stage_memory, step_seconds
 from nanodomino.errors import UserError
 from nanodomino.run.command_line import from_command_line
-from nanodomino.run.estimates import ANY_MACHINE, require_memory
-from nanodomino.schedules.definitions import SCHEDULES
+from nanodomino.run.estimates import require_memory
 from nanodomino.schedules.placement_and_messages import timetable
 from nanodomino.schedules.simulation import picture, receives_to_post
 
@@ -73,16 +70,3 @@ def test_a_benchmark_with_one_huge_number_is_refused_or_starts_within_seconds(qu
     importlib.import_module(f"benchmarks.{question}").add_flags(parser)
     flags = [action.option_strings[0] for action in parser._actions if action.type is int]
     check(start_benchmark, ([question, flag, str(number)] for flag in flags for number in HUGE))
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("estimate", [partial(stage_memory, stage=0), partial(step_seconds, machine=ANY_MACHINE)],
-                         ids=["memory", "time"])
-def test_many_microbatches_take_what_the_whole_timetable_says(estimate, name):
-    """The estimates look at few microbatches and extrapolate."""
-    chunks = SCHEDULES[name].chunks[0]
-    config = Config(num_layers=3 * chunks + 1, micro_batch_size=2, global_batch_size=4 * 160, schedule=name,
-                    pipeline_model_parallel_size=3, virtual_stages=chunks, data_parallel_size=2, device="cpu",
-                    tensor_model_parallel_size=1).resolve(6).with_vocabulary(256)
-    whole = partial(estimate.func.__wrapped__, **estimate.keywords)
-    assert sum(estimate(train, config).values()) == pytest.approx(sum(whole(train, config).values()), rel=0.01)

@@ -514,7 +514,7 @@ def test_one_process_prints_one_sentence_and_makes_no_folder(fork_server, tmp_pa
     folder = tmp_path / "empty"
     folder.mkdir()
     ended = fork_server.launch("train.py", [(["--slices", "0"], {})], folder, LIMIT)
-    assert (ended.code, ended.output) == (2, "error: --slices must be at least 1 and at most 2147483647, but is 0\n")
+    assert (ended.code, ended.output) == (2, "error: --slices must be at least 1 and at most 256, but is 0\n")
     assert not list(folder.iterdir())
 
 
