@@ -95,11 +95,11 @@ class IdealStage:
 
         with trace.span("step", step=0):
             domino_step(stage, self.batches, timetable(schedule, 1, len(self.batches)))
-        recording = Recording(f"slices {slices}, columns {columns}, {schedule}", [(0, 0, 0)], [trace.take()])
+        recording = Recording(f"slices {slices}, columns {columns}, {schedule}", [""], [trace.take()])
         begin = recording.begin
         for event in recording.ranks[0]:
             event.begin, event.end = event.begin - begin, event.end - begin
-        set_ready_times(recording)
+        set_ready_times(recording, [{}])
         return recording
 
 

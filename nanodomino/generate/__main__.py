@@ -40,8 +40,8 @@ def command_line(arguments: list[str]) -> argparse.Namespace:
                     description="Let a trained model continue a text.")
     parser.add_argument("--load", required=True, metavar="DIR",
                         help="a checkpoint, or a run's folder, whose newest checkpoint is then used")
-    parser.add_argument("--prompt", default="", metavar="TEXT",
-                        help="the text to continue; FILE:NAME reads it from a file (default: start a new text)")
+    parser.add_argument("--prompt", default="", metavar="TEXT", type=without_surrogates,
+                        help="the text to continue (default: start a new text)")
     parser.add_argument("--prompts", default=None, metavar="FILE",
                         help="a file with one prompt per line, instead of --prompt (default: none)")
     parser.add_argument("--num-samples", type=int, default=1, metavar="INT",
@@ -79,38 +79,24 @@ def command_line(arguments: list[str]) -> argparse.Namespace:
             f"--draft needs --temperature 0 and --cache, but the temperature is {flags.temperature:g} and the cache is "
             f"{'on' if flags.cache else 'off'}; change that, or leave out --draft")
     require(not (flags.prompt and flags.prompts), "--prompt and --prompts contradict each other; give only one")
-    flags.prompts = find_prompts(flags)
+    flags.prompts = [flags.prompt] if flags.prompts is None else read_prompts(flags.prompts)
     return flags
 
 
-def find_prompts(flags: argparse.Namespace) -> list[str]:
-    """Return the text of --prompt, or the non-empty lines of the file of --prompts. Raises UserError."""
-    if flags.prompts is None:
-        return [find_prompt(flags.prompt)]
-    lines = read_text(flags.prompts, "--prompts").split("\n")
-    require(any(lines), f"--prompts {flags.prompts} holds no prompt; write one prompt per line")
+def without_surrogates(text: str) -> str:
+    """Return the text with "?" for each byte of the command line that is not UTF-8: no tokenizer can encode it."""
+    return text.encode(errors="replace").decode()
+
+
+def read_prompts(path: str) -> list[str]:
+    """Return the non-empty lines of the file of --prompts. Raises UserError."""
+    try:
+        lines = read_file(path).decode().splitlines()
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"--prompts {path} can't be read as UTF-8 text ({getattr(error, 'strerror', error)}); give a "
+                        "text file") from None
+    require(any(lines), f"--prompts {path} holds no prompt; write one prompt per line")
     return [line for line in lines if line]
-
-
-def find_prompt(text: str) -> str:
-    """Return `text`; if it is FILE:NAME, return the contents of the file NAME, as in nanoGPT. Raises UserError."""
-    if text.startswith("FILE:"):
-        return read_text(text.removeprefix("FILE:"), "--prompt")
-    try:
-        text.encode("utf-8")
-        return text
-    except UnicodeError:
-        raise UserError("--prompt must be UTF-8 text, but contains other bytes; convert it to UTF-8") from None
-
-
-def read_text(path: str, flag: str) -> str:
-    """Return the text of a file. flag: the flag that named it, for error messages. Raises UserError."""
-    try:
-        return read_file(path).decode("utf-8").replace("\r\n", "\n")
-    except OSError as error:
-        raise UserError(f"{flag} {path} can't be read ({error.strerror}); give a text file that exists") from None
-    except UnicodeError:
-        raise UserError(f"{flag} {path} must be UTF-8 text, but contains other bytes; convert it to UTF-8") from None
 
 
 def find_tokenizer(checkpoint: Path, config: Config, flags: argparse.Namespace) -> Tokenizer:

@@ -84,17 +84,11 @@ class KeyValueCache:
         keys[:, :, self.length:end], values[:, :, self.length:end] = k, v
         return keys[:, :, self.first_visible:end], values[:, :, self.first_visible:end]
 
-    def run(self, chunk: Chunk, tokens, hidden):
-        """Run a chunk on new tokens [1, m], or on hidden [1, m, h] from the previous chunk.
-
-        Returns hidden [1, m, h]. The last chunk returns logits of the last token instead, [1, 1, num_words], where
-        num_words is the size of this rank's part of the vocabulary.
-        """
-        x = self.hidden_states(chunk, tokens, hidden)
-        return self.logits(x[:, -1:]) if chunk.post_process else x
-
     def hidden_states(self, chunk: Chunk, tokens, hidden):
-        """Run the layers of a chunk, without the head. Takes what run() takes and returns hidden [1, m, h]."""
+        """Run the layers of a chunk on new tokens [1, m], or on hidden [1, m, h] from the previous chunk.
+
+        Returns hidden [1, m, h].
+        """
         model, x = self.model, hidden
         if chunk.pre_process:
             x = model.embedding.add_positions(model.embedding.word_embeddings(tokens), self.positions, None)

@@ -67,13 +67,13 @@ def next_token(cache: KeyValueCache, mesh: Mesh, new, vocab_size: int, temperatu
         if previous and previous[0] != mesh.pp_rank:
             x = torch.empty(1, new.size(1), config.hidden_size, dtype=config.params_dtype, device=mesh.device)
             dist.recv(x, mesh.stage_rank(previous[0]), group=mesh.pp_group)
-        x = cache.run(chunk, new, x)
+        x = cache.hidden_states(chunk, new, x)
         if following and following[0] != mesh.pp_rank:
             dist.send(x, mesh.stage_rank(following[0]), group=mesh.pp_group)
     cache.finish(new)
     token = torch.zeros(1, dtype=torch.int64, device=mesh.device)
     if cache.model.post_process:
-        logits = gather_logits(x, *cache.model.head, vocab_size)
+        logits = gather_logits(cache.logits(x[:, -1:]), *cache.model.head, vocab_size)
         token[0] = sample_token(logits[0, 0], temperature, top_k, generator)
     if mesh.pp > 1:
         dist.broadcast(token, mesh.stage_rank(placement.location(placement.last)[0]), group=mesh.pp_group)

@@ -34,7 +34,6 @@ class Writer:
     def __init__(self, tokenizer: Tokenizer, mesh: Mesh):
         self.tokenizer, self.mesh = tokenizer, mesh
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        sys.stdout.reconfigure(errors="replace")               # ? for a character that the terminal cannot show
 
     def write(self, text: str) -> bool:
         """Print a text."""

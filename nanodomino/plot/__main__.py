@@ -5,7 +5,7 @@ from pathlib import Path
 
 from nanodomino.config.flags import Parser
 from nanodomino.errors import require, run_command
-from nanodomino.plot.curves import COLOURS, differences, picture, read, tokenizer_warning
+from nanodomino.plot.curves import COLOURS, differences, picture, read
 from nanodomino.plot.svg import write_output
 
 
@@ -20,12 +20,10 @@ def main(arguments: list[str]) -> int:
     require(len(flags.runs) <= len(COLOURS), f"there are colours for {len(COLOURS)} runs, but {len(flags.runs)} are "
             "given; give fewer")
     curves, settings = zip(*map(read, flags.runs))
-    if len({curve.name for curve in curves}) < len(curves):
-        for curve, folder in zip(curves, flags.runs):
-            curve.name = str(folder)
+    if len(curves) > 1:
+        for curve, path in zip(curves, flags.runs):
+            curve.name = str(path)
     output = flags.output or (curves[0].path.parent / "loss.svg" if len(curves) == 1 else Path("compared.svg"))
-    if warning := tokenizer_warning(curves):
-        print(f"warning: {warning}", file=sys.stderr)
     write_output(output, picture(curves, differences(settings)))
     return 0
 

@@ -29,14 +29,15 @@ import numpy as np
 
 from nanodomino.checkpoint.find_checkpoints import recorded_settings
 from nanodomino.config.config import Config
-from nanodomino.config.setting import MAX_INT, names_affecting
-from nanodomino.errors import UserError, counted, require
+from nanodomino.config.setting import names_affecting
+from nanodomino.errors import UserError, require
 from nanodomino.files import open_regular_file
-from nanodomino.plot.svg import LINE, WIDTH, frame, line, text, tick_step
+from nanodomino.plot.svg import LINE, WIDTH, frame, line, text, ticks
 
 SERIES = ("loss", "grad_norm", "lr", "valid_loss", "test_loss")
-QUALITIES = tuple(f"{split}_{name}" for split in ("valid", "test") for name in ("perplexity", "bits_per_byte"))
 ENTROPIES = {"unigram_entropy": "unigram", "bigram_entropy": "bigram"}
+RESULTS = {"valid_loss": "validation {:.3f}", "valid_bits_per_byte": "{:.3f} bits per byte",
+           "test_loss": "test {:.3f}", "test_bits_per_byte": "{:.3f} bits per byte"}
 LEFT, RIGHT, GAP, HIGH, LOW = 52, 98, 30, 330, 92        # pixels: margins, gap above a panel, panel heights
 PALE, STRONG = 'opacity="0.35"', 'stroke-width="2"'
 DASHED, DOTTED = 'stroke-width="1.2" stroke-dasharray="5 4"', 'stroke-width="1.2" stroke-dasharray="2 3"'
@@ -48,12 +49,9 @@ class Curve:
     """The values in a metrics.jsonl, which may still grow. points[name] is (steps, values), for each name in SERIES."""
 
     def __init__(self, path: Path):
-        self.path = path
-        self.name = path.parent.resolve().name if path.name == "metrics.jsonl" else path.name
-        self.offset, self.lines = 0, 0
+        self.path, self.name, self.offset = path, path.resolve().parent.name, 0
         self.points = {name: (array("d"), array("d")) for name in SERIES}
-        self.skipped, self.last = [], {}                                # last: {name: the last value}
-        self.tokenizer = None                                           # None: unknown, since the run is old
+        self.skipped, self.last, self.tokenizer = [], {}, None          # last: {name: the last number}
 
     def read_on(self) -> bool:
         """Read the lines added since the last call; return whether there were any. Raises UserError or OSError."""
@@ -63,37 +61,29 @@ class Curve:
             for row in file:
                 if not row.endswith(b"\n"):                    # the run is still writing this line, or was killed
                     break
-                self.offset, self.lines = self.offset + len(row), self.lines + 1
+                self.offset += len(row)
                 try:
                     self.add(json.loads(row))
-                except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-                    raise UserError(f"{self.path}, line {self.lines}, is not a JSON object with a step and numbers; "
-                                    "give a run's folder, or its metrics.jsonl") from None
+                except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
+                    raise UserError(f"{self.path} holds {str(row[:40])}, which is no JSON object with a step and "
+                                    "numbers; give a run's folder, or its metrics.jsonl") from None
         return self.offset > start
 
     def add(self, values: dict):
-        """Add the values of one line of metrics.jsonl. If they are malformed, raises one of the errors that read_on()
-        catches."""
-        step = values["step"]
-        if not (isinstance(step, int) and 0 <= step <= MAX_INT):
-            raise ValueError
-        numbers = {name: math.nan if values[name] is None else float(values[name])
-                   for name in (*SERIES, *ENTROPIES, *QUALITIES) if name in values}
+        """Add the values of one line of metrics.jsonl."""
+        numbers = {name: math.nan if value is None else float(value) for name, value in values.items()
+                   if value is None or isinstance(value, (int, float))}
         self.last |= numbers
         for name in self.points.keys() & numbers.keys():
-            self.points[name][0].append(step)
+            self.points[name][0].append(numbers["step"])
             self.points[name][1].append(numbers[name])
         self.tokenizer = values.get("tokenizer", self.tokenizer)
         if values.get("skipped"):
-            self.skipped.append(step)
+            self.skipped.append(numbers["step"])
 
     def arrays(self, name: str) -> np.ndarray:
-        """Return a series as an array [2, n]: a row of steps and a row of values."""
+        """Return [2, n]: a row of steps and a row of values."""
         return np.array([np.array(column) for column in self.points[name]])
-
-    @property
-    def last_step(self) -> int:
-        return int(max(steps[-1] for steps, _ in self.points.values() if steps))
 
 
 def read(run: Path) -> tuple[Curve, dict]:
@@ -101,20 +91,15 @@ def read(run: Path) -> tuple[Curve, dict]:
 
     The settings are empty if none can be read. Raises UserError if metrics.jsonl can't be read or holds no step.
     """
-    path = run / "metrics.jsonl" if run.is_dir() else run
-    curve = Curve(path)
+    curve = Curve(run / "metrics.jsonl" if run.is_dir() else run)
     try:
         curve.read_on()
     except OSError as error:
-        raise UserError(f"{path} can't be read ({error.strerror}); give a run's folder, or its metrics.jsonl") from None
-    require(any(steps for steps, _ in curve.points.values()), f"{path} holds no step yet; wait for the first step")
-    return curve, recorded_settings(path.parent) or {}
-
-
-def tokenizer_warning(curves: list[Curve]) -> str:
-    """Return a warning if the runs have recorded different tokenizers, else ""."""
-    differ = len({curve.tokenizer for curve in curves} - {None}) > 1
-    return "the tokenizers of these runs differ: compare bits per byte, not losses per token" * differ
+        raise UserError(f"{curve.path} can't be read ({error.strerror}); give a run's folder, or its metrics.jsonl"
+                        ) from None
+    require(any(steps for steps, _ in curve.points.values()),
+            f"{curve.path} holds no step yet; wait for the first step")
+    return curve, recorded_settings(curve.path.parent) or {}
 
 
 def differences(settings: list[dict]) -> list[str]:
@@ -155,29 +140,28 @@ def polyline(x: np.ndarray, y: np.ndarray) -> str:
                    if len(group) and math.isfinite(group[0, 1]))
 
 
+def without_spikes(values: np.ndarray) -> list[float]:
+    """Return the smallest and the largest of the finite values, without the largest 2 %."""
+    finite = values[np.isfinite(values)]
+    return np.quantile(finite, [0, 0.98], method="higher").tolist() if len(finite) else []
+
+
 class Panel:
     """A plot with its own vertical axis. svg: the elements drawn so far."""
 
-    def __init__(self, name: str, title: str, top: float, height: float, values, marks=(), left_out=0.0):
-        """Draw the axis. It spans all `marks`, and all `values` except for the largest.
-
-        left_out: the share of the values that may lie above the axis, for example 0.02. NaN and infinity are ignored.
-        """
+    def __init__(self, name: str, title: str, top: float, height: float, shown):
+        """Draw the axis, which spans all finite values in `shown`."""
         self.name, self.top, self.bottom = name, top, top + height
-        values, ends = values[np.isfinite(values)], [mark for mark in marks if math.isfinite(mark)]
-        ends += np.quantile(values, [0, 1 - left_out], method="higher").tolist() if len(values) else []
-        low, high = min(ends, default=0.0), max(ends, default=0.0)
-        margin = max(0.04 * (high - low), 0.01 * abs(high), 1e-9)
-        self.low, high = low - margin, high + margin
+        shown = [value for value in shown if math.isfinite(value)] or [0.0]
+        margin = max(0.04 * (max(shown) - min(shown)), 0.01 * abs(max(shown)), 1e-9)
+        self.low, high = min(shown) - margin, max(shown) + margin
         self.scale = height / (high - self.low)
         self.svg = [f'<clipPath id="{name}"><rect x="{LEFT - 4}" y="{top}" width="{WIDTH - LEFT - RIGHT + 8}" '
                     f'height="{height}"/></clipPath>',
                     text(LEFT, top - 9, title), line(f"M{LEFT} {self.bottom}H{WIDTH - RIGHT}", "#bbb")]
-        step = tick_step(self.scale, max(height / 9, 20))
-        for i in range(math.ceil(self.low / step), math.floor(high / step) + 1):
-            y = self.y(i * step)
-            self.svg += [line(f"M{LEFT} {y:.1f}H{WIDTH - RIGHT}", GRID),
-                         text(LEFT - 6, y + 4, f"{i * step:g}", "end small")]
+        for value in ticks(self.low, high, self.scale, max(height / 9, 20)):
+            self.svg += [line(f"M{LEFT} {self.y(value):.1f}H{WIDTH - RIGHT}", GRID),
+                         text(LEFT - 6, self.y(value) + 4, f"{value:g}", "end small")]
 
     def y(self, values):
         """Convert values to y in pixels. Values far outside the panel are clipped to a y near it."""
@@ -191,8 +175,7 @@ class Panel:
 def picture(curves: list[Curve], notes: Sequence[str] = ()) -> str:
     """Return an SVG of all runs on one axis of steps. notes: texts to add to the runs' rows below the plots."""
     together = {name: np.concatenate([curve.arrays(name) for curve in curves], axis=1) for name in SERIES}
-    values = {name: arrays[1] for name, arrays in together.items()}
-    steps = np.concatenate([arrays[0] for arrays in together.values()])
+    steps = np.concatenate([steps for steps, _ in together.values()])
     first = max(steps.min() - 1, 0)
     last = max(first + 1, steps.max())
     scale = (WIDTH - LEFT - RIGHT) / (last - first)
@@ -200,10 +183,10 @@ def picture(curves: list[Curve], notes: Sequence[str] = ()) -> str:
     entropies = sorted({(curve.last[name], name) for curve in curves for name in ENTROPIES
                         if math.isfinite(curve.last.get(name, math.nan))})
 
-    marks = [*values["valid_loss"], *values["test_loss"], *(value for value, _ in entropies)]
-    loss = Panel("loss", "loss, nats per token", GAP, HIGH, values["loss"], marks, left_out=0.02)
-    norm = Panel("norm", "gradient norm", loss.bottom + GAP, LOW, values["grad_norm"], left_out=0.02)
-    rate = Panel("rate", "learning rate", norm.bottom + GAP, LOW, values["lr"], marks=[0.0])
+    marks = [*together["valid_loss"][1], *together["test_loss"][1], *(value for value, _ in entropies)]
+    loss = Panel("loss", "loss, nats per token", GAP, HIGH, [*without_spikes(together["loss"][1]), *marks])
+    norm = Panel("norm", "gradient norm", loss.bottom + GAP, LOW, without_spikes(together["grad_norm"][1]))
+    rate = Panel("rate", "learning rate", norm.bottom + GAP, LOW, [0.0, *together["lr"][1]])
     for value, name in entropies:
         loss.svg += [line(f"M{LEFT} {loss.y(value):.1f}H{WIDTH - RIGHT}", INK, DOTTED),
                      text(WIDTH - RIGHT + 6, loss.y(value) + 4, f"{ENTROPIES[name]} {value:.3f}", "small")]
@@ -218,22 +201,21 @@ def picture(curves: list[Curve], notes: Sequence[str] = ()) -> str:
             x, y = curve.arrays(name)
             panel.draw(*thinned(across(x), mean_around(y, width), max(1, 0.6 * len(curves))), colour, look)
 
-    body, tick, y = [], max(round(tick_step(scale, 80)), 1), rate.bottom + 15
-    for step in range(math.ceil(first / tick) * tick, int(last) + 1, tick):
+    body, y = [], rate.bottom + 15
+    for step in ticks(first, last, scale, 80, least=1):
         body += [line(f"M{across(step):.1f} {GAP}V{rate.bottom}", GRID),
-                 text(across(step), y, f"{step:,}", "middle small")]
+                 text(across(step), y, f"{step:,.0f}", "middle small")]
     body.append(text(WIDTH - RIGHT + 30, y, "step", "small"))
     y += 15
-    for i, (curve, colour) in enumerate(zip(curves, COLOURS)):
+    for curve, colour, note in zip(curves, COLOURS, [*notes, *len(curves) * [""]]):
         loss.svg += markers(curve, colour, across, loss)
-        row = ", ".join([curve.name, *last_values(curve, reach), *filter(None, notes[i:i + 1])])
         body.append(line(f"M8 {y + LINE - 4:.1f}h20", colour, 'stroke-width="4"'))
-        for words in textwrap.wrap(row, 135, max_lines=2):
+        for words in textwrap.wrap(", ".join(filter(None, [*last_values(curve, reach), note])), 135, max_lines=2):
             y += LINE
             body.append(text(36, y, words))
-    if warning := tokenizer_warning(curves):
+    if len({curve.tokenizer for curve in curves} - {None}) > 1:
         y += LINE
-        body.append(text(8, y, warning))
+        body.append(text(8, y, "the tokenizers of these runs differ: compare bits per byte, not losses per token"))
     y += LINE
     body.append(text(8, y, (f"pale: each step; strong: mean over {2 * reach + 1} steps, centred; " if reach else "")
                      + "dashed, circles: validation; filled circle: test; marks on the axis: skipped steps",
@@ -254,15 +236,8 @@ def markers(curve: Curve, colour: str, across, loss: Panel) -> list[str]:
 
 
 def last_values(curve: Curve, reach: int) -> list[str]:
-    """Return a run's last values as texts: "400 steps", "mean loss 2.310", "validation 2.504 (perplexity 12.23)"."""
-    words = [f"{counted(curve.last_step, 'step', ',')}"]
-    for name, label, width in (("loss", "mean loss" if reach else "loss", reach), ("valid_loss", "validation", 0),
-                               ("test_loss", "test", 0)):
-        _, values = curve.arrays(name)
-        if len(values) and math.isfinite(value := mean_around(values, width)[-1]):
-            perplexity, bits = (curve.last.get(name.replace("loss", quality), math.nan)
-                                for quality in ("perplexity", "bits_per_byte"))
-            more = [f"perplexity {perplexity:.4g}"] * math.isfinite(perplexity)
-            more += [f"{bits:.3f} bits per byte"] * math.isfinite(bits)
-            words.append(f"{label} {value:.3f}" + (f" ({', '.join(more)})" if more else ""))
-    return words
+    """Return a run's name and last values as texts: "400 steps", "mean loss 2.310", "validation 2.504"."""
+    words = [curve.name, f"{curve.last['step']:,.0f} steps"]
+    if len(means := mean_around(curve.arrays("loss")[1], reach)):
+        words.append(("mean " if reach else "") + f"loss {means[-1]:.3f}")
+    return words + [words_for.format(curve.last[name]) for name, words_for in RESULTS.items() if name in curve.last]

@@ -1,8 +1,8 @@
-"""Building blocks for SVG pictures: a frame, text, boxes, lines, axis ticks and a legend.
+"""Building blocks for SVG pictures: a frame, text, boxes, lines and axis ticks.
 
 A picture is a list of SVG elements. Coordinates are in pixels, and y points down. Later elements cover earlier ones:
 
-    body = [text(8, 18, "Loss", "title"), box(92, 30, 200, 26, "#9bd1f4", tip="shown under the mouse")]
+    body = [text(8, 18, "Loss", "title"), box(92, 30, 200, 26, "#9bd1f4")]
     write_output(Path("loss.svg"), frame(1000, 70, body))
 """
 
@@ -17,10 +17,11 @@ WIDTH = 1000             # pixels of a picture
 LINE, LETTER = 18, 7     # the height of a line of text and the width of a character, in pixels
 BEGIN = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 '
 SVG = BEGIN + """{width:.0f} {height:.0f}" width="{width:.0f}" \
-height="{height:.0f}">
+height="{height:.0f}" xml:space="preserve">
 <style>text{{font:12px system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif;fill:#1f1f1f}}
 .title{{font-size:15px;font-weight:600}} .halo{{stroke:#fff;stroke-width:2.5px}}
-.middle,.halo{{text-anchor:middle}} .end{{text-anchor:end}} .small{{font-size:11px}} .pale{{fill:#666}}</style>
+.middle,.halo{{text-anchor:middle}} .end{{text-anchor:end}} .small{{font-size:11px}} .pale{{fill:#666}}
+.fixed{{font-family:monospace}}</style>
 <defs>{definitions}</defs>
 <rect width="100%" height="100%" fill="#fff"/>
 {body}
@@ -33,21 +34,16 @@ def frame(width, height, body: list[str], definitions="") -> str:
     return SVG.format(width=width, height=height, definitions=definitions, body="\n".join(body))
 
 
-def printable(words) -> str:
-    """Escape text for XML. Unprintable characters, which a folder's name may contain, become '?'."""
-    return escape("".join(character if character.isprintable() else "?" for character in str(words)))
-
-
 def text(x, y, words, style="") -> str:
     """Return a text element. style: classes of the style sheet above, such as "small pale"."""
-    return f'<text x="{x:.1f}" y="{y:.1f}"' + (f' class="{style}"' if style else "") + f">{printable(words)}</text>"
+    printable = "".join(character if character.isprintable() else "?" for character in str(words))  # a folder's name
+    return f'<text x="{x:.1f}" y="{y:.1f}"' + (f' class="{style}"' if style else "") + f">{escape(printable)}</text>"
 
 
-def box(x, y, width, height, fill, tip="", stroke="", opacity=1.0) -> str:
+def box(x, y, width, height, fill, stroke="", opacity=1.0) -> str:
     look = (f' stroke="{stroke}" stroke-width="0.7"' if stroke and width > 2 else "")
     look += f' opacity="{opacity}"' if opacity < 1 else ""
-    return (f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.3):.1f}" height="{height:.1f}" fill="{fill}"{look}'
-            + (f"><title>{printable(tip)}</title></rect>" if tip else "/>"))
+    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.3):.1f}" height="{height:.1f}" fill="{fill}"{look}/>'
 
 
 def line(path, stroke, look="") -> str:
@@ -55,35 +51,24 @@ def line(path, stroke, look="") -> str:
     return f'<path d="{path}" stroke="{stroke}"{look and " " + look}/>'
 
 
-def tick_step(scale, minimum_pixels) -> float:
-    """Return the distance between two ticks of an axis, such as 0.5, 1, 2, 5, 10 or 20.
+def ticks(low, high, scale, apart, least=0.0) -> list[float]:
+    """Return the values from low to high at which an axis has ticks.
 
-    It is the smallest such number that is at least `minimum_pixels` wide. scale: pixels per unit.
+    Their distance is 1, 2 or 5 times a power of ten: the smallest that is at least `apart` pixels wide and at least
+    `least`. scale: pixels per unit
     """
-    power = math.floor(math.log10(minimum_pixels / scale))
-    return next(step for exponent in (power, power + 1) for step in (factor * 10.0 ** exponent for factor in (1, 2, 5))
-                if step * scale >= minimum_pixels)
-
-
-def legend(entries, y) -> tuple[list[str], float]:
-    """Return (elements, the y below them) of a legend that starts at y and takes as many lines as it needs.
-
-    entries: (sample, name) pairs, where sample(x, y) returns an element of 14 x 12 pixels, such as a coloured box.
-    """
-    elements, x = [], 8
-    for sample, name in entries:
-        if x + 19 + LETTER * len(name) > WIDTH:
-            x, y = 8, y + LINE
-        elements += [sample(x, y), text(x + 19, y + 10.5, name)]
-        x += 19 + LETTER * len(name) + 12
-    return elements, y + LINE
+    wanted = max(apart / scale, least)
+    power = 10.0 ** math.floor(math.log10(wanted))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= wanted)
+    return [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def check_output(path: Path):
     """Raise UserError if a picture at this path would overwrite anything but a picture of ours, or lie in a checkpoint
     or a corpus."""
     check_outside_ours(path)
-    if path.is_file() and not is_device(path):
+    require(not path.is_dir(), f"{path} is a folder; give the name of a file in it")
+    if path.is_file():
         with open_regular_file(path) as file:
             begin = file.read(len(BEGIN)).decode(errors="replace")
         require(begin in ("", BEGIN), f"{path} is no picture that this program has drawn, so it is not overwritten; "

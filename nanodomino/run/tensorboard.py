@@ -7,40 +7,35 @@ would hide each other's points.
 The flag applies to one launch only. If a run remembered the folder, a run from someone else could make folders here.
 """
 
+from importlib.util import find_spec
+
 from nanodomino.config.config import Config
-from nanodomino.errors import UserError
+from nanodomino.errors import require
 
 
 def check_package(config: Config):
-    """Raise UserError if --tensorboard-dir is given but the tensorboard package cannot be imported."""
-    try:
-        if config.tensorboard_dir:
-            import torch.utils.tensorboard  # noqa: F401
-    except Exception as error:                                 # a broken dependency can raise anything
-        raise UserError(f"--tensorboard-dir needs a package that can't be imported ({error}); pip install -r "
-                        "requirements-extra.txt, or leave the flag out") from None
+    """Raise UserError if --tensorboard-dir is given but tensorboard is not installed."""
+    require(not config.tensorboard_dir or find_spec("tensorboard"), "--tensorboard-dir needs the tensorboard package; "
+            "pip install -r requirements-extra.txt, or leave the flag out")
 
 
 class TensorBoard:
     """The event file of this launch. first_step: the steps done before this launch. say(line): prints a warning."""
 
     def __init__(self, folder: str, first_step: int, say):
-        self.folder, self.first_step, self.say = folder, first_step, say
-        self.writer, self.failed = None, False
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer, self.say = SummaryWriter(folder, purge_step=first_step + 1), say
 
     def add(self, step: int, values: dict):
-        """Write the numbers of a line of metrics.jsonl. Never raises: a failure, such as a full disk, must not end
-        training. After a failure nothing more is written."""
+        """Write the numbers of a line of metrics.jsonl. A failure, such as a full disk, must not end training."""
         try:
-            if not self.failed:
-                from torch.utils.tensorboard import SummaryWriter
-
-                self.writer = self.writer or SummaryWriter(self.folder, purge_step=self.first_step + 1)
+            if self.writer:
                 for name, value in values.items():
                     if isinstance(value, (int, float)):        # not null, a name or the loads of all experts
                         self.writer.add_scalar(name, value, step)
                 self.writer.flush()
         except Exception as error:
-            self.failed = True
-            self.say(f"warning: --tensorboard-dir {self.folder} can't be written "
-                     f"({getattr(error, 'strerror', None) or error}); training continues, and metrics.jsonl records it")
+            self.writer = None
+            self.say(f"warning: --tensorboard-dir can't be written ({error}); training continues, and metrics.jsonl "
+                     "records it")

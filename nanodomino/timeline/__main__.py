@@ -5,41 +5,40 @@
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from nanodomino.config.flags import Parser
 from nanodomino.errors import UserError, require, run_command
 from nanodomino.files import read_file
 from nanodomino.plot.svg import write_output
-from nanodomino.timeline.draw import picture, select_step
+from nanodomino.timeline.draw import picture
 from nanodomino.timeline.merged_trace import Recording, from_chrome_trace
 
 
 def read(path: Path) -> Recording:
-    """Read a trace-STEP.json. Raises UserError if the file can't be read or is not a recording."""
+    """Read a trace-STEP.json. Raises UserError if the file can't be read, or if its recording can't be drawn."""
     try:
-        return from_chrome_trace(json.loads(read_file(path)))
-    except (OSError, ValueError, RecursionError, UserError) as error:
-        raise UserError(f"{path} can't be read as a recording ({getattr(error, 'strerror', None) or error}); give a "
-                        "trace-STEP.json that train.py --trace has written") from None
+        recording = from_chrome_trace(json.loads(read_file(path)))
+        picture([recording])
+        return recording
+    except Exception as error:                                 # the file may be any JSON
+        raise UserError(f"{path} can't be read as a recording ({getattr(error, 'strerror', None) or repr(error)}); "
+                        "give a trace-STEP.json that train.py --trace has written") from None
 
 
 def main(arguments: list[str]) -> int:
     parser = Parser("python -m nanodomino.timeline", allow_abbrev=False,
-                    description="Draw recordings of train.py --trace, one above the other.")
+                    description="Draw the last steps of recordings of train.py --trace, one above the other.")
     parser.add_argument("recordings", nargs="+", type=Path, help="a trace-STEP.json from a run's folder")
     parser.add_argument("--output", type=Path, required=True, help="the SVG file to write")
     parser.add_argument("--caption", nargs="+", help="a title for each recording (default: its layout)")
-    parser.add_argument("--step", type=int, help="draw only this step")
     flags = parser.parse_args(arguments)
     recordings = [read(path) for path in flags.recordings]
-    if flags.step is not None:
-        recordings = [select_step(recording, flags.step) for recording in recordings]
     captions = flags.caption or [recording.caption for recording in recordings]
     require(len(captions) == len(recordings), f"--caption needs one title for each of the "
             f"{len(recordings)} recordings, but has {len(captions)}; put each title in quotes")
-    recordings = [replace(recording, caption=caption) for recording, caption in zip(recordings, captions)]
+    for recording, caption in zip(recordings, captions):
+        recording.caption = caption
     write_output(flags.output, picture(recordings))
     return 0
 
