@@ -2,7 +2,7 @@
 
     generate() in the pool's workers          layouts, samples, who is shown a token and who stops
     the Writer                                characters that are cut over tokens
-    python -m nanodomino.generate, torchrun   what a person sees, and what a pipe does
+    python -m nanodomino.generate             what a person sees
 """
 
 import io
@@ -12,7 +12,6 @@ import random
 import re
 import shlex
 import signal
-import subprocess
 import sys
 from types import SimpleNamespace
 from unittest import mock
@@ -20,18 +19,18 @@ from unittest import mock
 import pytest
 import tiktoken
 import torch
-from support.jobs import LAUNCHER, ROOT, TINY, make_corpus, needs_proc, wait_until
+import torch.distributed as dist
+from support.jobs import TINY, make_corpus, needs_proc, wait_until
 from support.fork_server import launcher_environments
 from support.harness import END_OF_TEXT, FAMILIES, build, plain_text, sizes_of, tiny, weights_and_data
 from support.reference import random_weights
 from support.train_in_pool import train_in_pool
 
 from nanodomino.corpus.tokenizer import TiktokenTokenizer, build_tokenizer
-from nanodomino.errors import UserError
-from nanodomino.generate.__main__ import command_line
 from nanodomino.generate.draft import generate_with_draft
 from nanodomino.generate.generation import generate, sample_token
 from nanodomino.generate.printing import SEPARATOR, Writer
+from nanodomino.mesh import make_mesh
 
 DOCUMENTS = dict(reset_position_ids=True, reset_attention_mask=True)
 UNTIED = dict(untie_embeddings_and_output_weights=True)
@@ -215,13 +214,6 @@ def test_invalid_bytes_are_marked_as_soon_as_they_are_certain(monkeypatch):
     assert shown.getvalue().decode() == "\ufffda\ufffd\ufffd\nb"
 
 
-def test_a_terminal_of_few_characters_gets_question_marks(monkeypatch):
-    shown = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, "ascii"))
-    Writer(build_tokenizer("byte"), SimpleNamespace(tp=1, device="cpu")).write("a€b")
-    assert shown.getvalue() == b"a?b"
-
-
 # ---- the command
 
 @pytest.fixture(scope="module")
@@ -275,11 +267,13 @@ def test_without_a_seed_one_is_drawn_that_all_ranks_share_and_that_can_be_repeat
 
 
 def test_prompts_of_every_kind(written, folder):
-    """No prompt, a file with its newlines, the name of end-of-text, more than the 16 tokens of context."""
-    (folder / "prompt.txt").write_text("ö\nline\n")
+    """No prompt, those of a file, other bytes than UTF-8, the name of end-of-text, more than the 16 tokens of context.
+    """
+    (folder / "prompts.txt").write_text("ö\r\n\nline\n")
     assert written("--max-tokens 0 --seed 1") == ("\n", 0)
-    twice = f"ö\nline\n\n{SEPARATOR}ö\nline\n\n"
-    assert written("--max-tokens 0 --seed 1 --prompt FILE:prompt.txt --num-samples 2") == (twice, 0)
+    texts = SEPARATOR.join(f"{text}\n" for text in ("ö", "ö", "line", "line"))
+    assert written("--max-tokens 0 --seed 1 --prompts prompts.txt --num-samples 2") == (texts, 0)
+    assert written("--max-tokens 0 --seed 1 --prompt a\udcff") == ("a?\n", 0)
     named, tokens = written("--max-tokens 3 --seed 1 --prompt '<|endoftext|><|endoftext|>'")
     assert tokens == 3 and named.startswith("the prompt has 26 tokens"), "as in a document, the name is ordinary text"
     long, tokens = written("--max-tokens 3 --seed 1 --prompt 'line 1 of a text that'", processes=2)
@@ -287,34 +281,20 @@ def test_prompts_of_every_kind(written, folder):
                                            "(seq-length)\nline 1 of a text that")
 
 
-@pytest.fixture
-def endless(folder):
-    """endless(processes) starts a process that would write for an hour, alone or under torchrun."""
-    started = []
-
-    def endless(processes):
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-        command = [sys.executable, *(launcher if processes else []), "-m", "nanodomino.generate",
-                   *shlex.split(ENDLESS)]
-        environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
-        environment = {"GLOO_SOCKET_IFNAME": "lo", **environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        started.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE,
-                                        stderr=subprocess.PIPE))
-        assert started[-1].stdout.read(20).startswith(b"line")
-        return started[-1]
-
-    yield endless
-    for process in started:
-        process.terminate()                         # torchrun then ends its ranks; killed, it would leave them running
-        process.communicate()
+def writes(tokens):
+    """Return what the Writer answers in a worker while only rank 0's output is open, and once it is closed."""
+    writer = Writer(build_tokenizer("byte"), make_mesh(1, 1, 2, torch.device("cpu")))
+    with mock.patch("builtins.print"), mock.patch("nanodomino.generate.printing.stdout_is_open") as is_open:
+        answers = []
+        for answer in (dist.get_rank() == 0, dist.get_rank() > 0):
+            is_open.return_value = answer
+            answers += [writer.write_token(tokens[0]), writer.end_text()]
+    return answers
 
 
-@pytest.mark.parametrize("processes", [None, pytest.param(2, marks=pytest.mark.exhaustive)])
-def test_a_pipe_that_is_closed_ends_it_quietly(endless, processes):
+def test_all_ranks_stop_together_once_rank_0s_output_is_closed(pool):
     """Only rank 0 notices `| head`, and the others must not wait for it in their next all-reduce."""
-    process = endless(processes)
-    process.stdout.close()
-    assert (process.wait(PATIENCE), process.stderr.read()) == (0, b"")
+    assert pool.run(writes, [65], world_size=2) == [[True, True, False, False]] * 2
 
 
 @needs_proc
@@ -330,22 +310,3 @@ def test_control_c_ends_it_without_a_traceback(fork_server, folder, tmp_path):
     assert process.wait(PATIENCE) == -signal.SIGINT
     output = log.read_text(errors="replace")
     assert output.startswith("line") and "Traceback" not in output and "Interrupt" not in output, output
-
-
-@pytest.mark.parametrize("flag", ["--num-samples", "--max-tokens", "--top-k", "--seed"])
-def test_numbers_beyond_32_bits_are_refused(flag):
-    """Otherwise it would be a traceback later, or never end."""
-    assert getattr(command_line(["--load", "run", flag, "2147483647"]), flag[2:].replace("-", "_")) == 2**31 - 1
-    with pytest.raises(UserError, match=f"^{flag} must be at least [01] and at most 2147483647, but is 10+$"):
-        command_line(["--load", "run", flag, "1" + 30 * "0"])
-
-
-def test_help_lists_every_flag_and_its_default(capsys):
-    with pytest.raises(SystemExit):
-        command_line(["--help"])
-    flags = re.findall(r"(?ms)^  (--[a-z-]+)(.*?)(?=^  --|\Z)", capsys.readouterr().out)
-    assert len(flags) == 14 and all("(default" in text for name, text in flags if name != "--load")
-    defaults = vars(command_line(["--load", "run"]))
-    for name, text in flags:
-        if isinstance(value := defaults[name[2:].replace("-", "_")], (int, float)) and not isinstance(value, bool):
-            assert f"(default {value})" in " ".join(text.split())

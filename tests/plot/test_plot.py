@@ -23,7 +23,8 @@ import nanodomino.run.report
 from nanodomino.errors import UserError
 from nanodomino.files import new_file
 from nanodomino.plot.__main__ import main
-from nanodomino.plot.curves import COLOURS, RIGHT, Curve, differences, mean_around, picture, polyline, thinned
+from nanodomino.plot.curves import (COLOURS, RIGHT, Curve, differences, mean_around, picture, polyline, thinned,
+                                    without_spikes)
 from nanodomino.plot.svg import WIDTH, ticks
 from nanodomino.run.report import Report
 
@@ -159,13 +160,6 @@ def test_rank_0_alone_draws_and_only_if_there_are_new_lines(report, tmp_path):
         assert not (tmp_path / "loss.svg").exists()
 
 
-def test_a_run_that_starts_again_records_the_entropies_again(report, tmp_path):
-    """A run killed before its first checkpoint starts again with an empty file."""
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(step_line(1, 5.0)) + "\n")
-    report()
-    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == ENTROPIES | {"tokenizer": "byte-29"}
-
-
 # ---- from values to points
 
 def test_the_mean_is_over_the_finite_neighbours():
@@ -256,6 +250,10 @@ def test_a_long_run_stays_small_and_loses_no_spike():
     assert len(alone) < 150_000 and len(six) < 250_000
     changed = {*heights(alone, COLOURS[0])} - {*heights(calm, COLOURS[0])}
     assert min(changed) < sorted(heights(alone, COLOURS[0]))[200], "the spike is as high as the first losses"
+
+
+def test_spikes_do_not_flatten_an_axis():
+    assert without_spikes(np.array([1.0, np.nan, np.inf, *98 * [2.0], 50.0])) == [1.0, 2.0]
 
 
 def test_at_most_25_validations_are_circles_and_the_last_is_one_of_them():

@@ -148,8 +148,9 @@ TABLE = [Bad(flags, says, processes=(n,)) for n, flags, *says in [
 TABLE += [Bad(flags, says, command="nanodomino.generate") for flags, *says in [
     ("--load run --temperature -1", "--temperature must be at least 0 and at most 3.40282e+38, but is -1.0"),
     ("--load run --num-samples 0", "--num-samples must be at least 1 and at most", "but is 0"),
-    ("--load run --prompt FILE:nowhere", "--prompt nowhere can't be read (No such file", "give a text file that"),
-    ("--load run --prompt \udcff", "--prompt must be UTF-8 text", "convert it"),
+    ("--load run --prompts nowhere", "--prompts nowhere can't be read as UTF-8 text (No such file", "give a text file"),
+    ("--load run --max-token 9", "unrecognized arguments: --max-token 9", HELP),
+    ("--load run --device cuda", "--device cuda needs a GPU that torch can see, and there is none", "try --device cpu"),
     ("--load ''", "--load must not be empty, but is ''", "give a value, or leave it out"),
     ("--prompt def", "the following arguments are required: --load", HELP),
     ("--load run --data-path nowhere", "there is no data folder nowhere", "data/prepare.py --output nowhere"),

@@ -24,7 +24,6 @@ from nanodomino.run.run_folder import open_run
 from nanodomino.timeline.__main__ import main as timeline
 
 READERS = {"--config": lambda path: from_command_line(["--config", path], 1),
-           "a prompt": lambda path: generate(["--load", "x", "--prompt", f"FILE:{path}"]),
            "--prompts": lambda path: generate(["--load", "x", "--prompts", path]),
            "plot": lambda path: plot([path, "--output", "out.svg"]),
            "timeline": lambda path: timeline([path, "--output", "out.svg"]),

@@ -4,13 +4,13 @@
     recordings by hand        totals to the nanosecond, and the picture
 """
 
-import ast
 import json
 import random
 import re
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
@@ -32,9 +32,7 @@ from nanodomino.timeline.__main__ import main
 from nanodomino.timeline.draw import PURPOSES, WORK, draw_timeline, gather, microbatch_label, picture
 from nanodomino.timeline.merged_trace import (COLLECTIVES, MOMENTS, PASSES, Recording, actions, chrome_trace,
                                               difference, from_chrome_trace, intersection, set_ready_times, totals,
-                                              union, waits)
-
-LATE = 250_000_000       # nanoseconds that a busy machine may take to say that something is done
+                                              union)
 
 
 def traced(config, data, steps, recording=True):
@@ -54,47 +52,32 @@ def record(pool, world_size, steps=1, **changes) -> Recording:
     return pool.run(traced, config, random_data(config, steps), steps, world_size=world_size)[0][0]
 
 
-class Streams:
-    """Replaces torch.cuda's streams and events; log[stream] lists what was done in each stream."""
-
-    def __init__(self, monkeypatch):
-        self.current, self.made, self.log = "training's", 0, {"training's": []}
-        for name, stands_in in (("Stream", self.make), ("stream", self.enter), ("Event", self.event)):
-            monkeypatch.setattr(torch.cuda, name, stands_in)
-
-    def make(self, device):
-        self.made += 1
-        self.log[f"stream {self.made}"] = []
-        return f"stream {self.made}"
-
-    @contextmanager
-    def enter(self, stream):
-        before, self.current = self.current, stream
-        yield
-        self.current = before
-
-    def event(self, enable_timing):
-        return SimpleNamespace(record=lambda: self.log[self.current].append("mark"))
-
-    def work(self, name):
-        """Return a fake NCCL work: waiting for it makes the current stream wait."""
-        def wait():
-            self.log[self.current].append(f"wait for {name}")
-        return SimpleNamespace(wait=wait, get_future=lambda: SimpleNamespace(wait=wait))
-
-
 def test_on_a_gpu_each_groups_collectives_end_in_a_stream_of_their_own(monkeypatch):
     """One stream per group; training's stream must not wait for communication that it overlaps."""
-    streams = Streams(monkeypatch)
+    entered, log, made = ["training's"], defaultdict(list), count()
+
+    @contextmanager
+    def enter(stream):
+        entered.append(stream)
+        yield
+        entered.pop()
+
+    def work(name):
+        """Return a fake NCCL work: waiting for it makes the current stream wait."""
+        wait = SimpleNamespace(wait=lambda: log[entered[-1]].append(f"wait for {name}"))
+        return SimpleNamespace(wait=wait.wait, get_future=lambda: wait)
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: next(made))
+    monkeypatch.setattr(torch.cuda, "stream", enter)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: SimpleNamespace(
+        record=lambda: log[entered[-1]].append("mark")))
     trace = Trace(torch.device("cuda", 0))
     for name in ("first", "second"):
         for group in ("tp", "dp", "world"):
-            trace.watch("all_reduce", streams.work(f"{name} of {group}"), group=group, bytes=8)
-    assert streams.made == 3
-    assert [streams.log[f"stream {number}"] for number in (1, 2, 3)] == [
-        [f"wait for first of {group}", "mark", f"wait for second of {group}", "mark"]
-        for group in ("tp", "dp", "world")]
-    assert streams.log["training's"] == 6 * ["mark"], "where each was launched"
+            trace.watch("all_reduce", work(f"{name} of {group}"), group=group, bytes=8)
+    assert log == {"training's": 6 * ["mark"], **{i: [f"wait for first of {group}", "mark",
+                                                      f"wait for second of {group}", "mark"]
+                                                  for i, group in enumerate(("tp", "dp", "world"))}}
     assert [len(event.end) for event in trace.events] == 6 * [1]
 
 
@@ -133,22 +116,19 @@ def test_spans_and_messages_follow_the_schedule(pool, schedule):
 
 @pytest.mark.parametrize("slices, columns", [(2, 1), (1, 2)])
 def test_collectives_of_tensor_parallelism(pool, slices, columns):
-    """The number of collectives at each site is Domino's, and each ends before its wait does."""
+    """The number of collectives at each site is Domino's, and each is waited for."""
     recording = record(pool, 2, tensor_model_parallel_size=2, slices=slices, columns=columns, micro_batch_size=4,
                        global_batch_size=8, num_layers=2)
-    microbatches = 2
+    microbatches, names = 2, ("group", "slice", "site")
     for events in recording.ranks:
         sums = [event for event in of(events, *COLLECTIVES) if event.args["group"] == "tp"]
         sites = {"embedding": 1, "cross_entropy": 2, "head": columns}
         sites |= {f"layers.{i}.{name}": 2 * columns for i in range(2) for name in ("attention", "mlp")}
         assert Counter(event.args["site"] for event in sums) == {
             site: count * slices * microbatches for site, count in sites.items()}
-        for i, event in enumerate(events):
-            if event in sums:
-                wait = next(other for other in events[i:] if other.kind == "wait" and all(
-                    other.args.get(name) == event.args[name] for name in ("group", "slice", "site")))
-                assert event.begin < event.end <= wait.end + LATE
-                assert event.args["bytes"] > 0
+        waits = [[event.args.get(name) for name in names] for event in of(events, "wait")]
+        assert all([event.args[name] for name in names] in waits for event in sums)
+        assert all(event.begin < event.end and event.args["bytes"] > 0 for event in sums)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -177,13 +157,13 @@ def test_collectives_of_the_optimizer(pool, zero_stage):
         assert len(reduces) >= 5, "the buckets are too big for this test"
         assert all(last_backward.begin < event.begin < last_backward.end for event in reduces)
         assert of(events, "weight_gradient")[-3].begin > reduces[2].begin, "they must not wait for all of backward"
-        assert all(event.begin < event.end <= update[0].begin + LATE for event in reduces)
+        assert all(event.begin < event.end for event in reduces)
         gathers, waited = of(events, "all_gather"), [one for one in of(events, "wait") if one.args["group"] == "dp"]
         assert len(waited) == len(reduces) + len(gathers), "to add up what has arrived is work, not a wait"
         assert len(gathers) == (len(reduces) if zero_stage else 0)
         assert all(update[-1].end <= event.begin < event.end for event in gathers)
         (of_the_world,) = [event for event in of(events, "all_reduce") if event.args["group"] == "world"]
-        assert update[0].end <= of_the_world.begin <= of_the_world.end <= update[-1].begin + LATE
+        assert update[0].end <= of_the_world.begin <= update[-1].begin
 
 
 def test_zero_2_reduces_each_microbatchs_gradients_during_its_backward(pool):
@@ -217,30 +197,15 @@ def test_every_step_is_the_sum_of_its_parts(recording):
         assert min(sums.values()) >= 0 and sums["compute"] > 0 and sums["optimizer"] > 0 and sums["exposed"] > 0
         assert sums["step"] == sum(event.end - event.begin for event in of(events, "step"))
         assert sums["step"] == sum(sums[name] for name in ("compute", "optimizer", "exposed", "idle", "other"))
-        exposed, idle = waits(events)
-        assert union(exposed + idle) == union((event.begin, event.end) for event in of(events, "wait"))
 
 
 def test_a_collective_is_ready_on_all_its_ranks_at_the_same_moment(recording):
     """That is when the last rank has joined. So collectives are matched correctly between ranks."""
-    for ranks in ([0, 1], [2, 3], [4, 5], [6, 7]):
-        ready = [[event.args["ready"] for event in of(recording.ranks[rank], *COLLECTIVES)
-                  if event.args["group"] == "tp"]
-                 for rank in ranks]
-        begun = [[event.begin for event in of(recording.ranks[rank], *COLLECTIVES) if event.args["group"] == "tp"]
-                 for rank in ranks]
-        assert ready[0] == ready[1] == list(map(max, *begun))
-
-
-def test_the_examples_in_the_docstring_are_what_is_recorded(recording):
-    """Each example is an event that a run records, with the same arguments."""
-    examples = [ast.parse(call).body[0].value
-                for call in re.findall(r"trace\.\w+\(.*?\)", nanodomino.comm.trace.__doc__)]
-    assert [example.func.attr for example in examples] == ["span", "moment", "watch"]
-    for example in examples:
-        told = {keyword.arg for keyword in example.keywords}
-        events = [event for events in recording.ranks for event in of(events, example.args[0].value)]
-        assert any(told <= {*event.args} for event in events), ast.unparse(example)
+    for rank in (0, 2, 4, 6):
+        over_tp = [[event for event in of(events, *COLLECTIVES) if event.args["group"] == "tp"]
+                   for events in recording.ranks[rank:rank + 2]]
+        for one, other in zip(*over_tp, strict=True):
+            assert one.args["ready"] == other.args["ready"] == max(one.begin, other.begin)
 
 
 def test_recording_changes_no_number(pool):
@@ -258,13 +223,13 @@ def test_recording_changes_no_number(pool):
 
 def offset_with_wrong_clocks(seconds):
     """Measure the offset in a worker whose clock is rank x seconds ahead. Rank 0's first and last answer to each rank
-    take 50 ms."""
+    take 0.2 s."""
     right, send, sent = time.perf_counter_ns, dist.send, Counter()
 
     def sometimes_slow(tensor, peer):
         sent[peer] += 1
         if dist.get_rank() == 0 and sent[peer] in (1, nanodomino.comm.trace.ROUND_TRIPS):
-            time.sleep(0.05)
+            time.sleep(0.2)
         send(tensor, peer)
 
     dist.barrier()
@@ -276,11 +241,9 @@ def offset_with_wrong_clocks(seconds):
         time.perf_counter_ns, dist.send = right, send
 
 
-@pytest.mark.parametrize("seconds", [0.0, 1.0, -3.0])
-def test_clocks_are_aligned_to_5_ms(pool, seconds):
-    """From the quickest round trip: one that is slow in one direction is off by half of its delay."""
-    offsets = pool.run(offset_with_wrong_clocks, seconds, world_size=3)
-    assert offsets == pytest.approx([-rank * seconds * 1e9 for rank in range(3)], abs=5e6)
+def test_clocks_are_aligned_by_the_quickest_round_trip(pool):
+    """One that is slow in one direction is off by half of its delay."""
+    assert pool.run(offset_with_wrong_clocks, 3.0, world_size=3) == pytest.approx([0, -3e9, -6e9], abs=50e6)
 
 
 def gathered_with_wrong_clocks(seconds):
@@ -308,10 +271,10 @@ def test_intervals_are_sets():
     generator = random.Random(0)
     for _ in range(200):
         one, other = ([sorted(generator.sample(range(40), 2)) for _ in range(generator.randrange(6))] for _ in range(2))
-        one, other = map(union, (map(tuple, one), map(tuple, other)))
-        sets = [{point for begin, end in spans for point in range(begin, end)} for spans in
-                (one, other, difference(one, other), intersection(one, other))]
-        assert sets[2] == sets[0] - sets[1] and sets[3] == sets[0] & sets[1]
+        merged = union(map(tuple, one)), union(map(tuple, other))
+        a, b, *sets = [{point for begin, end in spans for point in range(begin, end)} for spans in
+                       (one, other, *merged, difference(*merged), intersection(*merged))]
+        assert sets == [a, b, a - b, a & b]
     assert union([(5, 7), (0, 2), (3, 3), (1, 3)]) == [(0, 3), (5, 7)]
     assert union([(0, 1), (2, 3), (6, 7)], gap=1) == [(0, 3), (6, 7)]
 
