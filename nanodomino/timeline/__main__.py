@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from nanodomino.config.flags import Parser
-from nanodomino.errors import UserError, require, run_command
+from nanodomino.errors import UserError, run_command
 from nanodomino.files import read_file
 from nanodomino.plot.svg import write_output
 from nanodomino.timeline.draw import picture
@@ -16,9 +16,10 @@ from nanodomino.timeline.merged_trace import Recording, from_chrome_trace
 
 
 def read(path: Path) -> Recording:
-    """Read a trace-STEP.json. Raises UserError if the file can't be read, or if its recording can't be drawn."""
+    """Read a trace-STEP.json and put its folder's name into its title. Raises UserError if it can't be drawn."""
     try:
         recording = from_chrome_trace(json.loads(read_file(path)))
+        recording.caption = f"{path.resolve().parent.name}: {recording.caption}"
         picture([recording])
         return recording
     except Exception as error:                                 # the file may be any JSON
@@ -31,15 +32,8 @@ def main(arguments: list[str]) -> int:
                     description="Draw the last steps of recordings of train.py --trace, one above the other.")
     parser.add_argument("recordings", nargs="+", type=Path, help="a trace-STEP.json from a run's folder")
     parser.add_argument("--output", type=Path, required=True, help="the SVG file to write")
-    parser.add_argument("--caption", nargs="+", help="a title for each recording (default: its layout)")
     flags = parser.parse_args(arguments)
-    recordings = [read(path) for path in flags.recordings]
-    captions = flags.caption or [recording.caption for recording in recordings]
-    require(len(captions) == len(recordings), f"--caption needs one title for each of the "
-            f"{len(recordings)} recordings, but has {len(captions)}; put each title in quotes")
-    for recording, caption in zip(recordings, captions):
-        recording.caption = caption
-    write_output(flags.output, picture(recordings))
+    write_output(flags.output, picture(list(map(read, flags.recordings))))
     return 0
 
 

@@ -14,7 +14,7 @@ in separate lanes.
 train.py also writes each recording as Chrome trace JSON. https://ui.perfetto.dev opens the file and shows every matmul.
 This command draws the last steps of several such files above each other, on one time scale:
 
-    python -m nanodomino.timeline A.json B.json --caption "blocking" "Domino" --output both.svg
+    python -m nanodomino.timeline blocking/trace-00000007.json domino/trace-00000007.json --output both.svg
 """
 
 import json
@@ -245,10 +245,9 @@ def gather(trace: Trace, mesh: Mesh) -> Recording | None:
     for event in (event for events in ranks for event in events):
         event.begin, event.end = event.begin - begin, event.end - begin
     set_ready_times(recording, groups)
-    first, last = recording.steps[0], recording.steps[-1]
-    steps = f"step {first}" if first == last else f"steps {first} to {last}"
-    more = "".join(f", {axis} {size}" for axis, size in (("cp", mesh.cp), ("ep", mesh.ep)) if size > 1)
-    recording.caption = f"tp {mesh.tp}, pp {mesh.pp}, dp {mesh.dp}{more}: {steps}"
+    layout = ", ".join(f"{axis} {size}" for axis, size in dict(tp=mesh.tp, pp=mesh.pp, dp=mesh.dp, cp=mesh.cp,
+                                                               ep=mesh.ep).items() if size > 1)
+    recording.caption = f"{layout or 'one rank'}, step {', '.join(map(str, recording.steps))}"
     return recording
 
 

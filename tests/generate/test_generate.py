@@ -243,27 +243,19 @@ def written(fork_server, folder):
     return written
 
 
-@pytest.mark.exhaustive
-def test_a_seed_gives_the_same_texts_again_and_on_two_processes(written):
-    """A text does not depend on the number of other texts, and only one of several processes writes."""
-    texts, tokens = written("--prompt 'line 1' --max-tokens 30 --num-samples 3 --seed 7")
-    each = texts.split("\n" + SEPARATOR)
-    assert tokens == 90 and len(set(each)) == 3 and all(text.startswith("line 1") for text in each)
-    assert written("--prompt 'line 1' --max-tokens 30 --num-samples 3 --seed 7", processes=2) == (texts, 90)
-    assert written("--prompt 'line 1' --max-tokens 30 --seed 7") == (each[0] + "\n", 30)
-    assert written("--prompt 'line 1' --max-tokens 30 --seed 8")[0] != each[0] + "\n"
-
-
-def test_without_a_seed_one_is_drawn_that_all_ranks_share_and_that_can_be_repeated(written):
-    """The temperature is high enough to sample from both ranks' shards; otherwise two ranks with two seeds could still
-    write rank 0's text."""
-    texts, flags = [], "--prompt line --max-tokens 60 --temperature 2"
+def test_without_a_seed_one_is_drawn_that_all_ranks_share_and_that_can_be_repeated(written, folder):
+    """Each text of a seed is another, and does not depend on the others. The temperature is high enough to sample from
+    both ranks' shards; otherwise two ranks with two seeds could still write rank 0's text."""
+    (folder / "twice.txt").write_text("line\nline\n")
+    flags, seeds = "--prompts twice.txt --num-samples 2 --max-tokens 40 --temperature 2", []
     for processes in (1, 2):
-        said, text = written(flags, processes)[0].split("\n", 1)
-        (seed,) = re.fullmatch(r"seed (\d+): --seed \1 gives the same texts again", said).groups()
-        assert written(f"{flags} --seed {seed}")[0] == text
-        texts.append((seed, text))
-    assert texts[0][0] != texts[1][0] and texts[0][1] != texts[1][1]
+        said, texts = written(flags, processes)[0].split("\n", 1)
+        seeds += re.fullmatch(r"seed (\d+): --seed \1 gives the same texts again", said).groups()
+    assert written(f"{flags} --seed {seeds[1]}")[0] == texts and seeds[0] != seeds[1]
+    first, *others = texts.removesuffix("\n").split("\n" + SEPARATOR)
+    assert len({first, *others}) == 4 and all(text.startswith("line") for text in others)
+    alone, other = (written(f"--prompt line --max-tokens 40 --temperature 2 --seed {seed}")[0] for seed in seeds[::-1])
+    assert alone == first + "\n" != other
 
 
 def test_prompts_of_every_kind(written, folder):
