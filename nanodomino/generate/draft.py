@@ -14,68 +14,45 @@ be rounded differently in a step on two tokens.) Depth 1 was trained to predict 
 It has its own keys and values, for all tokens that are part of the text.
 """
 
-from functools import partial
-
 import torch
-from torch.nn.attention import sdpa_kernel
 
 from nanodomino.generate.cache import KeyValueCache
-from nanodomino.generate.generation import KERNELS
-from nanodomino.mesh import Mesh
-from nanodomino.model import GPT
 from nanodomino.parallel import gather_logits
 
 
-@sdpa_kernel(KERNELS)
-@torch.no_grad()
-def generate_with_draft(model: GPT, mesh: Mesh, tokens: list[int], max_tokens: int, vocab_size: int,
-                        show=lambda token: True, end_of_text=None) -> tuple[list[int], int]:
-    """Return (what generate() returns at temperature 0, the number of steps of the main model).
+class Draft:
+    """Guesses a token for each step of the main model. One stage must hold all layers, and the model needs a depth.
 
-    One stage must hold all layers, and the model must have a depth. generate() explains the arguments.
+    guess: a list with the guess for the token after the text, or an empty list; steps: steps of the main model so far
     """
-    longest, wanted, steps = model.config.context_length, len(tokens) + max_tokens, 0
-    tokens, window = list(tokens), tokens[-longest:]
-    new_cache = partial(KeyValueCache, model, min(longest, len(window) + max_tokens), end_of_text,
-                        chunks=[*model.chunks, model.depth_chunks[0]])
-    cache, guess = new_cache(), []
-    while len(tokens) < wanted:
-        if len(window) > longest:
-            window, cache, guess = window[-(longest // 2 or 1):], new_cache(), []
-        if len(window) == longest:                         # no room for a guess
-            guess = []
+
+    def __init__(self):
+        self.guess, self.steps = [], 0
+
+    def next_tokens(self, cache: KeyValueCache, window: list[int], vocab_size: int) -> list[int]:
+        """Run the main model once, and return the one or two tokens that follow those of the window."""
+        if cache.length == 0 or len(window) == cache.model.config.context_length:
+            self.guess = []                                # of an earlier text, or without room in the cache
         known = len(window) - cache.length                 # new tokens without the guess
-        new = torch.tensor([window[cache.length:] + guess], device=mesh.device)
-        x, steps = run_main(cache, new), steps + 1
+        new = torch.tensor([window[cache.length:] + self.guess], device=cache.model.mesh.device)
+        x = None
+        cache.start(new)
+        for chunk in cache.model.chunks:
+            x = cache.hidden_states(chunk, new, x)
         chosen = most_likely(cache, x[:, known - 1:], vocab_size)
-        if guess != chosen[:1]:
+        if self.guess != chosen[:1]:
             chosen = chosen[:1]
         right = known + len(chosen) - 1                    # new tokens that are part of the text
         following = (window + chosen)[cache.length + 1:]   # the token after each of them
-        guess = run_draft(cache, new[:, :right], x[:, :right], following, vocab_size)
-        for token in chosen[:wanted - len(tokens)]:
-            if token == end_of_text:
-                return tokens, steps
-            tokens.append(token)
-            window.append(token)
-            if not show(token):
-                return tokens, steps
-    return tokens, steps
+        self.guess = guess_next(cache, new[:, :right], x[:, :right], following, vocab_size)
+        self.steps += 1
+        return chosen
 
 
-def run_main(cache: KeyValueCache, new):
-    """Return the main model's last hidden states [1, m, h] for the tokens `new` [1, m] after the cached tokens."""
-    x = None
-    cache.start(new)
-    for chunk in cache.model.chunks:
-        x = cache.hidden_states(chunk, new, x)
-    return x
-
-
-def run_draft(cache: KeyValueCache, new, x, following: list[int], vocab_size: int) -> list[int]:
+def guess_next(cache: KeyValueCache, new, x, following: list[int], vocab_size: int) -> list[int]:
     """Guess the token after the last of `following`, and count `new` as cached. Return a list with the guess.
 
-    new: [1, m] tokens of the text; x: run_main()'s result for them; following: the token after each of them
+    new: [1, m] tokens of the text; x: the main model's last hidden states for them; following: the token after each
     """
     model = cache.model
     cache.start(new)

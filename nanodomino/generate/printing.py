@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from nanodomino.corpus.tokenizer import Tokenizer
 from nanodomino.errors import counted, output_failure
-from nanodomino.generate.draft import generate_with_draft
+from nanodomino.generate.draft import Draft
 from nanodomino.generate.generation import generate
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
@@ -62,7 +62,8 @@ def write_texts(flags: argparse.Namespace, model: GPT, mesh: Mesh, tokenizer: To
     config = model.config
     context_name = "seq-length" if config.context_length == config.seq_length else "max-position-embeddings"
     is_rank_0, longest = dist.get_rank() == 0, config.context_length
-    writer, written, steps, start_time = Writer(tokenizer, mesh), 0, 0, time.perf_counter()
+    writer, draft = Writer(tokenizer, mesh), Draft() if flags.draft else None
+    written, start_time = 0, time.perf_counter()
     for number, (text, sample) in enumerate(product(flags.prompts, range(flags.num_samples))):
         begin = [] if tokenizer.begin_of_text is None else [tokenizer.begin_of_text]
         prompt = [*begin, *tokenizer.encode(text).tolist()] or [tokenizer.end_of_text]
@@ -70,17 +71,12 @@ def write_texts(flags: argparse.Namespace, model: GPT, mesh: Mesh, tokenizer: To
             print(f"the prompt has {counted(len(prompt), 'token')}, but the model sees only the last {longest} "
                   f"({context_name})", file=sys.stderr)
         writer.write((SEPARATOR if number else "") + text)
-        if flags.draft:
-            tokens, more = generate_with_draft(model, mesh, prompt, flags.max_tokens, tokenizer.vocab_size,
-                                               writer.write_token, tokenizer.end_of_text)
-            steps += more
-        else:
-            tokens = generate(model, mesh, prompt, flags.max_tokens, tokenizer.vocab_size, flags.temperature,
-                              flags.top_k, seed, flags.cache, number, writer.write_token, tokenizer.end_of_text)
+        tokens = generate(model, mesh, prompt, flags.max_tokens, tokenizer.vocab_size, flags.temperature, flags.top_k,
+                          seed, flags.cache, number, writer.write_token, tokenizer.end_of_text, draft)
         written += len(tokens) - len(prompt)
         if not writer.end_text():
             return
     seconds = time.perf_counter() - start_time
     if is_rank_0:
         print(f"{counted(written, 'token')} in {seconds:.2f} s, {written / seconds:.1f} tokens/s"
-              + f", from {counted(steps, 'step')} of the main model" * flags.draft, file=sys.stderr)
+              + (f", from {counted(draft.steps, 'step')} of the main model" if draft else ""), file=sys.stderr)
