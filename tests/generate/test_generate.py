@@ -221,12 +221,12 @@ def test_invalid_bytes_are_marked_as_soon_as_they_are_certain(monkeypatch):
 @pytest.fixture(scope="module")
 def folder(fork_server, tmp_path_factory):
     """A folder with a run in float64, so that layouts cannot differ by rounding, and long enough that text depends on
-    its context."""
+    its context. The model has more words than the tokenizer."""
     folder = tmp_path_factory.mktemp("generate") / "folder"
     folder.mkdir()
     corpus = make_corpus(folder)
     flags = [*TINY, "--dtype", "float64", "--data-path", str(corpus), "--run-dir", "run", "--train-iters", "50",
-             "--micro-batch-size", "16", "--eval-iters", "0"]
+             "--micro-batch-size", "16", "--eval-iters", "0", "--vocab-size", "300"]
     ended = fork_server.launch("train.py", [(flags, {})], folder, PATIENCE)
     assert ended.code == 0, ended.output
     return folder
