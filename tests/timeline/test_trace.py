@@ -360,6 +360,8 @@ def test_the_picture_numbers_every_microbatch_and_shows_the_totals():
             "loss and norm, all ranks"} <= {*words} and "gradients over dp" not in words
     assert any(re.match("rank 0 +100.0 +50.0  50%", word) for word in words)
     assert svg.count("marker-end") == 5 and "message between stages" in words
+    places = re.findall(r'<text (x="\S+" y="\S+" class="middle"|x="\S+" y="\S+">)', svg)
+    assert len({*places}) == len(places), "no text covers another; the legend takes two lines"
     words, svg = drawn(("forward", 0, 50, dict(microbatch=0)))
     assert "marker-end" not in svg and "message between stages" not in words
 
