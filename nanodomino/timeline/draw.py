@@ -208,7 +208,7 @@ def last_step(recording: Recording) -> Recording:
     ranks = []
     for events in recording.ranks:
         (step,) = [event for event in events if event.kind == "step" and event.args["step"] == last]
-        ranks.append([event for event in events if step.begin <= event.begin < step.end])
+        ranks.append([event for event in events if event.begin >= step.begin])
     caption = recording.caption + (f" (drawn: step {last})" if earlier else "")
     return replace(recording, caption=caption, ranks=ranks)
 

@@ -31,8 +31,8 @@ from nanodomino.schedules.placement_and_messages import message_received, messag
 from nanodomino.timeline.__main__ import main
 from nanodomino.timeline.draw import PURPOSES, WORK, draw_timeline, gather, microbatch_label, picture
 from nanodomino.timeline.merged_trace import (COLLECTIVES, MOMENTS, PASSES, Recording, actions, chrome_trace,
-                                              difference, from_chrome_trace, intersection, set_ready_times, totals,
-                                              union)
+                                              difference, from_chrome_trace, intersection, lanes_of, set_ready_times,
+                                              totals, union)
 
 
 def traced(config, data, steps, recording=True):
@@ -277,6 +277,11 @@ def test_intervals_are_sets():
         assert sets == [a, b, a - b, a & b]
     assert union([(5, 7), (0, 2), (3, 3), (1, 3)]) == [(0, 3), (5, 7)]
     assert union([(0, 1), (2, 3), (6, 7)], gap=1) == [(0, 3), (6, 7)]
+
+
+def test_a_collective_lies_in_the_first_free_lane():
+    events = [Event("all_reduce", begin, end, {}) for begin, end in ((0, 5), (3, 9), (5, 8))]
+    assert [*lanes_of(events).values()] == [0, 1, 0]
 
 
 def two_stages() -> Recording:
