@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from unittest import mock
 
 import pytest
 from support.harness import tiny
@@ -52,12 +53,15 @@ def test_tensorboard_shows_every_number_of_metrics_and_hides_the_points_of_steps
 
 def test_points_are_on_disk_at_once_and_a_failure_is_one_warning(tmp_path, monkeypatch):
     said, board = [], TensorBoard(str(tmp_path / "board"), 0, lambda line: said.append(line))
+    flush = mock.Mock(wraps=board.writer.flush)                # its thread may also write by chance
+    monkeypatch.setattr(board.writer, "flush", flush)
     for step in (1, 2, 3, 4):
         board.add(step, dict(loss=step, mfu=None))
         assert shown(tmp_path / "board") == {"loss": [(step, step) for step in range(1, min(step, 2) + 1)]}
         if step == 2:
             monkeypatch.setattr(board.writer, "add_scalar", lambda *_: os.stat("/nowhere"))
     (warning,) = said
+    assert flush.call_count == 2
     assert warning.startswith("warning: --tensorboard-dir can't be written ([Errno 2] No such file")
 
 
