@@ -134,8 +134,8 @@ def measured_step(program, stage, optimizer, dataset, config: Config, accounts: 
     for kinds, before, peak, after in zip(row, held, peaks, held[1:]):
         found[kinds].append((after - before, peak - before))
     # the first action of a kind may also leave what all later ones use, so of two numbers the lower is typical
-    kept, extra = ({kinds: statistics.median_low(pair[index] for pair in pairs) for kinds, pairs in found.items()}
-                   for index in (0, 1))
+    kept, extra = ({kinds: typical(pair[index] for pair in pairs) for kinds, pairs in found.items()}
+                   for index, typical in enumerate((statistics.median_low, statistics.median)))
     return RankRun(
         state, activations=max(held), peak=sum(state.values()) + max(*peaks, last_peak), host=accounts.host_peak,
         traffic={key: (round(calls), round(bytes_)) for key, (calls, bytes_) in accounts.traffic.items()},

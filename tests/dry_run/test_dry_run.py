@@ -277,7 +277,7 @@ def test_what_is_alive_between_two_actions_and_what_is_not():
     forward, backward = (("forward", 0),), (("backward", 0),)
     assert run.row == (forward, backward, forward, backward) and run.activations == 1200
     assert (run.first_peak, run.last_peak, run.peak - sum(run.state.values())) == (1600, 4000, 4000)
-    assert run.kept == {forward: 600, backward: -600} and run.peaks == {forward: 1000, backward: 400}
+    assert run.kept == {forward: 0, backward: -1200} and run.peaks == {forward: 1000, backward: 400}
 
 
 def test_a_matmul_without_rows_or_words_has_no_flops():

@@ -278,10 +278,10 @@ def test_prompts_of_every_kind(written, folder):
 def writes(tokens):
     """Return what the Writer answers in a worker while only rank 0's output is open, and once it is closed."""
     writer = Writer(build_tokenizer("byte"), make_mesh(1, 1, 2, torch.device("cpu")))
-    with mock.patch("builtins.print"), mock.patch("nanodomino.generate.printing.stdout_is_open") as is_open:
+    with mock.patch("builtins.print"), mock.patch("nanodomino.generate.printing.output_failure") as failure:
         answers = []
         for answer in (dist.get_rank() == 0, dist.get_rank() > 0):
-            is_open.return_value = answer
+            failure.return_value = None if answer else BrokenPipeError()
             answers += [writer.write_token(tokens[0]), writer.end_text()]
     return answers
 
