@@ -56,6 +56,7 @@ RESULTS = 10
 MICRO_BATCHES = range(1, 17)
 LONG = 8192      # the fewest tokens of a sample that a rank keeps with context parallelism
 HIDDEN = 0.01    # the share of exposed communication below which more slices and columns gain too little
+MOST_CHUNKS = 4  # per stage, unless their number is given: more gain little, and take long to run dry
 LEAST_GAIN = 2e-4    # by how much a step must be shorter for one more chunk per stage
 LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "micro_batch_size")
 # What tapes may keep on the GPU, from most to least.
@@ -349,7 +350,8 @@ class Search:
     def chunk_counts(self, schedule: str, config: Config) -> list[int]:
         """Return the numbers of chunks per stage to try with a schedule: those that divide the layers evenly or, if
         none does, the smallest."""
-        counts = [count for count in SCHEDULES[schedule].chunks if config.pp * count <= config.num_layers]
+        counts = [count for count in SCHEDULES[schedule].chunks if config.pp * count <= config.num_layers
+                  and (count <= MOST_CHUNKS or "virtual_stages" in self.fixed)]
         if config.pp == 1 and "schedule" not in self.fixed:
             counts = [count for count in counts if count == 1]
         even = [count for count in counts if config.num_layers % (config.pp * count) == 0]
