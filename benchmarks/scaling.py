@@ -34,7 +34,7 @@ from nanodomino.errors import counted, require
 from nanodomino.mesh import make_mesh
 
 FLAGS = ("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "vocab_size",
-         "micro_batch_size", "global_batch_size", "dtype", "bf16", "device")
+         "micro_batch_size", "global_batch_size", "dtype", "device")
 SUPERLINEAR = 1.2            # N caches can speed up by a little more than N; a figure beyond N x 1.2 is noise
 VARIANTS = [(layout, scaling) for layout in ("dp", "tp") for scaling in ("weak", "strong")]
 

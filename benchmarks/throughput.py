@@ -44,7 +44,7 @@ from nanodomino.mesh import make_mesh
 from nanodomino.zero import ZeroOptimizer
 
 FLAGS = ("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
-         "seq_length", "vocab_size", "micro_batch_size", "global_batch_size", "dtype", "bf16", "device")
+         "seq_length", "vocab_size", "micro_batch_size", "global_batch_size", "dtype", "device")
 COMPARED_STEPS = 3
 BYTES = 257                  # vocabulary size: 256 bytes and the end of text
 

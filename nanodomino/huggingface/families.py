@@ -51,7 +51,9 @@ GPT2 = Family(
                   disable_bias_linear=False, add_qkv_bias=False, qk_layernorm=False, num_query_groups=HEADS,
                   kv_channels=HEAD_SIZE),
     supported={"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,)},
-    defaults={"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True})
+    defaults={"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
+    write=(lambda config: {"attn_pdrop": config.attention_dropout,          # or Transformers would train with 0.1
+                           **dict.fromkeys(("resid_pdrop", "embd_pdrop"), config.hidden_dropout)},))
 LLAMA = Family(
     "LlamaForCausalLM", "model.", LLAMA_MODULES, r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
     sizes={"vocab_size": ("vocab_size", None), "num_hidden_layers": ("num_layers", None),
