@@ -35,7 +35,8 @@ import math
 import train
 from benchmarks.common import CONFIG_FLAGS, bytes_text, layout_of, progress, seconds_text, table
 from nanodomino.analysis.formulas import flops_per_token, mfu, parameter_count, state_bytes_per_parameter
-from nanodomino.analysis.machine import FP8_SPEEDUP, Machine
+from nanodomino.analysis.hardware import FP8_SPEEDUP
+from nanodomino.analysis.machine import Machine
 from nanodomino.config.config import Config
 from nanodomino.config.presets import PRESETS
 from nanodomino.config.rules import check_needs

@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from nanodomino.analysis.formulas import bytes_sent
+from nanodomino.analysis.hardware import FP8_SPEEDUP
 from nanodomino.config.config import Config
 from nanodomino.mesh import Mesh
 
@@ -34,7 +35,6 @@ KERNEL = 2e-6                    # seconds between the start of a GPU's kernel a
 # The share of the 16-bit peak that fused attention reaches: (forward, backward) by head size.
 ATTENTION = {64: (0.40, 0.32), 128: (0.61, 0.47)}
 LARGE_MATMUL = 0.7               # the share of the 16-bit peak that a large matmul reaches
-FP8_SPEEDUP = 2.0                # of matmuls, compared with 16 bits
 
 
 @dataclass(frozen=True)
@@ -53,18 +53,14 @@ class Machine:
 
     def operation_seconds(self, operation) -> float:
         """Return the seconds of a dry_run.accounts.Operation."""
-        start = KERNEL if self.multiprocessors else 0.0
-        moving = operation.bytes / self.memory_rate
-        if operation.kind == "matmul":
-            rate = self.matmul_rate * (FP8_SPEEDUP if operation.element_size == 1 and self.multiprocessors else 1.0)
-            computing = (matmul_seconds(*operation.shape, rate, self.multiprocessors, self.memory_rate)
-                         if self.multiprocessors else operation.flops / rate)
-        elif operation.kind == "memory" or not self.peak:
-            computing = operation.flops / self.matmul_rate
-        else:
+        computing = operation.flops / self.matmul_rate
+        if operation.kind == "matmul" and self.multiprocessors:
+            rate = self.matmul_rate * (FP8_SPEEDUP if operation.element_size == 1 else 1.0)
+            computing = matmul_seconds(*operation.shape, rate, self.multiprocessors, self.memory_rate)
+        elif operation.kind.startswith("attention") and self.peak:
             shares = ATTENTION[128 if operation.shape[0] >= 128 else 64]
             computing = operation.flops / (self.peak * shares[operation.kind == "attention backward"])
-        return max(computing, moving) + start
+        return max(computing, operation.bytes / self.memory_rate) + (KERNEL if self.multiprocessors else 0.0)
 
     def collective_seconds(self, kind: str, bytes_: float, ranks: tuple) -> float:
         """Return the seconds of a collective. If its ranks are on several hosts, it runs at the rate between hosts,

@@ -24,6 +24,7 @@ from nanodomino.config.config import Config
 from nanodomino.data import Batch, EndOfText
 from nanodomino.domino import Domino
 from nanodomino.dry_run.accounts import Accounts, ActionEnd, FusedAttention, Streams
+from nanodomino.dry_run.shapes import storage
 from nanodomino.mesh import Mesh, make_mesh
 from nanodomino.schedules import simulation
 from nanodomino.zero import ZeroOptimizer
@@ -115,7 +116,7 @@ def measured_step(program, stage, optimizer, dataset, config: Config, accounts: 
     """Train one step and return the RankRun. `accounts` is active, and the optimizer has its moments. Real runs can be
     measured with it as well."""
     mesh, tensors = stage.mesh, state_tensors(stage.model, optimizer)
-    state = {name: sum(map(bytes_of, tensors)) for name, tensors in tensors.items()}
+    state = {name: sum(tensor.untyped_storage().nbytes() for tensor in held) for name, held in tensors.items()}
     for tensor in itertools.chain(*tensors.values()):
         accounts.allocate(tensor)
     base = accounts.now                                        # besides the state, what is not of this step
@@ -145,18 +146,13 @@ def measured_step(program, stage, optimizer, dataset, config: Config, accounts: 
         first_peak=max(peaks[:-1], default=0), last_peak=last_peak)
 
 
-def state_tensors(model, optimizer) -> dict[str, list]:
-    """Return {parameters, gradients, optimizer: tensors with different storages}."""
+def state_tensors(model, optimizer) -> dict:
+    """Return {"parameters", "gradients", "optimizer": tensors}, with one tensor of each storage."""
     tensors = {"parameters": [*model.parameters(), *(bucket.weights for bucket in optimizer.buckets)],
                "gradients": [bucket.own_grad for bucket in optimizer.buckets],
                "optimizer": optimizer.state_tensors()}
     found, known = {}, set()
     for name, held in tensors.items():
-        found[name] = [tensor for tensor in {one.untyped_storage()._cdata: one for one in held}.values()
-                       if tensor.untyped_storage()._cdata not in known]
-        known |= {tensor.untyped_storage()._cdata for tensor in found[name]}
+        found[name] = {storage(tensor): tensor for tensor in held if storage(tensor) not in known}.values()
+        known |= {*map(storage, held)}
     return found
-
-
-def bytes_of(tensor) -> int:
-    return tensor.untyped_storage().nbytes()
