@@ -1,4 +1,4 @@
-"""What can be said of a training step without running it; dry_run/ says the rest.
+"""Computes what is known of a training step without running it; dry_run/ finds out the rest.
 
 Read formulas.py (what a student should know by heart: parameters, FLOPs, bytes), machine.py (a machine as a few rates,
 from a data sheet or measured), hardware.py (data sheets of GPUs).

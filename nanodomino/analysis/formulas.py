@@ -1,4 +1,4 @@
-"""The formulas that a student of distributed training should know by heart. dry_run/ measures all the rest.
+"""The formulas that a student of distributed training should know by heart. dry_run/ finds out all the rest.
 
     b, s, h, ffn   samples of a microbatch, tokens of a sample, hidden size, width of the MLP
     t, d, m        tensor and data parallel sizes, microbatches of a step
@@ -98,7 +98,7 @@ def state_bytes_per_parameter(config: Config) -> float:
 
 
 def activation_bytes(config: Config) -> float:
-    """Return the bytes that a tape keeps of a GPT-2 layer and microbatch, without norm statistics and log-sum-exp."""
+    """Return the bytes that a tape keeps for a GPT-2 layer and microbatch, without norm statistics and log-sum-exp."""
     x = config.params_dtype.itemsize * config.micro_batch_size * config.seq_length * config.hidden_size
     dropped, ffn = GRANULARITIES[config.recompute_granularity], config.ffn_hidden_size / config.hidden_size
     if "h" in dropped:

@@ -12,7 +12,7 @@ PEAK_FLOPS = {"A10": 125e12, "A30": 165e12, "A40": 150e12, "A100": 312e12, "A800
               "GH200": 989e12, "H100": 989e12, "H100 PCIe": 756e12, "H200": 989e12, "H800": 989e12, "L4": 121e12,
               "L40": 181e12, "L40S": 362e12, "RTX 3090": 71e12, "RTX 4090": 165e12}
 
-# In fp8 the dense peak of Ada, Hopper and Blackwell is twice the 16-bit peak; an RTX 4090's if it adds up in fp32.
+# The dense fp8 peak of Ada, Hopper and Blackwell is twice the 16-bit peak; for an RTX 4090 both are with fp32 sums.
 FP8_SPEEDUP, WITHOUT_FP8 = 2.0, {"A10", "A30", "A40", "A100", "A800", "RTX 3090"}
 
 

@@ -1,12 +1,12 @@
-"""A machine as a few rates, from a data sheet or measured, and the seconds that operations and collectives take on it.
+"""Describes a machine by a few rates, from a data sheet or measured; computes seconds of operations and collectives.
 
     operation     takes the longer of FLOPs / rate and bytes / rate
     collective    latency + bytes sent / the rate of the slowest link between its ranks
 
 **Matmuls.** A GPU computes the result [m, n] in tiles, one tile on a multiprocessor at a time. So a matmul takes whole
-waves of as many tiles as the GPU has multiprocessors, and the last wave may be nearly empty. A tile adds up k numbers,
-after a start that takes as long as 160 more. Small tiles load each number more often for the same FLOPs, so they reach
-less of the peak. If there are few tiles, kernels also cut k and add up the parts. The fastest choice counts.
+waves of as many tiles as the GPU has multiprocessors, and the last wave may be nearly empty. Each element of a tile is
+a sum of k products; starting a tile takes as long as 160 more products. Small tiles load each number more often for the
+same FLOPs, so they reach less of the peak. With few tiles, kernels also cut k and add up the parts. The fastest counts.
 
 TILES, START, KERNEL, ATTENTION and LARGE_MATMUL are assumptions, not measurements. They resemble what cuBLAS and cuDNN
 are reported to reach on an H100.
@@ -30,7 +30,7 @@ from nanodomino.mesh import Mesh
 
 # (rows, columns, FLOP/s relative to the largest tile)
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.89), (64, 256, 0.83), (128, 64, 0.64), (64, 128, 0.64))
-START = 160                      # the numbers that could be added up until a tile's pipeline is full
+START = 160                      # the products per element that the start of a tile costs
 KERNEL = 2e-6                    # seconds between the start of a GPU's kernel and its first full use of the GPU
 # The share of the 16-bit peak that fused attention reaches: (forward, backward) by head size.
 ATTENTION = {64: (0.40, 0.32), 128: (0.61, 0.47)}
@@ -74,8 +74,8 @@ class Machine:
 
 @lru_cache(maxsize=65536)
 def matmul_seconds(count, rows, columns, summed, rate, multiprocessors, memory_rate) -> float:
-    """Return the seconds of `count` matmuls [rows, summed] x [summed, columns]; see above. rate: FLOP/s of the largest
-    tile."""
+    """Return the seconds of `count` matmuls [rows, summed] x [summed, columns] on a GPU; see the module's docstring.
+    rate: FLOP/s of the largest tile."""
     best = math.inf
     for tile_rows, tile_columns, efficiency in TILES:
         tiles = count * math.ceil(rows / tile_rows) * math.ceil(columns / tile_columns)
@@ -92,9 +92,9 @@ def matmul_seconds(count, rows, columns, summed, rate, multiprocessors, memory_r
 def measure_machine(config: Config, mesh: Mesh) -> Machine:
     """Briefly measure the rates that each process reaches while all of them are busy. Every rank must call it.
 
-    On a CPU, a rate of forward and backward of an MLP with this rank's part of the features includes element-wise work.
-    On a GPU, kernels of a few microseconds would measure their launches, and small tensors fit into its cache. So there
-    the tensors have 32 MB to 128 MB.
+    On a CPU, matmul_rate is measured on forward and backward of an MLP with this rank's part of the features, so it
+    includes element-wise work. On a GPU, small tensors would measure launches and the cache instead of matmuls and
+    memory, so they have 32 MB to 128 MB.
     """
     dtype, device, cuda = config.params_dtype, mesh.device, mesh.device.type == "cuda"
     h, ffn = config.hidden_size, config.ffn_hidden_size // config.tp

@@ -1,7 +1,7 @@
 """Answers in one place which kind of device a piece of code runs for: "cpu" or "cuda".
 
 Tensors on torch's meta device have shapes but no numbers. dry_run/ trains on them, and says with `standing_for` which
-kind of device they stand for. So the code below takes the paths of a GPU on a machine that has none.
+kind of device they stand for. So a machine without GPUs can run the code paths of a GPU.
 """
 
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ STAND_IN = ContextVar("the device that meta tensors stand for", default=StandIn(
 
 @contextmanager
 def standing_for(stand_in: StandIn):
-    """Let meta tensors stand for this device."""
+    """Let meta tensors stand for the device that stand_in describes."""
     token = STAND_IN.set(stand_in)
     try:
         yield

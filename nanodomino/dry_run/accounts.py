@@ -59,11 +59,11 @@ class ActionEnd(NamedTuple):
     kinds: tuple
 
 
-# Where the two operands of a matmul stand among its arguments. VECTORS multiply as well, but memory limits them.
+# The index of a matmul's first operand among its arguments; the second follows. VECTORS: memory alone limits these.
 MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "_scaled_mm": 0, "_grouped_mm": 0}
 VECTORS, MULTIPLIES = {"mv", "dot", "addmv"}, re.compile(r"m[mv]_?$|dot|attention|attn|conv|bilinear")
-LOOK_UPS = {"embedding", "gather", "index", "scatter_", "index_add_"}     # touch some rows of their first operand
-OVERWRITES = {"zero_", "fill_", "copy_"}                                  # do not read what they write to
+LOOK_UPS = {"embedding", "gather", "index", "scatter_", "index_add_"}     # use only some rows of their first operand
+OVERWRITES = {"zero_", "fill_", "copy_"}                                  # do not read the tensor they write to
 # c10d's operators: (name of the collective, index of the argument that is the whole tensor)
 COLLECTIVES = {"allreduce_": ("all_reduce", 0), "_reduce_scatter_base_": ("reduce_scatter", 1),
                "_allgather_base_": ("all_gather", 0), "alltoall_base_": ("all_to_all", 1), "send": ("send", 0),
@@ -77,7 +77,7 @@ def operation_of(name: str, given: dict, read, written) -> Operation:
     A causal attention kernel skips half of the scores. Its forward multiplies twice, its backward five times, since it
     computes q k^T again. Raises UserError if the FLOPs are not known.
     """
-    rows_of = read[0] if name in LOOK_UPS else None            # few of its rows are touched
+    rows_of = read[0] if name in LOOK_UPS else None            # whose bytes do not count
     moved = sum(size(one) for one in [*(read[1:] if name in OVERWRITES else read), *written] if one is not rows_of)
     if name in MATMULS:
         a, b = [*given.values()][MATMULS[name]:][:2]
@@ -87,7 +87,7 @@ def operation_of(name: str, given: dict, read, written) -> Operation:
                          a.element_size())
     if "query" in given:
         q, k = given["query"], given["key"]
-        if q.dim() == 3:         # varlen: q [n, heads, d]; sequences of equally many queries, whose last sees all keys
+        if q.dim() == 3:         # varlen: q [n, heads, d]; assumes equal sequences, whose last query sees all keys
             sequences = len(next(starts for name, starts in given.items() if name.startswith("cu"))) - 1
             pairs = q.size(1) * q.size(0) / sequences * (k.size(0) - q.size(0) / 2)
         else:
@@ -102,12 +102,12 @@ def operation_of(name: str, given: dict, read, written) -> Operation:
 
 
 def size(tensor) -> int:
-    """Return the bytes behind a tensor. An expanded tensor has fewer than its elements."""
+    """Return the bytes that a tensor occupies. An expanded tensor has more elements than its storage."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 class Arrival(FakeWork):
-    """Stands for a collective in flight. The accounts hold it until wait(), or torch would forget its type."""
+    """Stands for a collective in flight. The accounts hold it until wait(), or torch forgets its Python type."""
 
     def __init__(self, accounts, number: int):
         super().__init__()
@@ -120,8 +120,8 @@ class Arrival(FakeWork):
 
 
 class Streams:
-    """Stands in for torch.cuda's streams, all of which are this object. A copy starts after all operations that were
-    launched before it, so no stream has to wait before."""
+    """Stands in for torch.cuda's streams; all of them are this object. The clock starts each copy after the operations
+    that were launched before it, so wait_stream() has nothing to do."""
 
     def __init__(self, accounts):
         self.accounts = accounts
@@ -146,7 +146,7 @@ class Streams:
 
 
 class FusedAttention(TorchFunctionMode):
-    """Gives meta tensors the attention kernel that torch would choose on the device for which they stand."""
+    """Gives meta tensors the attention kernel that torch would choose on the device that they stand for."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is not F.scaled_dot_product_attention:
@@ -161,7 +161,7 @@ class FusedAttention(TorchFunctionMode):
 
 
 class Accounts(TorchDispatchMode):
-    """Counts while it is active.
+    """Counts what runs while it is active.
 
     groups: {name: process group or None}
     host_counts: whether tensors on the CPU belong to the device's memory, because the device is a CPU
@@ -171,7 +171,7 @@ class Accounts(TorchDispatchMode):
         super().__init__()
         self.names = {group.group_name: name for name, group in groups.items() if group is not None}
         self.host_counts, self.in_kernel = host_counts, None   # in_kernel: the FLOPs of the fused kernel that runs
-        self.alive, self.pinned = {}, set()                    # numbers of storages; pinned: in the host's memory
+        self.alive, self.pinned = {}, set()                    # keys from storage(); pinned: in the host's memory
         self.now = self.peak = self.host_now = self.host_peak = self.launches = 0
         self.arrivals = {}
         self.restart()
@@ -212,7 +212,7 @@ class Accounts(TorchDispatchMode):
             self.allocate(tensor)
         if name == "copy_" and any(storage(tensor) in self.pinned for tensor in touched):
             self.launch("host", "to host" if storage(touched[0]) in self.pinned else "from host", touched[0].nbytes)
-        elif "empty" not in name:                              # which only allocates
+        elif "empty" not in name:                              # an "empty" only allocates
             self.events.append(operation)
         return result
 

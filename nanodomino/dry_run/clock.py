@@ -1,9 +1,9 @@
 """Turns the events of a dry run into seconds, on a machine that is given by a few rates (analysis/machine.py).
 
     operation    moves the clock
-    launch       a collective occupies its group's wire, and a copy the wire to or from the host, from now on or from
-                 when the wire is free. While a collective is in flight, it takes a share of the GPU from compute
-    wait         moves the clock to the end of the collective. What it moves the clock by is exposed
+    launch       occupies a wire as soon as it is free: a collective its group's, a copy the one to or from the host.
+                 While a collective is in flight, it takes a share of the GPU from compute
+    wait         moves the clock to the end of the collective. The time that passes is exposed
 
 So what the program overlaps, overlaps here. Messages between stages take no time here: schedules/simulation.py knows
 when they arrive.

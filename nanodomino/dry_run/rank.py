@@ -35,7 +35,7 @@ GROUPS = ("tp", "cp", "dp", "pp", "embedding", "ep", "expert_dp")
 
 @dataclass(frozen=True, eq=False)
 class RankRun:
-    """What a rank does in a training step. `kinds` are the kinds of an action; see kinds_of()."""
+    """Says what a rank does in a training step. `kinds` are the kinds of an action; see kinds_of()."""
     state: dict[str, int]        # bytes of parameters, gradients and optimizer
     activations: int             # peak bytes between two actions, besides the state: what the tapes keep
     peak: int                    # peak bytes
@@ -47,7 +47,7 @@ class RankRun:
     alive: int                   # peak number of microbatches on the stage
     row: tuple[tuple, ...]       # the kinds of each action, in order
     kept: dict[tuple, float]     # {kinds: bytes that an action leaves alive, minus those that it frees}
-    peaks: dict[tuple, float]    # {kinds: peak bytes of an action, besides what was alive before}
+    peaks: dict[tuple, float]    # {kinds: peak bytes of an action, besides what was alive before it}
     first_peak: int              # peak bytes of all actions but the last, besides the state
     last_peak: int               # peak bytes of the last action and what follows, besides the state
 
@@ -86,7 +86,7 @@ def world_of(rank: int, size: int):
 
 
 def groups_of(mesh: Mesh) -> dict:
-    """Return {name: process group} of a rank, as `Accounts` needs it. Counts of rows belong to ep, too."""
+    """Return {name: process group} of a rank, as `Accounts` needs it. "ep counts" has the ranks of ep."""
     return ({"world": dist.group.WORLD, "ep counts": mesh.ep_counts_group}
             | {name: mesh.group(name) for name in GROUPS if name != "expert_dp" or mesh.ep > 1})
 
@@ -113,13 +113,13 @@ def dry_run(program, config: Config, rank=0) -> RankRun:
 
 
 def measured_step(program, stage, optimizer, dataset, config: Config, accounts: Accounts) -> RankRun:
-    """Train one step and return the RankRun. `accounts` is active, and the optimizer has its moments. Real runs can be
-    measured with it as well."""
+    """Train one step, dry or real, and return the RankRun. `accounts` must be active, and the optimizer must have its
+    moments."""
     mesh, tensors = stage.mesh, state_tensors(stage.model, optimizer)
     state = {name: sum(tensor.untyped_storage().nbytes() for tensor in held) for name, held in tensors.items()}
     for tensor in itertools.chain(*tensors.values()):
         accounts.allocate(tensor)
-    base = accounts.now                                        # besides the state, what is not of this step
+    base = accounts.now                                        # the state, and what was alive before this step
     actions = config.timetable.rows[mesh.pp_rank]
     held, peaks, row = [0], [], tuple(map(kinds_of, actions))
 
@@ -134,7 +134,7 @@ def measured_step(program, stage, optimizer, dataset, config: Config, accounts: 
     last_peak, found = max(peaks[-1], accounts.peak - base), defaultdict(list)
     for kinds, before, peak, after in zip(row, held, peaks, held[1:]):
         found[kinds].append((after - before, peak - before))
-    # the first action of a kind may also leave what all later ones use, so of two numbers the lower is typical
+    # The first action of a kind may also leave what all later ones use, so of two numbers `kept` takes the lower.
     kept, extra = ({kinds: typical(pair[index] for pair in pairs) for kinds, pairs in found.items()}
                    for index, typical in enumerate((statistics.median_low, statistics.median)))
     return RankRun(

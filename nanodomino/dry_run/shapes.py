@@ -21,7 +21,7 @@ def flatten(tree):
 
 
 def storage(tensor) -> int:
-    """Return a number that identifies the tensor's storage while that exists."""
+    """Return a number that identifies the tensor's storage as long as that storage exists."""
     return tensor.untyped_storage()._cdata
 
 
@@ -48,7 +48,7 @@ def is_view(function) -> bool:
 
 
 def result_of(function, args, kwargs, tensors):
-    """Return function(*args, **kwargs). tensors: those among the arguments."""
+    """Return function(*args, **kwargs). tensors: all tensors among its arguments."""
     if function.namespace == "prim" or not any(one.is_meta for one in tensors):
         return function(*args, **kwargs)
     schema, (names, written, _) = function._schema, arguments_of(function)
@@ -58,7 +58,7 @@ def result_of(function, args, kwargs, tensors):
     try:
         key = function, signature(args), signature([*kwargs.items()])
         kind, leaves = REMEMBERED[key]
-    except (KeyError, TypeError):                              # not remembered, or an argument that is not hashable
+    except (KeyError, TypeError):                              # not remembered, or an argument is not hashable
         result = function(*args, **kwargs)
         leaves = [result] if isinstance(result, torch.Tensor) else result
         if (not any(one.alias_info for one in schema.returns) and isinstance(leaves, (tuple, list))

@@ -6,8 +6,8 @@ the layers, so two depths give all others:
 
     value(L layers) = value(1) + (L - 1) (value(2) - value(1))
 
-For each kind of action these runs tell the seconds, the bytes that it leaves alive, and its peak. The schedule of all
-stages and microbatches is a list of the same actions:
+These runs give the seconds of each kind of action, the bytes that it leaves alive, and its peak. The schedule of all
+stages and microbatches consists of the same kinds of actions:
 
     memory    the state plus the largest peak of an action, on top of what the actions before it have left alive
     time      the simulated schedule, plus what follows the last action: gradients in flight, update, all-gather
@@ -27,18 +27,17 @@ from nanodomino.dry_run.rank import RankRun, dry_run, kinds_of
 from nanodomino.model import stage_layers
 from nanodomino.schedules import simulation
 
-SMALL = 32       # layers times microbatches of a model that runs as it is
+SMALL = 32       # up to this many layers times microbatches, the whole model runs dry
 SETTLED = 16     # rounds of p microbatches after which each further round adds the same
-
 
 run_of = lru_cache(maxsize=512)(dry_run)
 
 
 def small_run(program, config: Config, depth: int, stage: int, stages: int) -> RankRun:
-    """Run one of only `stages` stages, with as few microbatches as show each kind of action.
+    """Run one stage of a pipeline of only `stages` stages, with just enough microbatches to show each kind of action.
 
-    depth: the layers of the model's last chunk, or its periods of layers with and without experts. Other chunks have as
-        many layers more as there are depths of multi-token prediction.
+    depth: the layers of the last chunk, or its periods of layers with and without experts. Each other chunk has
+        mtp_num_layers more.
     """
     chunks, depths = stages * config.virtual_stages, config.mtp_num_layers
     layers = depth * config.moe_layer_freq + (config.first_last_layers_bf16 and chunks == 1)
@@ -50,7 +49,7 @@ def small_run(program, config: Config, depth: int, stage: int, stages: int) -> R
 
 
 def add_up(row, kept: dict, peaks: dict) -> tuple[float, float]:
-    """Return the peak bytes between the actions of a row, and the peak bytes of all. kept, peaks: as in RankRun."""
+    """Return (peak bytes between a row's actions, peak bytes at any time). kept, peaks: as in RankRun."""
     held = most = peak = 0.0
     for kinds in row:
         peak, held = max(peak, held + peaks[kinds]), held + kept[kinds]
@@ -69,17 +68,17 @@ class Stage:
         self.config, placement = config, config.placement
         self.all_actions = config.timetable.rows[stage]
         self.row = tuple(map(kinds_of, self.all_actions))
-        self.actions = dict(zip(self.row, self.all_actions)).values()       # one of each kind
+        self.actions = dict(zip(self.row, self.all_actions))   # {kinds: an action of these kinds}
         self.layers = [len(stage_layers(config.num_layers, placement.virtual_stage(stage, chunk), placement.last + 1,
                                         config.mtp_num_layers)) for chunk in range(placement.chunks)]
         stages, last = min(config.pp, 2), stage == config.pp - 1
         between = 0 < stage and not last and not placement.folded
         self.whole, depths = not (between and quick), (2, 3) if config.zero_stage == 2 else (1, 2)
-        if config.num_layers * config.microbatches <= SMALL:   # quicker than small runs
+        if config.num_layers * config.microbatches <= SMALL:   # quicker than several small runs
             self.sides = [[run_of(program, config, stage * config.world_size // config.pp)] * 2]
         elif between and not quick:
             self.sides = [[small_run(program, config, depth, 1, 3) for depth in depths]]
-        else:    # a schedule that splits backward may not split it on the first stage, so look at the other one, too
+        else:    # a schedule that splits backward may not split it on the first stage, so the last stage runs, too
             order = range(stages) if stage == 0 or between else reversed(range(stages))
             self.sides = [[small_run(program, config, depth, one, stages) for depth in depths] for one in order]
 
@@ -109,9 +108,9 @@ class Stage:
     def memory(self) -> dict[str, float]:
         """Return {name: bytes} of a rank at its peak: parameters, gradients, optimizer, activations, working, host."""
         kept, peaks = {}, {}
-        for action in self.actions:
-            kept[kinds_of(action)] = self.of_action(action, lambda run, kinds: run.kept[kinds])
-            peaks[kinds_of(action)] = self.of_action(action, lambda run, kinds: run.peaks[kinds])
+        for kinds, action in self.actions.items():
+            kept[kinds] = self.of_action(action, lambda run, kinds: run.kept[kinds])
+            peaks[kinds] = self.of_action(action, lambda run, kinds: run.peaks[kinds])
         most, peak = add_up(self.row, kept, peaks)
         # The small runs also know what the sums leave out, such as receives that are posted before the first action.
         most += self.linear(lambda run: run.activations - add_up(run.row, run.kept, run.peaks)[0])
@@ -122,8 +121,8 @@ class Stage:
 
     def seconds(self, machine) -> tuple[dict, dict]:
         """Return ({kinds of action: {part: seconds}}, {part: seconds after the last action})."""
-        return ({kinds_of(action): self.of_action(action, lambda run, kinds: clock_of(run, machine).actions[kinds])
-                 for action in self.actions}, self.linear(lambda run: clock_of(run, machine).after))
+        return ({kinds: self.of_action(action, lambda run, kinds: clock_of(run, machine).actions[kinds])
+                 for kinds, action in self.actions.items()}, self.linear(lambda run: clock_of(run, machine).after))
 
 
 def linear_in_microbatches(function):
@@ -151,8 +150,8 @@ def stage_memory(program, config: Config, stage: int) -> dict[str, float]:
 
 
 def fullest_rank_bytes(program, config: Config) -> float:
-    """Return the peak bytes of the rank that needs the most. One of the two ends does: the first stage holds the most
-    microbatches, the last one the logits."""
+    """Return the peak bytes of the rank that needs the most. It is on the first stage, which holds the most
+    microbatches, or on the last one, which holds the logits."""
     return max(sum(found.values()) - found["host"] for found in (
         stage_memory(program, config, stage) for stage in {0, config.pp - 1}))
 

@@ -1,7 +1,7 @@
 """Estimates the memory and the time of a run before it starts, with a dry run (dry_run/).
 
-Rank 0 runs dry before the ranks connect, because a process can be in only one world. Later the step time needs only the
-rates of the machine, which all ranks measure together.
+Rank 0 runs the step dry before the ranks connect, because a process can be in only one world. After they connect, all
+ranks measure the rates of the machine, and rank 0 computes the step time from both.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ ANY_MACHINE = Machine(1e12, 1e10, 1e10, 0.0, 8, 1e11)
 class Estimate:
     """Estimates a run. program: has model_builder and train_step, like the module train.py.
 
-    bytes: the peak of the fullest rank, or None if the dry run has failed, with `failure`
+    bytes: the peak of the fullest rank, or None if the dry run has failed, with the exception `failure`
     """
 
     def __init__(self, program, config: Config, device):
@@ -29,7 +29,7 @@ class Estimate:
         self.bytes = self.failure = None
         try:
             self.bytes = fullest_rank_bytes(program, self.config)
-            step_seconds(program, self.config, ANY_MACHINE)    # keeps the runs of all stages, for seconds()
+            step_seconds(program, self.config, ANY_MACHINE)    # caches the dry runs of all stages for seconds()
         except Exception as error:                             # a run must not fail because its estimate does
             self.failure = error
 
@@ -39,8 +39,8 @@ class Estimate:
 
 
 def least_bytes(config: Config) -> float:
-    """Return a lower bound of the bytes of the fullest rank: the average of the model state, and one activation. It is
-    quick for a model of any size."""
+    """Return a lower bound of the bytes of the fullest rank: a rank's mean model state plus one activation. Quick for
+    a model of any size."""
     layers = config.moe_layer_freq
     one, two = (parameter_count(dataclasses.replace(config, num_layers=count)) for count in (layers, 2 * layers))
     parameters = one + (config.num_layers / layers - 1) * (two - one)
