@@ -186,7 +186,7 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
              watchdog: Watchdog, estimate: Estimate | None) -> int:
     """Build or load the model, train, validate, save, test and print a sample. Returns the exit code.
 
-    estimate: estimates the run's memory and time; None except on rank 0.
+    estimate: the Estimate of the run's memory and time; None except on rank 0.
 
     With train_iters 0 it only validates and tests. A run that starts from --load --finetune validates before step 1.
     """

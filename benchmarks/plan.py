@@ -101,8 +101,8 @@ def processes(flags) -> int:
     require(not (flags.search and measures_here), f"--search needs a --gpu of {', '.join(GPUS)}, but it is `here`")
     if not flags.search:
         (config_here if measures_here else config_of)(flags, flags.gpus)
-    require(not (flags.fp8_format and flags.gpu in WITHOUT_FP8), f"--fp8-format needs a GPU with fp8, which --gpu "
-            f"{flags.gpu} has not; try --gpu H100")
+    require(not (flags.fp8_format and flags.gpu in WITHOUT_FP8), f"--fp8-format needs a GPU with fp8, but --gpu "
+            f"{flags.gpu} has none; try --gpu H100")
     require(flags.gpu == "here" or DTYPES[flags.dtype].itemsize == 2,
             f"--gpu {flags.gpu} needs --dtype bfloat16 or float16, because only its 16-bit FLOP/s are known, but "
             f"--dtype is {flags.dtype}; try --dtype bfloat16")
@@ -177,7 +177,7 @@ def plan(config: Config, flags):
         f"the bubble is {parts['bubble'] / ideal:.1%} of the ideal time, which is the sum of the lines above it, and "
         f"{parts['bubble'] / seconds:.1%} of the step; it would be (p - 1)/m of the ideal time in 1F1B if stages are "
         "equal, so more microbatches shrink it",
-        f"{tokens / seconds:,.0f} tokens/s; MFU {used:.1%} (6 N + 12 L h s FLOPs per token, relative to "
+        f"{tokens / seconds:,.0f} tokens/s; MFU {used:.1%} (6 N + 12 L n d s FLOPs per token, relative to "
         f"{peak / 1e12:g} TFLOP/s per GPU)", "", *assumptions(flags, gpu)])
     return text, {"question": "plan", "model": config.model, "parameters": parameter_count(config),
                   "active_parameters": active_parameter_count(config), "gpu": flags.gpu, "gpus": config.world_size,
@@ -318,14 +318,13 @@ def here_text(config: Config, found: dict):
     """Return (text, record). The record is `found`, the result of run_here(), unchanged."""
     if not found:
         return "", found
-    machine, predicted, measured = (found["machine"], Times(tuple(found["predicted_s"])),
-                                    Times(tuple(found["measured_s"])))
+    machine, predicted, times = found["machine"], *(Times(tuple(found[name])) for name in ("predicted_s", "measured_s"))
     return "\n".join([
         f"tp {config.tp}, pp {config.pp}, dp {config.dp}, slices {config.slices}, {config.dtype} on {config.device}",
         f"each process, while all are busy: matmuls {machine['products'] / 1e9:.3g} GFLOP/s, communication "
         f"{bytes_text(machine['near'])}/s",
         table(["a step", "median [min .. max]"],
-              [["predicted", predicted], ["measured", measured],
-               ["measured / predicted", ratio_text(ratios(measured, predicted))]]),
+              [["predicted", predicted], ["measured", times],
+               ["measured / predicted", ratio_text(ratios(times, predicted))]]),
         f"collectives and bytes {'equal' if found['comm_exact'] else 'DO NOT equal'} the dry run's; memory differs by "
         + ", ".join(f"{error:.1%} ({name})" for name, error in found["memory_errors"].items())]), found

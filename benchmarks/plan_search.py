@@ -43,7 +43,7 @@ from nanodomino.config.rules import check_needs
 from nanodomino.config.setting import flag_name
 from nanodomino.dry_run.clock import Clock
 from nanodomino.dry_run.rank import kinds_of
-from nanodomino.dry_run.stages import add_up, fullest_rank_bytes, small_run, step_seconds
+from nanodomino.dry_run.stages import add_up, fullest_rank_bytes, message_seconds, small_run, step_seconds
 from nanodomino.errors import UserError, require
 from nanodomino.mesh import PIPELINE_THREAD_BLOCKS
 from nanodomino.model import stage_layers
@@ -66,7 +66,7 @@ RECOMPUTATION = [*({"recompute_granularity": name, "checkpoint_in_cpu": False} f
 FURTHER = ("cp_comm_type", "expert_model_parallel_size", "schedule", "virtual_stages", "slices", "columns",
            "sequence_parallel", "zero_stage", *RECOMPUTATION[0])
 WHOLE, PAIR = ("backward",), ("backward", "forward")
-WAYS_TO_HIDE = ((1, 1), (2, 1), (1, 2), (1, 4), (2, 2), (2, 4))      # (slices, columns), as they are tried
+WAYS_TO_HIDE = ((1, 1), (2, 1), (1, 2), (1, 4), (2, 2), (2, 4))      # (slices, columns), in the order of the tries
 
 
 # ---- memory that torch does not allocate
@@ -168,8 +168,7 @@ class Costs:
         config, (rounds, rest) = self.config, divmod(self.config.microbatches, self.config.pp)
         if (schedule := like(config.schedule)) not in self.runs:
             self.add(schedule)
-        size = math.prod(config.residual_shape) * config.params_dtype.itemsize
-        message = self.machine.collective_seconds("send", size, (0, config.world_size // config.pp))
+        message = message_seconds(config, self.machine)
         some = [simulation.step_time(simulation.simulate(timetable(
             config.schedule, config.pp, count * config.pp + rest, config.virtual_stages), self.action_seconds, message))
             for count in ([rounds] if rounds <= 3 else [2, 3])]
@@ -204,7 +203,7 @@ class Costs:
         if like(config.schedule) == "paired" and "paired" not in self.runs:
             self.add("paired")
         rest, rounds = config.microbatches % config.pp, min(config.microbatches // config.pp, 3)
-        table = timetable(config.schedule, config.pp, rounds * config.pp + rest, config.virtual_stages)
+        rows = timetable(config.schedule, config.pp, rounds * config.pp + rest, config.virtual_stages).rows
         sharded = config.ep / config.dp
         shares = {"parameters": 1.0, "gradients": sharded if config.zero_stage == 2 else 1.0,
                   "optimizer": sharded if config.zero_stage else 1.0}
@@ -215,7 +214,7 @@ class Costs:
                         for name, share in shares.items())
             if config.zero_stage == 2:                         # a layer's gradients are whole while they are reduced
                 state += self.linear(lambda run: run.state["gradients"], 1, heads)
-            row, actions = [kinds_of(action) for action in table.rows[stage]], table.rows[stage]
+            row, actions = [*map(kinds_of, rows[stage])], rows[stage]
             kept, peaks = ({kinds: self.of_action(name, action, stage)
                             for kinds, action in dict(zip(row, actions)).items()} for name in ("kept", "peaks"))
             return state + add_up(row, kept, peaks)[1] + communicator_bytes(config, stage)

@@ -27,7 +27,7 @@ from nanodomino.config.config import Config
 from nanodomino.dry_run.accounts import Launch, Operation, Wait
 from nanodomino.dry_run.clock import clock_of
 from nanodomino.dry_run.rank import RankRun, kinds_of
-from nanodomino.dry_run.stages import Stage, linear_in_microbatches, small_run
+from nanodomino.dry_run.stages import Stage, linear_in_microbatches, message_seconds, small_run
 from nanodomino.schedules import simulation
 
 SEQ_LENGTH = 2048
@@ -48,7 +48,7 @@ class Run:
     virtual_stages: int
     figure: str                  # what was measured: a key of FIGURES
     published: float             # its value
-    again: str = "layers"        # what is recomputed before each backward: layers, attention, nothing
+    recomputed: str = "layers"   # what is recomputed before each backward: layers, attention, nothing
     gpu: str = "A100"
     network: float = 200.0       # Gbit/s from a GPU to other hosts
     vocab_size: int = 51200
@@ -61,8 +61,8 @@ class Run:
                         columns=1, zero_stage=0, micro_batch_size=self.micro_batch_size, compile=False,
                         global_batch_size=self.global_batch_size, tensor_model_parallel_size=self.tp,
                         pipeline_model_parallel_size=self.pp, virtual_stages=self.virtual_stages,
-                        sequence_parallel=self.again == "attention",
-                        recompute_granularity="selective" if self.again == "attention" else "none")
+                        sequence_parallel=self.recomputed == "attention",
+                        recompute_granularity="selective" if self.recomputed == "attention" else "none")
         return config.resolve(self.gpus).with_vocabulary(self.vocab_size)
 
 
@@ -74,14 +74,14 @@ TABLE_1 = [Run(*sizes, "TFLOP/s", published) for *sizes, published in (
     ("529.6B", 105, 20480, 128, 8, 35, 2520, 1, 2520, 3, 163),
     ("1008.0B", 128, 25600, 160, 8, 64, 3072, 1, 3072, 1, 163))]
 
-TABLE_5 = [Run(*sizes, "s", published, again) for *sizes, both in (
+TABLE_5 = [Run(*sizes, "s", published, recomputed) for *sizes, both in (
     ("22B", 48, 6144, 64, 8, 1, 8, 4, 4, 1, (1.42, 1.10)), ("175B", 96, 12288, 96, 8, 8, 64, 1, 64, 3, (18.13, 13.75)),
     ("530B", 105, 20480, 128, 8, 35, 280, 1, 280, 3, (49.05, 37.83)),
     ("1T", 128, 25600, 160, 8, 64, 512, 1, 512, 1, (94.42, 71.49)))
-    for again, published in zip(("layers", "attention"), both)]
+    for recomputed, published in zip(("layers", "attention"), both)]
 
 # An all-reduce over all GPUs of several hosts uses the eight 400 Gbit/s network cards of each host at once.
-OF_H100 = dict(again="nothing", gpu="H100", network=8 * 400.0, vocab_size=50257)
+OF_H100 = dict(recomputed="nothing", gpu="H100", network=8 * 400.0, vocab_size=50257)
 DOMINO = [Run(*sizes, figure, published, **OF_H100) for *sizes, figure, published in (
     ("2.7B", 32, 2560, 32, 8, 1, 8, 8, 8, 1, "x speed", 1.3), ("6.7B", 32, 4096, 32, 8, 1, 8, 8, 8, 1, "x speed", 1.3),
     ("13B", 40, 5120, 40, 8, 1, 8, 8, 8, 1, "x speed", 1.3), ("13B", 40, 5120, 32, 32, 1, 32, 8, 8, 1, "% wires", 43))]
@@ -96,20 +96,20 @@ SCORES = {"attention": 13, "attention backward": 19}
 
 # ---- seconds
 
-def seconds(config: Config, machine: Machine, again="nothing", blocks=False) -> float:
-    """Return the seconds of a step. again: as in Run; blocks: the GPU waits for each tp collective right after its
+def seconds(config: Config, machine: Machine, recomputed="nothing", blocks=False) -> float:
+    """Return the seconds of a step. recomputed: as in Run; blocks: the GPU waits for each tp collective right after its
     launch."""
-    return sum(parts(train, config, machine, again, blocks).values())
+    return sum(parts(train, config, machine, recomputed, blocks).values())
 
 
 @linear_in_microbatches
-def parts(program, config: Config, machine: Machine, again: str, blocks: bool) -> dict[str, float]:
+def parts(program, config: Config, machine: Machine, recomputed: str, blocks: bool) -> dict[str, float]:
     """Return {part of the step: seconds}, as dry_run.stages.step_seconds() does."""
     def changed(runs):
-        return [as_megatron(run, again != "nothing", blocks) for run in runs]
+        return [as_megatron(run, recomputed != "nothing", blocks) for run in runs]
 
     lengths, ends = [], []
-    depths = changed([small_run(program, config, depth, 0, 1) for depth in (1, 2)]) if again == "layers" else []
+    depths = changed([small_run(program, config, depth, 0, 1) for depth in (1, 2)]) if recomputed == "layers" else []
     for stage in (Stage(program, config, number, quick=True) for number in range(config.pp)):
         stage.sides = [*map(changed, stage.sides)]
         actions, after = stage.seconds(machine)
@@ -119,9 +119,8 @@ def parts(program, config: Config, machine: Machine, again: str, blocks: bool) -
                 clock_of(run, machine).actions[forward].values()), depths, chunk, whole=False)
         lengths.append(found)
         ends.append(sum(after.values()))
-    message = machine.collective_seconds("send", math.prod(config.residual_shape) * config.params_dtype.itemsize,
-                                         (0, config.world_size // config.pp))
-    rows = simulation.simulate(config.timetable, lambda stage, action: lengths[stage][kinds_of(action)], message)
+    rows = simulation.simulate(config.timetable, lambda stage, action: lengths[stage][kinds_of(action)],
+                               message_seconds(config, machine))
     return {"schedule": simulation.step_time(rows), "end": max(ends)}
 
 
@@ -166,7 +165,7 @@ def formula_3(config: Config) -> float:
 
 def step(run: Run, machine: Machine) -> float:
     """Predict the seconds of a step."""
-    return seconds(run.config, machine, run.again)
+    return seconds(run.config, machine, run.recomputed)
 
 
 def gain(run: Run, machine: Machine) -> float:
@@ -195,7 +194,7 @@ def answer(machine_of, flags):
             chunks = f" x {config.virtual_stages}" if config.virtual_stages > 1 else ""
             rows.append([f"{paper}: {run.name}", run.num_layers, run.hidden_size, run.heads, config.tp, config.pp,
                          config.dp, run.gpus, f"{run.micro_batch_size} of {run.global_batch_size}",
-                         config.schedule + chunks, run.again, f"{run.published:g} {run.figure}",
+                         config.schedule + chunks, run.recomputed, f"{run.published:g} {run.figure}",
                          f"{predicted:.3g}", f"{predicted / run.published:.2f}"])
             record.append({"paper": paper, **dataclasses.asdict(run), "predicted": predicted,
                            "ratio": predicted / run.published})

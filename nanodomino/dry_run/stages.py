@@ -156,6 +156,12 @@ def fullest_rank_bytes(program, config: Config) -> float:
         stage_memory(program, config, stage) for stage in {0, config.pp - 1}))
 
 
+def message_seconds(config: Config, machine) -> float:
+    """Return the seconds of a message from a stage to the next: a rank's residual stream of a microbatch."""
+    bytes_ = math.prod(config.residual_shape) * config.params_dtype.itemsize
+    return machine.collective_seconds("send", bytes_, (0, config.world_size // config.pp))
+
+
 @linear_in_microbatches
 def step_seconds(program, config: Config, machine) -> dict[str, float]:
     """Return {part of a step: seconds}: the work and the exposed communication of the busiest stage, its idle time
@@ -163,10 +169,8 @@ def step_seconds(program, config: Config, machine) -> dict[str, float]:
     stages = [Stage(program, config, stage, quick=True) for stage in range(config.pp)]
     costs = [stage.seconds(machine) for stage in stages]
     lengths = [{kinds: sum(parts.values()) for kinds, parts in actions.items()} for actions, _ in costs]
-    ranks = (0, config.world_size // config.pp)
-    message = machine.collective_seconds("send", math.prod(config.residual_shape) * config.params_dtype.itemsize, ranks)
     free, real = (simulation.simulate(config.timetable, lambda stage, action: lengths[stage][kinds_of(action)], delay)
-                  for delay in (0.0, message))
+                  for delay in (0.0, message_seconds(config, machine)))
     busiest = max(range(config.pp), key=lambda stage: sum(end - start for _, start, end in free[stage]))
     parts = Counter()
     for kinds, count in Counter(stages[busiest].row).items():

@@ -7,7 +7,7 @@
     curve     loss.svg, drawn from metrics.jsonl; TensorBoard's copy of metrics.jsonl (tensorboard.py)
 
 MFU is model FLOPs utilization (PaLM, appendix B): tokens per second x FLOPs per token / peak FLOP/s of all devices. A
-token takes 6 N + 12 L h s FLOPs, with N active parameters, L layers, hidden size h and sequence length s
+token takes 6 N + 12 L n d s FLOPs, with N active parameters, L layers, n heads of size d and sequence length s
 (flops_per_token in analysis/formulas.py).
 """
 

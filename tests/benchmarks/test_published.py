@@ -27,7 +27,7 @@ def test_a_flag_that_published_runs_do_not_use_is_refused():
         plan.processes(parse(plan, ["plan", "--published", "--search", "--gpus", "8"]))
 
 
-@pytest.mark.parametrize("paper, run", EVERY, ids=[f"{paper}-{run.name}-{run.again}-{run.figure}"
+@pytest.mark.parametrize("paper, run", EVERY, ids=[f"{paper}-{run.name}-{run.recomputed}-{run.figure}"
                                                    for paper, run in EVERY])
 def test_each_run_has_the_parameter_count_of_its_name(paper, run):
     """To as many digits, and within 1 % if there are three; replicas are whole."""
