@@ -82,7 +82,9 @@ def report_and_exit(launch: LaunchInfo, error: Exception):
         # A SIGTERM from torchrun means that it already knows which rank failed first.
         if hasattr(error, "signals") and error.signals.number:
             os._exit(1)
-        text, details = f"lost its peers{where}{unresponsive_ranks(launch)}: {error}", ""
+        interface = os.environ.get("GLOO_SOCKET_IFNAME")
+        hint = f"; is GLOO_SOCKET_IFNAME={interface} the interface between the hosts?" if interface else ""
+        text, details = f"lost its peers{where}{unresponsive_ranks(launch)}: {error}{hint}", ""
         time.sleep(3)
     else:
         text, details = f"failed{where}: {type(error).__name__}: {error}", "".join(traceback.format_exception(error))
