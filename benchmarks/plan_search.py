@@ -31,6 +31,7 @@ import dataclasses
 import heapq
 import itertools
 import math
+import sys
 
 import train
 from benchmarks.common import CONFIG_FLAGS, bytes_text, layout_of, progress, seconds_text, table
@@ -424,6 +425,8 @@ def answer(flags, machine: Machine, usable: float, peak: float):
     """Return (text, record) of the search. usable: bytes of a GPU's memory; peak: FLOP/s of a GPU."""
     config = Config(**{name: getattr(flags, name) for name in CONFIG_FLAGS} | {"device": "cuda"})
     search = Search(config, flags.gpus, set(CONFIG_FLAGS) & set(flags.given), machine, usable)
+    print(f"searching for layouts of {flags.model} on {flags.gpus} x {flags.gpu}; this may take two minutes",
+          file=sys.stderr, flush=True)
     rows, layouts = [], []
     for rank, (seconds, memory, found) in enumerate(search.run(), 1):
         parts, used = step_seconds(train, found, machine), mfu(found, seconds, peak)
