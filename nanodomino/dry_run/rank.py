@@ -25,11 +25,12 @@ from nanodomino.data import Batch, EndOfText
 from nanodomino.domino import Domino
 from nanodomino.dry_run.accounts import Accounts, ActionEnd, FusedAttention, Streams
 from nanodomino.dry_run.shapes import storage
+from nanodomino.errors import require
 from nanodomino.mesh import Mesh, make_mesh
 from nanodomino.schedules import simulation
 from nanodomino.zero import ZeroOptimizer
 
-META = torch.device("meta")
+META, MOST_TOKENS = torch.device("meta"), 2**26       # for a GPU, the host holds the tokens of a microbatch
 GROUPS = ("tp", "cp", "dp", "pp", "embedding", "ep", "expert_dp")
 
 
@@ -98,6 +99,10 @@ def dry_run(program, config: Config, rank=0) -> RankRun:
     config: resolved, and with its vocabulary. config.device says for which device the run is: "cpu" or "cuda"
     """
     compiles = config.device == "cuda" if config.compile is None else config.compile
+    tokens = config.micro_batch_size * config.seq_length
+    require(tokens <= MOST_TOKENS, f"a dry run takes at most {MOST_TOKENS:,} tokens in a microbatch, but "
+            f"micro-batch-size {config.micro_batch_size} x seq-length {config.seq_length} is {tokens:,}; lower one of "
+            "them")
     with world_of(rank, config.world_size):
         mesh = make_mesh(config.pp, config.dp, config.tp, META, ep=config.ep, cp=config.cp)
         groups = groups_of(mesh)
