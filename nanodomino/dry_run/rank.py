@@ -105,8 +105,7 @@ def dry_run(program, config: Config, rank=0) -> RankRun:
             "them")
     with world_of(rank, config.world_size):
         mesh = make_mesh(config.pp, config.dp, config.tp, META, ep=config.ep, cp=config.cp)
-        groups = groups_of(mesh)
-        accounts = Accounts(groups, host_counts=config.device == "cpu")
+        accounts = Accounts(groups_of(mesh), host_counts=config.device == "cpu")
         # AdamW's fused kernel refuses meta tensors, but an account of it needs no numbers
         with standing_for(StandIn(config.device, Streams(accounts))), accounts, FusedAttention(), \
                 mock.patch("torch.optim.adam._device_dtype_check_for_fused"):

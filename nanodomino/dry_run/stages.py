@@ -65,7 +65,7 @@ class Stage:
     """
 
     def __init__(self, program, config: Config, stage: int, quick=False):
-        self.config, placement = config, config.placement
+        placement = config.placement
         self.all_actions = config.timetable.rows[stage]
         self.row = tuple(map(kinds_of, self.all_actions))
         self.actions = dict(zip(self.row, self.all_actions))   # {kinds: an action of these kinds}
