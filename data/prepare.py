@@ -5,7 +5,7 @@
     python data/prepare.py --input part-*.jsonl --output data/web --split 98,1,1
     python data/prepare.py --input books/ --output data/llama --tokenizer ../Llama-3.2-1B     a Hugging Face tokenizer
 
-    files, folders, globs -> documents -> chunks of text -> token ids -> train.bin  valid.bin  test.bin  meta.json
+    files, folders -> documents -> chunks of text -> token ids -> train.bin  valid.bin  test.bin  meta.json
 
 A document is a text file, or a line of a .jsonl file ({"text": ...}, Megatron-LM's convention). Each document is
 followed by one end-of-text token. The document goes as a whole to the split that is furthest below its share of the
@@ -14,8 +14,8 @@ are met even if there are few documents or their sizes differ. For a small text 
 sample of most models, but at most to a twentieth of the text. If a split gets no document, for example because the
 input is one big file, its share is cut off the end of the largest split.
 
-No document may be in both training and validation data. So a file that several inputs match is read once, and copies
-of a document that went to valid or test are skipped.
+No document may be in both training and validation data. So a file that several inputs name is read once, and copies
+of a document go to the same split.
 
 Memory use does not grow with the size of a text file, because text is read in chunks. A line of a .jsonl file is one
 chunk. Each document costs about a hundred bytes of memory. The tokenizer gets the chunks of many documents at once, so
@@ -30,9 +30,10 @@ import os
 import shutil
 import sys
 import sysconfig
+import uuid
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
 
@@ -42,12 +43,11 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a script, Python looks in data/ only
 
 from nanodomino.config.flags import Parser
-from nanodomino.corpus.atomic_folder import check_output, hidden_folder, publish
 from nanodomino.corpus.documents import find_files, read_documents, size_of
 from nanodomino.corpus.prepared_folder import FORMAT, SPLITS, file_sha256, load_corpus, sample_sha256
 from nanodomino.corpus.tokenizer import Tokenizer, build_tokenizer
 from nanodomino.errors import UserError, counted, require, run_command
-from nanodomino.files import open_regular_file, read_file, write_file
+from nanodomino.files import check_outside_ours, delete, open_regular_file, read_file, write_file
 
 DEFAULT_CORPUS = Path(__file__).resolve().parent / "python-stdlib"
 STANDARD_LIBRARY = f"the standard library of Python {sys.version.split()[0]}"
@@ -57,47 +57,61 @@ BLOCK = 1 << 20                 # tokens counted at once
 PAIRS_COUNTED = 1 << 24         # only pairs in the first 2**24 tokens are counted, which takes up to 0.5 GB of memory
 
 
-def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), progress=True, source=None, overwrite=False,
-            eod_token=None, special_tokens=False, begin_of_text=False) -> dict:
+def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), progress=True, source=None, special_tokens=False,
+            begin_of_text=False) -> dict:
     """Tokenize the documents of `inputs` into the folder `output`; return its meta.json as a dict. Raises UserError."""
     inputs = [inputs] if isinstance(inputs, (str, Path)) else list(inputs)
-    output = Path(os.path.realpath(output))
     weights = check_split(split)
-    text_tokenizer = build_tokenizer(tokenizer, eod_token, special_tokens, begin_of_text)
+    text_tokenizer = build_tokenizer(tokenizer, special_tokens, begin_of_text)
     dtype = np.dtype("<u2" if text_tokenizer.vocab_size <= 1 << 16 else "<u4")
-    try:
-        check_output(output, overwrite)
-        files, skipped = find_files(inputs, output)
-        for path in files:
-            require(Path(path).parent != output,
-                    f"the input {path} lies in the output folder, which would be replaced; choose another --output")
+    output = Path(os.path.realpath(output))
+    with new_folder(output) as folder:
+        files, skipped = find_files(inputs)
         total = sum(map(size_of, files))
         weights = raise_small_shares(weights, total)
-        with hidden_folder(output) as folder:
-            tokens, documents, sizes = write_splits(folder, files, total, text_tokenizer, dtype, weights, skipped,
-                                                    progress)
-            cut_off = fill_empty_splits(folder, tokens, sizes, text_tokenizer, dtype, weights)
-            unigram, bigram, counted_tokens = entropies(folder / "train.bin", dtype, text_tokenizer.vocab_size)
-            meta = {
-                "format": FORMAT, "source": source or summary_of(inputs), "tokenizer": text_tokenizer.name,
-                "vocab_size": text_tokenizer.vocab_size, "end_of_text": text_tokenizer.end_of_text,
-                "dtype": dtype.name, "split": weights, "tokens": dict(zip(SPLITS, tokens)),
-                "bytes": dict(zip(SPLITS, sizes)), "documents": dict(zip(SPLITS, documents)),
-                "cut_off": cut_off, "skipped": dict(+skipped),
-                "unigram_entropy": unigram, "bigram_entropy": bigram, "bigram_tokens": counted_tokens,
-                "sha256": {name: file_sha256(folder / f"{name}.bin") for name in SPLITS},
-                "sample_sha256": {name: sample_sha256(folder / f"{name}.bin") for name in SPLITS}}
-            if text_tokenizer.name == "huggingface":
-                meta |= {"tokenizer_file": "tokenizer.json", "eod_token": text_tokenizer.eod_token,
-                         "special_tokens": special_tokens, "begin_of_text": begin_of_text}
-            for name, path in text_tokenizer.files.items():     # copies, because the originals may move
-                write_file(folder / name, read_file(path))
-            write_file(folder / "meta.json", (json.dumps(meta, indent=2) + "\n").encode())
-            publish(folder, output, overwrite)
-            return meta
-    except OSError as error:
-        raise UserError(f"cannot prepare {output} ({error.filename or 'writing'}: {error.strerror or error}); "
-                        "fix that, or choose another --input or --output") from error
+        tokens, documents = write_splits(folder, files, total, text_tokenizer, dtype, weights, skipped, progress)
+        cut_off = fill_empty_splits(folder, tokens, dtype, weights)
+        paths = {split: folder / f"{split}.bin" for split in SPLITS}
+        counts = {split: token_counts(path, dtype, text_tokenizer.vocab_size) for split, path in paths.items()}
+        bigram, pairs = bigram_entropy(paths["train"], dtype, text_tokenizer.vocab_size)
+        meta = {
+            "format": FORMAT, "source": source or ", ".join(map(str, inputs[:9])), "tokenizer": text_tokenizer.name,
+            "vocab_size": text_tokenizer.vocab_size, "end_of_text": text_tokenizer.end_of_text,
+            "dtype": dtype.name, "split": weights, "tokens": dict(zip(SPLITS, tokens)),
+            "bytes": {split: text_bytes(counts[split], text_tokenizer) for split in SPLITS},
+            "documents": dict(zip(SPLITS, documents)), "cut_off": cut_off, "skipped": dict(+skipped),
+            "unigram_entropy": entropy(counts["train"]), "bigram_entropy": bigram, "bigram_tokens": pairs,
+            "sha256": {split: file_sha256(path) for split, path in paths.items()},
+            "sample_sha256": {split: sample_sha256(path) for split, path in paths.items()}}
+        if text_tokenizer.name == "huggingface":
+            meta |= dict(tokenizer_file="tokenizer.json", special_tokens=special_tokens, begin_of_text=begin_of_text)
+        for name, path in text_tokenizer.files.items():         # copies, because the originals may move
+            write_file(folder / name, read_file(path))
+        write_file(folder / "meta.json", (json.dumps(meta, indent=2) + "\n").encode())
+        return meta
+
+
+@contextmanager
+def new_folder(output: Path) -> Iterator[Path]:
+    """Yield a hidden folder next to `output`, and rename it to `output` at the end.
+
+    Renaming is atomic, so a reader never sees half a corpus. It fails if `output` holds files: nothing is replaced. Of
+    several processes that prepare the same output, the first to finish wins. A process that is killed leaves its hidden
+    folder, which a user can delete.
+    """
+    require(output.is_dir() or not output.exists(),
+            f"the output {output} is a file, but must be a folder; choose another --output")
+    check_outside_ours(output)
+    require(not output.exists() or not any(output.iterdir()),
+            f"the output {output} already holds files, which are never replaced; choose another --output")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    folder = output.parent / f".{output.name}.{uuid.uuid4().hex}"
+    folder.mkdir()
+    try:
+        yield folder
+        folder.rename(output)
+    finally:
+        delete(folder)
 
 
 def prepare_default_corpus(folder=DEFAULT_CORPUS, progress=True) -> dict:
@@ -106,7 +120,7 @@ def prepare_default_corpus(folder=DEFAULT_CORPUS, progress=True) -> dict:
     if not finished.is_file():
         try:
             return prepare(standard_library(), folder, progress=progress, source=STANDARD_LIBRARY)
-        except UserError:
+        except (UserError, OSError):
             if not finished.is_file():      # else another process was faster
                 raise
     return load_corpus(folder).meta
@@ -139,16 +153,11 @@ def raise_small_shares(weights: list[float], size: int) -> list[float]:
     return [weight / sum(raised) for weight in raised]
 
 
-def summary_of(inputs: list) -> str:
-    """Return the inputs as a text such as "a.txt, b.txt, c.txt and 7 more"."""
-    return ", ".join(map(str, inputs[:3])) + (f" and {len(inputs) - 3} more" if len(inputs) > 3 else "")
-
-
 # ---- documents -> splits of token ids
 
 def write_splits(folder: Path, files: list[str], total: int, tokenizer: Tokenizer, dtype, weights: list[float],
-                 skipped: Counter, progress: bool) -> tuple[list[int], list[int], list[int]]:
-    """Write each document to its split. Returns the numbers of tokens, of documents and of bytes of text in each split.
+                 skipped: Counter, progress: bool) -> tuple[list[int], list[int]]:
+    """Write each document to its split. Returns the numbers of tokens and of documents in each split.
 
     total: bytes of all files. skipped: counts skipped documents by reason; updated here.
     """
@@ -165,18 +174,14 @@ def write_splits(folder: Path, files: list[str], total: int, tokenizer: Tokenize
             position = 0
             for document in read_documents(files, tokenizer.safe_cut):
                 first = next(document.chunks, "")
-                # documents of equal length with equal first chunks count as copies
-                fingerprint = hashlib.blake2b(b"%d " % document.size + first.encode(), digest_size=8).digest()
-                seen_in = split_of.get(fingerprint)
-                if not first:
-                    skipped["empty documents"] += 1
-                elif seen_in:                           # 1 or 2, valid or test; train is 0 and may hold copies
-                    skipped["copies of held-out documents"] += 1
-                else:
-                    # a .jsonl file is not all text, so extrapolate from the text in the files read so far
-                    expected = total * sum(written) / position if position else total
-                    split = 0 if seen_in == 0 else choose_split(document.size, written, documents, weights, expected)
-                    split_of[fingerprint] = split
+                if first:
+                    # documents of equal length with equal first chunks count as copies
+                    copies = hashlib.blake2b(b"%d " % document.size + first.encode(), digest_size=8).digest()
+                    if copies not in split_of:
+                        # a .jsonl file is not all text, so extrapolate from the text in the files read so far
+                        expected = total * sum(written) / position if position else total
+                        split_of[copies] = choose_split(document.size, written, documents, weights, expected)
+                    split = split_of[copies]
                     documents[split] += 1
                     written[split] += document.size
                     yield split, begin
@@ -184,6 +189,8 @@ def write_splits(folder: Path, files: list[str], total: int, tokenizer: Tokenize
                         yield split, chunk
                         bar.update(len(chunk.encode()))
                     yield split, end_of_text
+                else:
+                    skipped["empty documents"] += 1
                 position += document.size_in_file
                 bar.update(position - bar.n)
 
@@ -195,7 +202,7 @@ def write_splits(folder: Path, files: list[str], total: int, tokenizer: Tokenize
     require(sum(documents),
             f"the input holds no text ({counted(len(files), 'file')}, {skipped_text(skipped) or 'none skipped'}); "
             "check the paths")
-    return tokens, documents, written
+    return tokens, documents
 
 
 def batches(pieces: Iterator[tuple[int, str | bytes]]) -> Iterator[list[tuple[int, str | bytes]]]:
@@ -224,11 +231,10 @@ def choose_split(size: int, written: list[int], documents: list[int], weights: l
     return min(with_room or [weights.index(max(weights))], key=lambda i: (written[i] + half) / weights[i])
 
 
-def fill_empty_splits(folder: Path, tokens: list[int], sizes: list[int], tokenizer: Tokenizer, dtype,
-                      weights: list[float]) -> list[str]:
+def fill_empty_splits(folder: Path, tokens: list[int], dtype, weights: list[float]) -> list[str]:
     """Fill each empty split from the end of the largest split. Returns the filled splits.
 
-    Updates `tokens` and `sizes`, the numbers of tokens and of bytes of text in each split.
+    tokens: the number of tokens in each split; updated here.
     """
     total, largest = sum(tokens), tokens.index(max(tokens))
     empty = [i for i in range(3) if weights[i] > 0 and not tokens[i]]
@@ -240,43 +246,37 @@ def fill_empty_splits(folder: Path, tokens: list[int], sizes: list[int], tokeniz
             shutil.copyfileobj(source, target)
             source.truncate(start)
         tokens[i], tokens[largest] = count, tokens[largest] - count
-        sizes[i] = text_bytes(folder / f"{SPLITS[i]}.bin", tokenizer, dtype)
-        sizes[largest] -= sizes[i]
     return [SPLITS[i] for i in empty if tokens[i]]
 
 
-def text_bytes(path: Path, tokenizer: Tokenizer, dtype) -> int:
-    """Return the bytes of text that the tokens in a file stand for. Begin-of-text and end-of-text stand for none."""
-    if not path.stat().st_size:                                 # memmap refuses empty files
-        return 0
-    counts = token_counts(np.memmap(path, dtype, mode="r"), tokenizer.vocab_size)
-    counts[[tokenizer.end_of_text, *([] if tokenizer.begin_of_text is None else [tokenizer.begin_of_text])]] = 0
-    return sum(int(counts[token]) * len(tokenizer.token_bytes(int(token))) for token in np.flatnonzero(counts))
+# ---- counts and reference losses
 
-
-def token_counts(row, vocabulary: int) -> np.ndarray:
+def token_counts(path: Path, dtype, vocabulary: int) -> np.ndarray:
     """Return how often each token occurs. Counts in blocks, because np.bincount takes 8 bytes of memory per token."""
     counts = np.zeros(vocabulary, np.int64)
-    for start in range(0, len(row), BLOCK):
-        counts += np.bincount(row[start:start + BLOCK], minlength=vocabulary)
+    with open(path, "rb") as file:
+        while len(block := np.fromfile(file, dtype, BLOCK)):
+            counts += np.bincount(block, minlength=vocabulary)
     return counts
 
 
-# ---- reference losses
+def text_bytes(counts: np.ndarray, tokenizer: Tokenizer) -> int:
+    """Return the bytes of text that tokens stand for. Begin-of-text and end-of-text stand for none."""
+    return sum(int(counts[token]) * len(tokenizer.token_bytes(token)) for token in np.flatnonzero(counts).tolist()
+               if token not in (tokenizer.begin_of_text, tokenizer.end_of_text))
 
-def entropies(path: Path, dtype, vocabulary: int) -> tuple[float, float, int]:
-    """Return (unigram entropy, bigram entropy, the number of tokens from which the bigram entropy was counted).
 
-    Both are in nats per token. The unigram entropy, H(token), is the loss of a model that knows only how frequent each
-    token is. The bigram entropy, H(token | previous token), is the loss of a model that also sees the previous token.
+def bigram_entropy(path: Path, dtype, vocabulary: int) -> tuple[float, int]:
+    """Return (H(token | previous token), the number of tokens from which it was counted).
+
+    This is the loss of a model that sees only the previous token, as H(token), the unigram entropy, is the loss of a
+    model that knows only how frequent each token is. Both are in nats per token.
     """
-    row = np.memmap(path, dtype, mode="r")
-    first = row[:PAIRS_COUNTED].astype(np.int64)
+    first = np.fromfile(path, dtype, PAIRS_COUNTED).astype(np.int64)
     pairs = first[:-1] * vocabulary + first[1:]
     counts = np.bincount(pairs) if vocabulary <= 1024 else np.unique(pairs, return_counts=True)[1]   # a table is faster
     # H(token | previous) = H(previous, token) - H(previous)
-    bigram = entropy(counts) - entropy(np.bincount(first[:-1]))
-    return entropy(token_counts(row, vocabulary)), max(bigram, 0.0), len(first)
+    return max(entropy(counts) - entropy(np.bincount(first[:-1])), 0.0), len(first)
 
 
 def entropy(counts) -> float:
@@ -293,35 +293,29 @@ def skipped_text(skipped: dict) -> str:
 
 def print_summary(meta: dict, output: Path):
     """Print what was written: documents and tokens of each split, and the reference losses."""
-    tokens, documents = meta["tokens"], meta["documents"]
-    print(f"{meta['source']}: {counted(sum(documents.values()), 'document', ',')}, "
-          f"{counted(sum(tokens.values()), 'token', ',')} of a vocabulary of {meta['vocab_size']:,} "
+    total = sum(meta["tokens"].values())
+    print(f"{meta['source']}: {counted(total, 'token', ',')} of a vocabulary of {meta['vocab_size']:,} "
           f"({meta['tokenizer']})")
-    for split in SPLITS:
-        share = tokens[split] / sum(tokens.values())
-        print(f"  {split:<5} {counted(documents[split], 'document', ','):>19} "
-              f"{counted(tokens[split], 'token', ','):>22} {share:>7.2%}")
+    for split, tokens in meta["tokens"].items():
+        print(f"  {split:<5} {counted(meta['documents'][split], 'document', ','):>19} "
+              f"{counted(tokens, 'token', ','):>22} {tokens / total:>7.2%}")
     if meta["cut_off"]:
         print(f"  too few documents: cut {' and '.join(meta['cut_off'])} off the end of the largest split")
     if meta["skipped"]:
         print(f"  skipped {skipped_text(meta['skipped'])}")
     print(f"  a model that knows only token frequencies has a loss of {meta['unigram_entropy']:.3f} nats per token, "
-          f"one that also sees the previous token {meta['bigram_entropy']:.3f}")
-    print(f"written to {output}")
+          f"one that also sees the previous token {meta['bigram_entropy']:.3f}\nwritten to {output}")
 
 
-def build_parser() -> Parser:
+def main():
     parser = Parser("python data/prepare.py", usage="python data/prepare.py [flags]", description=__doc__,
                     allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", nargs="+", metavar="TEXT",
-                        help="text or .jsonl files, also .gz, folders, globs (default: Python's own standard library)")
+                        help="text or .jsonl files, also .gz, and folders (default: Python's own standard library)")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="the folder to create")
     parser.add_argument("--tokenizer", default="byte", metavar="NAME",
                         help="byte (default), gpt2, or the folder or tokenizer.json of a Hugging Face tokenizer "
                         "(GPT-2, Llama 2 and 3, Mistral, Qwen, SmolLM2), which needs the package tokenizers")
-    parser.add_argument("--eod-token", metavar="TOKEN",
-                        help="for a Hugging Face tokenizer: the special token that ends a document (default: the "
-                        "eos_token in its tokenizer_config.json, else <|endoftext|> or the like)")
     parser.add_argument("--special-tokens", action="store_true",
                         help="for a Hugging Face tokenizer: convert the names of special tokens in the text, such "
                         "as <|im_end|>, to these tokens (default: treat them as ordinary text)")
@@ -331,26 +325,11 @@ def build_parser() -> Parser:
     parser.add_argument("--split", default="949,50,1", metavar="SHARES",
                         help="shares of train,valid,test (default 949,50,1); raised for a small text so that each "
                         "split holds a sample")
-    parser.add_argument("--overwrite", action="store_true", help="replace the prepared text in --output")
-    parser.add_argument("--verify", type=Path, metavar="FOLDER", help="only check the bytes of a prepared folder")
-    return parser
-
-
-def main():
-    parser = build_parser()
     flags = parser.parse_args()
-    if flags.verify:
-        given = [f"--{name.replace('_', '-')}" for name, value in vars(flags).items()
-                 if name != "verify" and value != parser.get_default(name)]
-        require(not given, f"--verify only checks a folder, so {', '.join(given)} has no effect; "
-                f"leave out --verify or {', '.join(given)}")
-        load_corpus(flags.verify).verify()
-        return print(f"{flags.verify} is intact")
     require(flags.output or not flags.input, "--input needs --output, the folder to create; try --output data/mine")
     inputs, output = flags.input or standard_library(), flags.output or DEFAULT_CORPUS
     meta = prepare(inputs, output, flags.tokenizer, flags.split, source=None if flags.input else STANDARD_LIBRARY,
-                   overwrite=flags.overwrite, eod_token=flags.eod_token, special_tokens=flags.special_tokens,
-                   begin_of_text=flags.begin_of_text)
+                   special_tokens=flags.special_tokens, begin_of_text=flags.begin_of_text)
     print_summary(meta, output)
 
 

@@ -4,6 +4,5 @@
     tokenizer.py               converts text to token ids and back
     huggingface_tokenizer.py   does the same with a Hugging Face tokenizer.json and the optional package tokenizers
     safe_cuts.py               finds where a long text can be cut without changing its token ids
-    atomic_folder.py           makes a corpus appear complete or not at all
     prepared_folder.py         checks and loads a corpus
 """

@@ -3,7 +3,6 @@
 Files that gzip has compressed (books.txt.gz, web.jsonl.gz) are read as the files that they hold.
 """
 
-import glob
 import gzip
 import io
 import json
@@ -14,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from nanodomino.corpus.safe_cuts import split_at_safe_cuts
 from nanodomino.errors import UserError, require
@@ -33,51 +31,42 @@ class Document:
     chunks: Iterator[str]       # the text, in parts that can be tokenized one by one
 
 
-def find_files(inputs: list, output: Path) -> tuple[list[str], Counter]:
-    """Find the text files that `inputs` name: files, folders and glob patterns. Raises UserError.
+def find_files(inputs: list) -> tuple[list[str], Counter]:
+    """Find the text files that `inputs`, files and folders, name. Raises UserError.
 
     Returns (paths, {reason: number of files skipped}). Links are resolved, so a file that several inputs name is read
     once.
     """
     files, skipped = {}, Counter()              # files: an ordered set
-    for pattern in map(str, inputs):
-        matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
-        require(matches, f"no file or folder matches the input {pattern}; check the path")
-        for match in matches:
-            if os.path.isdir(match):
-                files |= dict.fromkeys(map(os.path.realpath, text_files_below(match, output, skipped)))
-            else:
-                require(os.path.isfile(match),
-                        f"the input {match} is neither a file nor a folder; write its text to a file first")
-                with open(match, "rb") as file:
-                    how = [CONVERSIONS[magic] for magic in CONVERSIONS if file.peek(10).startswith(magic)]
-                require(not how, f"the input {match} holds no text, but a compressed format; convert it first: "
-                        f"{''.join(how)}")
-                files[os.path.realpath(match)] = None
+    for name in map(str, inputs):
+        require(os.path.exists(name), f"no file or folder matches the input {name}; check the path")
+        if os.path.isdir(name):
+            files |= dict.fromkeys(map(os.path.realpath, text_files_below(name, skipped)))
+            continue
+        require(os.path.isfile(name),
+                f"the input {name} is neither a file nor a folder; write its text to a file first")
+        with open(name, "rb") as file:
+            how = [CONVERSIONS[magic] for magic in CONVERSIONS if file.peek(10).startswith(magic)]
+        require(not how, f"the input {name} holds no text, but a compressed format; convert it first: {''.join(how)}")
+        files[os.path.realpath(name)] = None
     return list(files), skipped
 
 
-def text_files_below(top: str, output: Path, skipped: Counter) -> Iterator[str]:
-    """Yield the text files in a folder and its subfolders, in sorted order.
-
-    Skips hidden files and folders and files that are not text, and counts them in `skipped`. Skips `output` too, which
-    may hold an earlier corpus.
-    """
+def text_files_below(top: str, skipped: Counter) -> Iterator[str]:
+    """Yield the text files in a folder and its subfolders, in sorted order, but no hidden ones. Counts in `skipped`
+    what it skips, files that are not text too."""
     def fail(error):
         raise error
 
     for folder, folders, names in os.walk(top, onerror=fail):
         skipped["hidden files or folders"] += sum(name.startswith(".") for name in folders + names)
-        folders[:] = sorted(name for name in folders
-                            if not name.startswith(".") and Path(folder, name).resolve() != output)
-        for name in sorted(names):
-            path = os.path.join(folder, name)
-            if name.startswith(".") or not os.path.isfile(path):
-                continue
-            if is_text(path):
-                yield path
-            else:
-                skipped["files that are not UTF-8 text"] += 1
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for path in (os.path.join(folder, name) for name in sorted(names) if not name.startswith(".")):
+            if os.path.isfile(path):
+                if is_text(path):
+                    yield path
+                else:
+                    skipped["files that are not UTF-8 text"] += 1
 
 
 def is_text(path: str) -> bool:
@@ -122,14 +111,11 @@ def read_documents(files: list[str], safe_cut: re.Pattern) -> Iterator[Document]
 def text_of_line(line: bytes, place: str) -> str:
     """Return the text field of a line of a .jsonl file. Raises UserError. place: file and line number, for errors."""
     try:
-        document = json.loads(line)
-    except (ValueError, RecursionError):
-        raise UserError(f"{place} is not JSON; each line of a .jsonl file must be an object with a "
-                        "text field") from None
-    require(isinstance(document, dict) and isinstance(document.get("text"), str),
-            f'{place} has no text field; each line of a .jsonl file must look like {{"text": "..."}}')
-    # JSON can contain half of a surrogate pair, which UTF-8 can't encode: it becomes a question mark.
-    return document["text"].encode("utf-8", "replace").decode("utf-8")
+        # JSON can contain half of a surrogate pair, which UTF-8 can't encode: it becomes a question mark.
+        return json.loads(line)["text"].encode("utf-8", "replace").decode("utf-8")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise UserError(f'{place} is no JSON object with a text field; each line of a .jsonl file must look like '
+                        '{"text": "..."}') from None
 
 
 def text_chunks(path: str, safe_cut: re.Pattern) -> Iterator[str]:

@@ -25,8 +25,8 @@ from nanodomino.files import read_file
 # The files of a tokenizer; all but the first are optional.
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
          "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json")
-END_OF_TEXT_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>")
-BEGIN_OF_TEXT_TOKENS = ("<|begin_of_text|>", "<s>")
+# The usual names of the tokens that tokenizer_config.json may name
+SPECIAL_TOKENS = {"eos_token": ("<|endoftext|>", "<|end_of_text|>", "</s>"), "bos_token": ("<|begin_of_text|>", "<s>")}
 ACCEPTED = "only BPE that is byte-level (GPT-2, Llama 3, Qwen, SmolLM2) or has byte_fallback (Llama 2, Mistral) works"
 
 CHUNK = 1 << 14             # characters that one thread encodes at a time
@@ -42,24 +42,46 @@ def bytes_of_characters() -> dict[str, int]:
 
 
 class HuggingFaceTokenizer:
-    """Wraps a tokenizer of the package as a Tokenizer (tokenizer.py).
+    """Wraps a tokenizer of the package as a Tokenizer; tokenizer.py explains special_tokens and begin_of_text.
 
-    path: its tokenizer.json; eod_token: the token that ends a document, such as "</s>"; bos_token: the token in front
-    of each document and prompt, or None; special_tokens: whether the name of a special token means the token.
+    path: its tokenizer.json. Raises UserError if the tokenizer is of neither kind above, or does not decode a text's
+    ids to that text.
     """
 
     name = "huggingface"
 
-    def __init__(self, package_tokenizer, path: Path, byte_level: bool, safe_cut: re.Pattern, eod_token: str,
-                 bos_token: str | None, special_tokens: bool):
+    def __init__(self, package_tokenizer, path: Path, special_tokens: bool, begin_of_text: bool):
+        package_tokenizer.no_truncation()
+        package_tokenizer.no_padding()
         package_tokenizer.encode_special_tokens = not special_tokens
-        self.package_tokenizer, self.safe_cut, self.eod_token = package_tokenizer, safe_cut, eod_token
-        self.files = {"tokenizer.json": path, **{name: path.with_name(name) for name in FILES[1:]
-                                                 if path.with_name(name).is_file()}}
-        self.vocab_size = 1 + max(package_tokenizer.get_vocab().values())       # there may be gaps between ids
-        self.end_of_text = package_tokenizer.token_to_id(eod_token)
-        self.begin_of_text = bos_token and package_tokenizer.token_to_id(bos_token)
+        self.package_tokenizer = package_tokenizer
+        self.files = {name: path.with_name(name) for name in FILES if path.with_name(name).is_file()}
+        self.files["tokenizer.json"] = path
+        model, byte_level = package_tokenizer.model, "ByteLevel" in repr(package_tokenizer.decoder)
+        require(type(model).__name__ == "BPE" and (byte_level or model.byte_fallback), f"{path} is a "
+                f"{type(model).__name__} tokenizer without byte-level symbols or byte_fallback; {ACCEPTED}")
         self.byte_of = bytes_of_characters() if byte_level else {}
+        self.safe_cut = find_safe_cut(word_splitter(package_tokenizer))
+        require(self.safe_cut, f"{path} joins words across whitespace, so long texts could not be cut; {ACCEPTED}")
+        self.vocab_size = 1 + max(package_tokenizer.get_vocab().values())       # there may be gaps between ids
+        self.end_of_text = self.id_of("eos_token", "")
+        self.begin_of_text = self.id_of("bos_token", ", or leave out --begin-of-text") if begin_of_text else None
+        sample = "x \n" + "".join(map(chr, range(33, 127)))
+        ids = self.encode(sample)
+        require(self.decode(ids) == b"".join(map(self.token_bytes, ids)).decode().lstrip() == sample,
+                f"{path} changes a text that is encoded and then decoded; {ACCEPTED}")
+
+    def id_of(self, key: str, otherwise: str) -> int:
+        """Return the id of the token that ends or begins a document: the one that `key` in tokenizer_config.json names,
+        else the first usual one that the tokenizer has. Raises UserError; otherwise: another advice."""
+        added = {token.content: i for i, token in self.package_tokenizer.get_added_tokens_decoder().items()}
+        config = self.files.get("tokenizer_config.json")
+        found = json.loads(read_file(config)).get(key) if config else None
+        found = found.get("content") if isinstance(found, dict) else found
+        found = found or next((name for name in SPECIAL_TOKENS[key] if name in added), None)
+        require(found in added, f"{self.files['tokenizer.json']} has no added token {str(found)[:80]!r} as its {key}; "
+                f"name one in tokenizer_config.json{otherwise}: {', '.join(sorted(added)[:8]) or 'it has none'}")
+        return added[found]
 
     def encode(self, text: str) -> np.ndarray:
         return self.encode_batch([text])[0]
@@ -99,13 +121,8 @@ def errors_of_the_package(action: str):
                         "another tokenizer") from None
 
 
-def read_huggingface(path, eod_token: str | None = None, special_tokens=False,
-                     begin_of_text=False) -> HuggingFaceTokenizer:
-    """Read and check a tokenizer.json, or the one in a folder.
-
-    eod_token: see find_special_token; special_tokens, begin_of_text: see build_tokenizer in tokenizer.py.
-    Raises UserError if the file is damaged, is of neither kind above, or does not decode a text's ids to that text.
-    """
+def read_huggingface(path, special_tokens=False, begin_of_text=False) -> HuggingFaceTokenizer:
+    """Read a tokenizer.json, or the one in a folder. Raises UserError. See build_tokenizer in tokenizer.py."""
     path = Path(path, "tokenizer.json") if Path(path).is_dir() else Path(path)
     require(path.is_file() and path.name != "tokenizer.model", f"there is no {path} (sentencepiece's tokenizer.model "
             "can't be used instead); write one with AutoTokenizer's save_pretrained, or choose another folder")
@@ -118,7 +135,7 @@ def read_huggingface(path, eod_token: str | None = None, special_tokens=False,
         record = json.loads(read_file(path), parse_int=small_integer)
         check_added_tokens(record["added_tokens"], path, special_tokens)    # first: the package needs long for Gemma's
         package_tokenizer = Tokenizer.from_str(json.dumps(record, ensure_ascii=False))
-        return check_tokenizer(package_tokenizer, path, eod_token, special_tokens, begin_of_text)
+        return HuggingFaceTokenizer(package_tokenizer, path, special_tokens, begin_of_text)
 
 
 def small_integer(digits: str) -> int:
@@ -138,31 +155,6 @@ def check_added_tokens(added_tokens: list[dict], path: Path, special_tokens: boo
                 f"could not be cut; {'leave out --special-tokens, or ' * token['special']}choose another tokenizer")
 
 
-def check_tokenizer(package_tokenizer, path: Path, eod_token: str | None, special_tokens: bool,
-                    begin_of_text: bool) -> HuggingFaceTokenizer:
-    """Check and wrap a tokenizer of the package; the arguments are those of read_huggingface. Raises UserError."""
-    package_tokenizer.no_truncation()
-    package_tokenizer.no_padding()
-    record = json.loads(package_tokenizer.to_str())
-    model, byte_level = record["model"], "ByteLevel" in json.dumps(record["decoder"])
-    require(model["type"] == "BPE" and (byte_level or model["byte_fallback"]),
-            f"{path} is a {model['type']} tokenizer without byte-level symbols or byte_fallback; {ACCEPTED}")
-    safe_cut = find_safe_cut(word_splitter(package_tokenizer))
-    require(safe_cut, f"{path} joins words across whitespace, so long texts could not be cut; {ACCEPTED}")
-    added = {token["content"] for token in record["added_tokens"]}
-    eod_token = find_special_token(path, added, "eos_token", eod_token, END_OF_TEXT_TOKENS,
-                                   f"name one with --eod-token: {', '.join(sorted(added)[:8]) or 'it has none'}")
-    bos_token = find_special_token(path, added, "bos_token", None, BEGIN_OF_TEXT_TOKENS,
-                                   "leave out --begin-of-text") if begin_of_text else None
-    tokenizer = HuggingFaceTokenizer(package_tokenizer, path, byte_level, safe_cut, eod_token, bos_token,
-                                     special_tokens)
-    sample = "x \n" + "".join(map(chr, range(33, 127)))
-    ids = tokenizer.encode(sample)
-    require(tokenizer.decode(ids) == b"".join(map(tokenizer.token_bytes, ids)).decode().lstrip() == sample,
-            f"{path} changes a text that is encoded and then decoded; {ACCEPTED}")
-    return tokenizer
-
-
 def word_splitter(package_tokenizer) -> Callable[[str], list[str]]:
     """Return the function words(text), which splits a text into words as the tokenizer does, after normalization.
 
@@ -179,20 +171,3 @@ def word_splitter(package_tokenizer) -> Callable[[str], list[str]]:
         return [part for word in found for part in (re.split("(?<=[^▁])(?=▁)", word) if splits_at_space else [word])]
 
     return words
-
-
-def find_special_token(path: Path, added: set[str], key: str, given: str | None, usual: tuple, fix: str) -> str:
-    """Return the token that begins or ends a document. Raises UserError with the advice `fix` if there is none.
-
-    It is the `given` one, else the value of `key` in tokenizer_config.json, else the first of the usual tokens that the
-    tokenizer has. added: the added tokens of the tokenizer.
-    """
-    config, found = path.with_name("tokenizer_config.json"), given
-    if found is None and config.is_file():
-        found = json.loads(read_file(config)).get(key)
-        found = found.get("content") if isinstance(found, dict) else found
-    found = found or next((name for name in usual if name in added), None)
-    require(isinstance(found, str) and found in added,
-            f"{path} has no added token {str(found)[:80]!r} to use as its {key}; {fix}" if found else
-            f"{path} does not say which token is its {key}; {fix}")
-    return found

@@ -65,7 +65,7 @@ class Corpus:
         options on even if the corpus was encoded without them."""
         name = self.meta.get("tokenizer_file")
         check(not name or (self.path / name).is_file(), f"meta.json names {name}, which is missing in {self.path}")
-        tokenizer = build_tokenizer(self.path / name if name else self.tokenizer_name, self.meta.get("eod_token"),
+        tokenizer = build_tokenizer(self.path / name if name else self.tokenizer_name,
                                     special_tokens or self.meta.get("special_tokens") is True,
                                     begin_of_text or self.meta.get("begin_of_text") is True)
         check(tokenizer.vocab_size == self.vocab_size,
@@ -85,12 +85,6 @@ class Corpus:
                      for tokenizer in (self.tokenizer(), build_tokenizer(str(checkpoint)))]
             require(texts[0] == texts[1], f"{self.path} was prepared with another tokenizer than the tokenizer.json of "
                     f"{checkpoint}; prepare its text with data/prepare.py --tokenizer {checkpoint}")
-
-    def verify(self):
-        """Read every byte and check the checksums. Raises UserError. Slow for a big corpus."""
-        for split in SPLITS:
-            path = self.path / f"{split}.bin"
-            check(file_sha256(path) == self.sha256[split], f"{path} does not have the SHA-256 that meta.json records")
 
 
 def check(condition, sentence: str):
@@ -121,29 +115,27 @@ def load_corpus(folder) -> Corpus:
     """Read and check the meta.json of a corpus, and compare it with the sizes and samples of the other files.
     Raises UserError."""
     folder = Path(folder)
-    require(not os.path.isfile(folder), f"{folder} is a file, not a data folder; prepare it with "
-            f"data/prepare.py --input {folder} --output {folder}-tokens")
-    require(os.path.isdir(folder), f"there is no data folder {folder}; make one with data/prepare.py --output {folder}")
     path = folder / "meta.json"
-    require(os.path.isfile(path),
-            f"{folder} is not a folder made by data/prepare.py, since it has no meta.json; give another folder, "
-            "or make one with data/prepare.py")
+    require(not folder.is_file(), f"{folder} is a file, not a data folder; prepare it with "
+            f"data/prepare.py --input {folder} --output {folder}-tokens")
+    require(folder.is_dir(), f"there is no data folder {folder}; make one with data/prepare.py --output {folder}")
+    require(path.is_file(), f"{folder} is not a folder made by data/prepare.py, since it has no meta.json; give another"
+            " folder, or make one with data/prepare.py")
     try:
         meta = json.loads(read_file(path))
         check(meta.get("format") == FORMAT,
               f"{path} is of format {meta.get('format')!r}, but this version reads {FORMAT!r}")
+        sizes = {name: {split: int(meta[name][split]) for split in SPLITS} for name in ("tokens", "documents", "bytes")}
         corpus = Corpus(
             path=folder, tokenizer_name=str(meta["tokenizer"]), vocab_size=int(meta["vocab_size"]),
             end_of_text=int(meta["end_of_text"]), dtype=np.dtype({"uint16": "<u2", "uint32": "<u4"}[meta["dtype"]]),
-            tokens={split: int(meta["tokens"][split]) for split in SPLITS},
             sha256={split: str(meta["sha256"][split]) for split in SPLITS},
             unigram_entropy=float(meta["unigram_entropy"]), bigram_entropy=float(meta["bigram_entropy"]), meta=meta,
-            documents={split: int(meta["documents"][split]) for split in SPLITS},
-            bytes={split: int(meta["bytes"][split]) for split in SPLITS})
+            **sizes)
         samples = {split: meta["sample_sha256"][split] for split in SPLITS}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); prepare the text again") from error
-    name = meta.get("tokenizer_file")
+    name, largest = meta.get("tokenizer_file"), 256 ** corpus.dtype.itemsize
     known = (*TOKENIZERS, "huggingface") if name else TOKENIZERS
     check(corpus.tokenizer_name in known, f"{path} names the tokenizer '{corpus.tokenizer_name}', but this version "
           f"reads {', '.join(known)}")
@@ -151,16 +143,14 @@ def load_corpus(folder) -> Corpus:
           f"{path} gives '{str(name)[:80]}' as tokenizer_file, which must be the name of a file beside it")
     check(math.isfinite(corpus.unigram_entropy) and math.isfinite(corpus.bigram_entropy),
           f"{path} gives entropies of {corpus.unigram_entropy} and {corpus.bigram_entropy}, which must be finite")
-    largest = 256 ** corpus.dtype.itemsize
     check(0 <= corpus.end_of_text < corpus.vocab_size <= largest,
           f"{path} must have 0 <= end_of_text < vocab_size <= {largest}, but has end_of_text {corpus.end_of_text} and "
           f"vocab_size {corpus.vocab_size}")
-    for split in SPLITS:
-        path, expected = folder / f"{split}.bin", corpus.tokens[split] * corpus.dtype.itemsize
-        check(os.path.isfile(path) and os.access(path, os.R_OK), f"{path} is missing or not readable")
-        size = path.stat().st_size
-        check(size == expected,
-              f"{path} should hold {corpus.tokens[split]} tokens in {expected} bytes, but has {size} bytes")
+    for split, tokens in corpus.tokens.items():
+        path, expected = folder / f"{split}.bin", tokens * corpus.dtype.itemsize
+        check(path.is_file(), f"{path} is missing")
+        check(path.stat().st_size == expected,
+              f"{path} should hold {tokens} tokens in {expected} bytes, but has {path.stat().st_size} bytes")
         check(sample_sha256(path) == samples[split],
               f"{path} holds other tokens than those that meta.json describes")
     return corpus

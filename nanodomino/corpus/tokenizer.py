@@ -97,20 +97,18 @@ class ByteTokenizer(TiktokenTokenizer):
         return list(map(self.encode, texts))
 
 
-def build_tokenizer(name, eod_token=None, special_tokens=False, begin_of_text=False) -> Tokenizer:
+def build_tokenizer(name, special_tokens=False, begin_of_text=False) -> Tokenizer:
     """Return the tokenizer `name`: "byte", "gpt2", or the path of a Hugging Face tokenizer. Raises UserError.
 
     The other arguments are for Hugging Face tokenizers only:
-    eod_token: see find_special_token in huggingface_tokenizer.py.
     special_tokens: the name of a special token in a text means the token; otherwise the name is ordinary text.
     begin_of_text: put the tokenizer's begin-of-text token in front of each document and prompt.
     """
     if name not in TOKENIZERS:
         require(Path(name).exists(), f"unknown tokenizer '{name}'; try one of {', '.join(TOKENIZERS)}, or the path of "
                 "a Hugging Face tokenizer's folder")
-        return read_huggingface(name, eod_token, special_tokens, begin_of_text)
-    for flag, value in {"--eod-token": eod_token, "--special-tokens": special_tokens,
-                        "--begin-of-text": begin_of_text}.items():
+        return read_huggingface(name, special_tokens, begin_of_text)
+    for flag, value in (("--special-tokens", special_tokens), ("--begin-of-text", begin_of_text)):
         require(not value, f"{flag} is for Hugging Face tokenizers, but the tokenizer is {name}; leave {flag} out")
     if name == "byte":
         return ByteTokenizer()

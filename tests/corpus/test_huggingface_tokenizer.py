@@ -20,7 +20,7 @@ from data import prepare as prepare_module
 from data.prepare import prepare
 from nanodomino.corpus import documents, huggingface_tokenizer
 from nanodomino.corpus.huggingface_tokenizer import FILES, word_splitter
-from nanodomino.corpus.prepared_folder import SPLITS, load_corpus
+from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.corpus.safe_cuts import SAFE_CUT, split_at_safe_cuts
 from nanodomino.corpus.tokenizer import build_tokenizer
 from nanodomino.errors import UserError
@@ -30,7 +30,6 @@ LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 BYTE_LEVEL, BYTE_FALLBACK = ("gpt2", "llama3", "qwen2", "smollm2"), ("llama2", "mistral")
 FAMILIES = BYTE_LEVEL + BYTE_FALLBACK
-UNKNOWN = "\x00\x04\x06\x13\x1d"                    # smollm2's vocabulary here has no tokens for these
 
 TEXTS = [
     "", " ", "\n", "x",
@@ -79,13 +78,10 @@ def byte_level_family(name: str):
     if name == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     first = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>"] if name == "smollm2" else []
-    lacking = {chr(256 + ord(byte)) for byte in UNKNOWN} if first else set()
-    alphabet = set(pre_tokenizers.ByteLevel.alphabet()) - lacking
     tokenizer.train_from_iterator(
-        [text.translate(dict.fromkeys(map(ord, UNKNOWN))) for text in TEXTS * 3]
-        + ["1234 1999 2024 ./", "  \n    \n\t\t"] * 9,
-        trainers.BpeTrainer(vocab_size=700, initial_alphabet=sorted(alphabet), special_tokens=first,
-                            show_progress=False))
+        TEXTS * 3 + ["1234 1999 2024 ./", "  \n    \n\t\t"] * 9,
+        trainers.BpeTrainer(vocab_size=700, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+                            special_tokens=first, show_progress=False))
     if name == "gpt2":
         tokenizer.add_special_tokens(["<|endoftext|>"])
     if name == "llama3":
@@ -145,15 +141,14 @@ def package(folder: Path):
 
 def package_ids(folder: Path, text: str, special_tokens_are_text=True) -> list[int]:
     """The package's ids of a text that it encodes as a whole."""
-    tokenizer = package(folder)
-    tokenizer.encode_special_tokens = special_tokens_are_text
-    return tokenizer.encode(text, add_special_tokens=False).ids
+    package(folder).encode_special_tokens = special_tokens_are_text
+    return package(folder).encode(text, add_special_tokens=False).ids
 
 
 def changed(folder: Path, target: Path, change) -> Path:
     """A copy of a tokenizer.json after change(record)."""
     record = json.loads((folder / "tokenizer.json").read_text("utf-8"))
-    record = change(record) or record
+    change(record)
     target.mkdir(exist_ok=True)
     (target / "tokenizer.json").write_text(json.dumps(record), "utf-8")
     return target
@@ -205,19 +200,12 @@ def test_an_id_between_two_tokens_ids_has_no_text(tmp_path, families):
 
 # ---- long documents
 
-def pairs_at_whitespace() -> list[str]:
-    """Each kind of character on each side of each kind of run of whitespace."""
-    kinds = ["e", "e\u0301", "\u0958", "東", "1", "½", ".", "'s", "</think>"]
-    runs = [" ", "  ", "\n", "\n\n", " \n", "\n ", "\r\n", "\t", "\n \n  ", " \u3000", " \x1c "]
-    return [left + run + right for left in kinds for run in runs for right in kinds]
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_word_spans_a_safe_cut(families, name):
     safe_cut = build_tokenizer(families[name]).safe_cut
     assert (safe_cut == SAFE_CUT) == (name in BYTE_LEVEL)
     words, cuts = word_splitter(package(families[name])), 0
-    for text in [*TEXTS, *random_texts(200, seed=2), *pairs_at_whitespace()]:
+    for text in [*TEXTS, *random_texts(400, seed=2)]:
         for cut in safe_cut.finditer(text):
             left, right = text[:cut.start()], text[cut.end():]
             assert words(left) + words(right) == words(text), (left, right)
@@ -273,26 +261,23 @@ def test_a_regular_expression_that_gives_up_on_a_text_ends_in_one_sentence(tmp_p
 
 # ---- in the data folder
 
-@pytest.mark.parametrize("name, end", [("gpt2", "<|endoftext|>"), ("qwen2", "<|im_end|>"), ("llama2", "</s>")])
-def test_a_data_folder_reads_its_tokens_after_the_tokenizer_has_moved(tmp_path, families, name, end):
+@pytest.mark.parametrize("family, end", [("gpt2", "<|endoftext|>"), ("qwen2", "<|im_end|>"), ("llama2", "</s>")])
+def test_a_data_folder_reads_its_tokens_after_the_tokenizer_has_moved(tmp_path, families, family, end):
     """End-of-text is tokenizer_config.json's eos_token, else a usual name; in a document that name is text."""
-    original, out = Path(shutil.copytree(families[name], tmp_path / "original")), tmp_path / "out"
+    original, out = Path(shutil.copytree(families[family], tmp_path / "original")), tmp_path / "out"
     (original / "special_tokens_map.json").write_text("{}")
-    (original / "model.safetensors").write_bytes(b"large")
     text = f"Hello {end} you\n"
     meta = prepare(write(tmp_path / "a.txt", text), out, original, split=(1, 0, 0), progress=False)
     shutil.rmtree(original)
     corpus = load_corpus(out)
     ids, tokenizer = np.fromfile(out / "train.bin", corpus.dtype).tolist(), corpus.tokenizer()
-    assert tokenizer.decode(ids) == text + end and ids.count(package(families[name]).token_to_id(end)) == 1
-    assert (meta["tokenizer"], meta["tokenizer_file"], meta["eod_token"]) == ("huggingface", "tokenizer.json", end)
+    assert tokenizer.decode(ids) == text + end and ids.count(package(families[family]).token_to_id(end)) == 1
+    assert (meta["tokenizer"], meta["tokenizer_file"]) == ("huggingface", "tokenizer.json")
     assert ids[-1] == tokenizer.end_of_text == corpus.end_of_text == meta["end_of_text"]
-    kept = {file.name for file in out.iterdir()} - {f"{split}.bin" for split in SPLITS} - {"meta.json"}
-    assert kept == {FILES[0], FILES[2], *(FILES[1:2] if (families[name] / FILES[1]).exists() else ())}
-    prepare(tmp_path / "a.txt", out, out / "tokenizer.json", split=(1, 0, 0), progress=False, overwrite=True)
-    assert np.fromfile(out / "train.bin", corpus.dtype).tolist() == ids, "its own copy serves as the tokenizer"
-    prepare(tmp_path / "a.txt", out, "byte", split=(1, 0, 0), progress=False, overwrite=True)
-    assert not (out / "tokenizer.json").exists()
+    files = [name for name in FILES if (out / name).exists()]
+    assert files == [name for name in FILES if (families[family] / name).exists() or name == FILES[2]]
+    prepare(tmp_path / "a.txt", tmp_path / "again", out / "tokenizer.json", split=(1, 0, 0), progress=False)
+    assert np.fromfile(tmp_path / "again/train.bin", corpus.dtype).tolist() == ids, "its copy serves as the tokenizer"
 
 
 def test_a_corpus_of_another_tokenizer_than_an_imported_models_is_refused(tmp_path, families):
@@ -318,38 +303,27 @@ def test_a_data_folder_remembers_how_special_tokens_are_spelled_and_what_begins_
     text, id_of = "a <|im_end|></s><|end_of_text|>b", package(families[name]).token_to_id
     write(tmp_path / "a.txt", text)
     if begin is None:
-        with pytest.raises(UserError, match="does not say which token is its bos_token; leave out --begin-of-text"):
+        with pytest.raises(UserError, match="has no added token 'None' as its bos_token; .* leave out --begin-of-text"):
             build_tokenizer(families[name], begin_of_text=True)
     for special, begins in ((False, False), (True, begin is not None)):
-        prepare(tmp_path / "a.txt", tmp_path / "out", families[name], split=(1, 0, 0), progress=False, overwrite=True,
-                special_tokens=special, begin_of_text=begins)
-        corpus = load_corpus(tmp_path / "out")
-        ids, tokenizer = np.fromfile(tmp_path / "out/train.bin", corpus.dtype).tolist(), corpus.tokenizer()
+        out = tmp_path / str(special)
+        prepare(tmp_path / "a.txt", out, families[name], split=(1, 0, 0), progress=False, special_tokens=special,
+                begin_of_text=begins)
+        corpus = load_corpus(out)
+        ids, tokenizer = np.fromfile(out / "train.bin", corpus.dtype).tolist(), corpus.tokenizer()
         assert tokenizer.begin_of_text == (id_of(begin) if begins else None)
         assert ids == [*([id_of(begin)] if begins else []), *package_ids(families[name], text, not special),
                        corpus.end_of_text] and tokenizer.encode(text).tolist() == ids[begins:-1]
 
 
-def test_neither_begin_of_text_nor_end_of_text_counts_as_bytes_of_text(tmp_path, families):
+def test_neither_begin_of_text_nor_end_of_text_counts_as_bytes_of_text(families):
     tokenizer = build_tokenizer(families["llama3"], begin_of_text=True)
     document = [tokenizer.begin_of_text, *tokenizer.encode("some text").tolist(), tokenizer.end_of_text]
-    np.array(2 * document, np.uint32).tofile(tmp_path / "train.bin")
-    assert prepare_module.text_bytes(tmp_path / "train.bin", tokenizer, np.uint32) == 2 * len("some text")
-
-
-def test_eod_token_names_the_end_of_text(tmp_path, families):
-    prepare(write(tmp_path / "a.txt", "some text"), tmp_path / "out", families["qwen2"] / "tokenizer.json",
-            split=(1, 0, 0), eod_token="<|endoftext|>", progress=False)
-    corpus, end = load_corpus(tmp_path / "out"), package(families["qwen2"]).token_to_id("<|endoftext|>")
-    assert corpus.end_of_text == corpus.tokenizer().end_of_text == end
-    assert np.fromfile(tmp_path / "out/train.bin", corpus.dtype)[-1] == end
+    counts = np.bincount(2 * document, minlength=tokenizer.vocab_size)
+    assert prepare_module.text_bytes(counts, tokenizer) == 2 * len("some text")
 
 
 # ---- files that are refused
-
-def model(**changes):
-    return lambda record: record["model"].update(changes)
-
 
 def whole(**changes):
     return lambda record: record.update(changes)
@@ -367,11 +341,6 @@ def split(regex):
         {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False, "trim_offsets": True}]})
 
 
-def bytes_without_q(record):
-    vocabulary = {token: i for token, i in record["model"]["vocab"].items() if len(token) == 1 and token != "Q"}
-    record["model"] |= {"vocab": vocabulary, "merges": []}
-
-
 def merge_across_a_space(record):
     record["model"]["vocab"]["e▁"] = len(record["model"]["vocab"])
     record["model"]["merges"].append(["e", "▁"])
@@ -381,23 +350,18 @@ ACROSS = "joins words across whitespace"
 REFUSED = {      # what: (family, change, message)
     "another model": ("gpt2", whole(model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}),
                       "is a WordLevel tokenizer"),
-    "characters without bytes": ("gpt2", whole(decoder=None), "is a BPE tokenizer without byte-level symbols or byte_"),
     "words across lines": ("gpt2", split(r"[^\n]*\n|[^\n]+"), ACROSS),
     "merges across spaces": ("llama2", merge_across_a_space, ACROSS),
     "lower case": ("gpt2", whole(normalizer={"type": "Lowercase"}), "changes a text that is encoded and then decoded"),
-    "a lacking letter": ("gpt2", bytes_without_q, "changes a text that is encoded and then decoded"),
     "an added token with a space, before the package reads the file": (
-        "gpt2", lambda record: added()(record) or record.pop("model") and None,
+        "gpt2", lambda record: added()(record) or record.pop("model"),
         "'<x y>', which contains or strips whitespace, so long texts could not be cut; choose another tokenizer"),
-    "an added token that strips": ("gpt2", added("<x>", lstrip=True), "'<x>', which contains or strips whitespace"),
-    "no model": ("gpt2", lambda record: record.pop("model") and None, "the tokenizers package cannot read"),
     "a regex without text": (
         "gpt2", whole(normalizer={"type": "Replace", "pattern": {"Regex": "(?=x)"}, "content": "y"}),
         "the tokenizers package cannot encode"),
     "a huge id": ("gpt2", lambda record: record["model"]["vocab"].update(x=4 * 10**9), "the number 4000000000, but"),
-    "half of a surrogate pair": ("gpt2", model(unk_token="\ud800"), "the tokenizers package cannot read"),
-    "no end": ("gpt2", whole(added_tokens=[]), "does not say which token is its eos_token; name one with --eod-token: "
-                                               "it has none")}
+    "no model": ("gpt2", whole(model=None), "the tokenizers package cannot read"),
+    "no end": ("gpt2", whole(added_tokens=[]), "has no added token 'None' as its eos_token; name one in tokenizer_con")}
 
 
 @pytest.mark.parametrize("name, change, message", REFUSED.values(), ids=REFUSED)
@@ -410,33 +374,27 @@ def test_a_tokenizer_of_another_kind_is_refused_in_one_sentence(tmp_path, famili
 
 def test_missing_and_broken_files_are_named_in_one_sentence(tmp_path, families, monkeypatch):
     good = (families["gpt2"] / "tokenizer.json").read_text("utf-8")
-    for folder, file, text in [("sentencepiece", "tokenizer.model", "x"), ("broken", "tokenizer.json", "{"),
-                               ("config", "tokenizer.json", good), ("config", "tokenizer_config.json", "{"),
-                               ("end", "tokenizer.json", good), ("end", "tokenizer_config.json", '{"eos_token": "x"}')]:
-        (tmp_path / folder).mkdir(exist_ok=True)
-        write(tmp_path / folder / file, text)
+    for file, text in [("sentencepiece/tokenizer.model", "x"), ("broken/tokenizer.json", "{"),
+                       ("config/tokenizer.json", good), ("config/tokenizer_config.json", "{"),
+                       ("end/tokenizer.json", good), ("end/tokenizer_config.json", '{"eos_token": "x"}')]:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        write(tmp_path / file, text)
     for name, message in [
             ("sentencepiece", "sentencepiece/tokenizer.json (sentencepiece's tokenizer.model can't be used instead)"),
             ("sentencepiece/tokenizer.model", "tokenizer.model can't be used instead"),
             ("broken", "the tokenizers package cannot read"), ("config", "the tokenizers package cannot read"),
-            ("end", "has no added token 'x' to use as its eos_token; name one with --eod-token: <|endoftext|>"),
+            ("end", "has no added token 'x' as its eos_token; name one in tokenizer_config.json: <|endoftext|>"),
             ("nowhere", "try one of byte, gpt2, or the path of a Hugging Face tokenizer's folder")]:
         with pytest.raises(UserError) as caught:
             build_tokenizer(tmp_path / name)
         assert message in str(caught.value) and "\n" not in str(caught.value)
-    with pytest.raises(UserError, match="has no added token '<x>' to use as its eos_token"):
-        build_tokenizer(tmp_path / "end", eod_token="<x>")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UserError, match="needs the package tokenizers, .*; pip install -r requirements-extra.txt"):
         build_tokenizer(tmp_path / "end")
 
 
-def test_the_tokenizers_file_of_a_corpus_lies_beside_it(tmp_path, families):
-    meta = prepare(write(tmp_path / "a.txt", "text"), tmp_path / "out", families["gpt2"], split=(1, 0, 0),
-                   progress=False)
-    for name, message in [("../tokenizer.json", "as tokenizer_file, which must be the name of a file beside it"),
-                          (None, "names the tokenizer 'huggingface', but this version reads byte, gpt2;"),
-                          ("gone.json", "meta.json names gone.json, which is missing in .*out; prepare the")]:
-        (tmp_path / "out/meta.json").write_text(json.dumps(meta | {"tokenizer_file": name}))
-        with pytest.raises(UserError, match=message):
-            load_corpus(tmp_path / "out").tokenizer()
+def test_a_corpus_whose_tokenizer_is_gone_is_refused(tmp_path, families):
+    prepare(write(tmp_path / "a.txt", "text"), tmp_path / "out", families["gpt2"], split=(1, 0, 0), progress=False)
+    (tmp_path / "out/tokenizer.json").unlink()
+    with pytest.raises(UserError, match="meta.json names tokenizer.json, which is missing in .*out; prepare the text"):
+        load_corpus(tmp_path / "out").tokenizer()

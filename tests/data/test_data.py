@@ -90,13 +90,9 @@ def test_byte_tokens_are_the_bytes():
     assert b"".join(map(tokenizer.token_bytes, range(256))) == bytes(range(256))
 
 
-@pytest.mark.parametrize("failure", [ConnectionError("no route"), ValueError("hash")])
-def test_a_failed_download_names_the_alternatives(monkeypatch, failure):
-    def get_encoding(name):
-        raise failure
-
-    monkeypatch.setattr(tiktoken, "get_encoding", get_encoding)
-    with pytest.raises(UserError, match=f"{type(failure).__name__}.*GPT-2's tokenizer.json .*--tokenizer byte"):
+def test_a_failed_download_names_the_alternatives(monkeypatch):
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: 1 / 0)
+    with pytest.raises(UserError, match="ZeroDivisionError.*GPT-2's tokenizer.json .*--tokenizer byte"):
         build_tokenizer("gpt2")
 
 
@@ -112,7 +108,6 @@ def test_text_survives_the_round_trip(tmp_path, gpt2, tokenizer):
     assert all(len(row(tmp_path / "out", split)) == meta["tokens"][split] > 0 for split in SPLITS)
     assert list(meta["bytes"].values()) == [sum(len(text.encode()) for text in part) for part in found]
     assert meta["vocab_size"] == (257 if tokenizer == "byte" else 318) and meta["dtype"] == "uint16"
-    load_corpus(tmp_path / "out").verify()
 
 
 @pytest.mark.parametrize("words, dtype, size", [(65_536, "uint16", 2), (65_537, "uint32", 4)])
@@ -126,9 +121,8 @@ def test_token_ids_above_65535_take_32_bits_and_survive_the_round_trip(tmp_path,
     stored = [words - 2, words - 2, words - 1]
     assert (meta["vocab_size"], meta["dtype"], meta["end_of_text"]) == (words, dtype, words - 1)
     assert (tmp_path / "out" / "train.bin").stat().st_size == 3 * size
-    loaded = load_corpus(tmp_path / "out")
-    loaded.verify()
-    assert TokenDataset(loaded, "train", 2, seed=0).batch(0, 0, 0, 1, 1, 1).labels.tolist() == [stored[1:]]
+    dataset = TokenDataset(load_corpus(tmp_path / "out"), "train", 2, seed=0)
+    assert dataset.batch(0, 0, 0, 1, 1, 1).labels.tolist() == [stored[1:]]
     assert row(tmp_path / "out") == stored and documents_in(tmp_path / "out") == ["zzzz"]
 
 
@@ -180,22 +174,20 @@ def test_entropies_are_those_of_the_training_tokens(tmp_path, monkeypatch):
     """With a table of all pairs, and with sorted pairs for a larger vocabulary."""
     monkeypatch.setattr(prepare_module, "BLOCK", 1000)
     (tmp_path / "a.txt").write_bytes(np.random.default_rng(0).integers(97, 101, 5000).astype(np.uint8).tobytes())
-    quietly(tmp_path / "a.txt", tmp_path / "out", split=(1, 0, 0))
-    ids = row(tmp_path / "out")
+    meta = quietly(tmp_path / "a.txt", tmp_path / "out", split=(1, 0, 0))
+    ids, path = row(tmp_path / "out"), tmp_path / "out" / "train.bin"
     pairs, before, n = Counter(zip(ids, ids[1:])), Counter(ids[:-1]), len(ids) - 1
-    for vocabulary in (257, 1025):
-        unigram, bigram, count = prepare_module.entropies(tmp_path / "out" / "train.bin", np.uint16, vocabulary)
-        assert unigram == pytest.approx(-sum(k / len(ids) * math.log(k / len(ids)) for k in Counter(ids).values()))
-        assert bigram == pytest.approx(-sum(k / n * math.log(k / before[a]) for (a, _), k in pairs.items()))
-        assert count == len(ids)
+    expected = pytest.approx(-sum(k / n * math.log(k / before[a]) for (a, _), k in pairs.items())), len(ids)
+    assert [prepare_module.bigram_entropy(path, np.uint16, words) for words in (257, 1025)] == [expected, expected]
+    assert (meta["bigram_entropy"], meta["bigram_tokens"]) == expected
+    assert meta["unigram_entropy"] == pytest.approx(-sum(k / len(ids) * math.log(k / len(ids))
+                                                         for k in Counter(ids).values()))
 
 
 def test_the_default_corpus_is_python_itself(tmp_path):
     meta = prepare_default_corpus(tmp_path / "python", progress=False)
     assert sum(meta["tokens"].values()) > 5_000_000
     assert 2.9 < meta["unigram_entropy"] < 3.5 and 2.1 < meta["bigram_entropy"] < 2.7
-    for split, share in zip(SPLITS, (0.949, 0.05, 0.001)):
-        assert meta["tokens"][split] / sum(meta["tokens"].values()) == pytest.approx(share, abs=0.01)
     assert prepare_default_corpus(tmp_path / "python") == meta, "made once"
 
 
@@ -210,46 +202,29 @@ def test_a_folder_is_read_in_order_without_hidden_and_binary_files(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
     (tmp_path / "in" / "dangling").symlink_to("nowhere")
-    meta = quietly(tmp_path / "in", tmp_path / "in" / "out", split=(1, 0, 0))
-    assert documents_in(tmp_path / "in" / "out") == ["bb", "c0", "c1", "aa", "az"]
+    meta = quietly(tmp_path / "in", tmp_path / "out", split=(1, 0, 0))
+    assert documents_in(tmp_path / "out") == ["bb", "c0", "c1", "aa", "az"]
     assert meta["skipped"] == {"hidden files or folders": 2, "files that are not UTF-8 text": 2, "empty documents": 2}
-    again = quietly(tmp_path / "in", tmp_path / "in" / "out", split=(1, 0, 0), overwrite=True)
-    assert again["sha256"] == meta["sha256"], "the output is not its own input"
-
-
-def test_a_glob_is_expanded_in_order_and_a_name_with_brackets_is_a_name(tmp_path):
-    for name in ("part-2.txt", "part-1.txt", "other.txt", "deep/part-3.txt", "a[1].txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name)
-    quietly([tmp_path / "**" / "part-*.txt", tmp_path / "a[1].txt"], tmp_path / "out", split=(1, 0, 0))
-    assert documents_in(tmp_path / "out") == ["deep/part-3.txt", "part-1.txt", "part-2.txt", "a[1].txt"]
 
 
 # Splits
-
-def test_a_document_lies_in_one_split_only(corpus):
-    """Otherwise validation would measure what training has read."""
-    found = [set(documents_in(corpus.path, split)) for split in SPLITS]
-    assert sum(map(len, found)) == 1000 == len(set.union(*found))
-
 
 def test_a_file_matched_twice_is_read_once(tmp_path):
     """Its second reading could go to another split."""
     for i in range(50):
         (tmp_path / f"{i}.txt").write_text(f"document {i}")
         (tmp_path / f"link-{i}.txt").symlink_to(f"{i}.txt")
-    meta = quietly([tmp_path, tmp_path / "*.txt", tmp_path / "link-3.txt"], tmp_path / "out", split=(1, 1, 1))
-    assert sum(meta["documents"].values()) == 50 and meta["skipped"] == {}
+    meta = quietly([tmp_path, tmp_path / "link-3.txt", tmp_path / "4.txt"], tmp_path / "out", split=(1, 1, 1))
+    assert sum(meta["documents"].values()) == 50
 
 
 def test_copies_never_reach_a_second_split(tmp_path):
-    """The same text can come as several documents. Copies of a training document stay in the training data."""
+    """The same text can come as several documents."""
     texts = [f"document {i % 100} of a hundred" for i in range(1000)]
-    meta = quietly(write_lines(tmp_path / "a.jsonl", texts), tmp_path / "out", split=(6, 3, 1))
+    quietly(write_lines(tmp_path / "a.jsonl", texts), tmp_path / "out", split=(6, 3, 1))
     found = [documents_in(tmp_path / "out", split) for split in SPLITS]
-    assert sum(len(set(part)) for part in found) == len(set(sum(found, []))) == 100
-    assert [*map(len, found)] == [10 * len(set(found[0])), len(set(found[1])), len(set(found[2]))]
-    assert meta["skipped"] == {"copies of held-out documents": 9 * len(found[1] + found[2])}
+    assert sorted(sum(found, [])) == sorted(texts)
+    assert [len(set(part)) for part in found] == [len(part) / 10 for part in found] and min(map(len, found)) > 0
 
 
 def test_documents_that_only_begin_alike_are_no_copies(tmp_path, monkeypatch):
@@ -258,14 +233,14 @@ def test_documents_that_only_begin_alike_are_no_copies(tmp_path, monkeypatch):
     texts = ["the same licence\n" * 20 + "end\n" * i for i in range(30)]
     for i, text in enumerate(texts):
         (tmp_path / f"{i}.txt").write_text(text)
-    meta = quietly(tmp_path / "*.txt", tmp_path / "out", split=(1, 1, 1))
-    assert meta["skipped"] == {} and min(meta["documents"].values()) > 0
+    meta = quietly(tmp_path, tmp_path / "out", split=(1, 1, 1))
+    assert min(meta["documents"].values()) > 0
     assert sorted(sum((documents_in(tmp_path / "out", split) for split in SPLITS), [])) == sorted(texts)
 
 
-@pytest.mark.parametrize("weights", [(949, 50, 1), (1, 1, 1), (90, 10, 0)])
-@pytest.mark.parametrize("sizes", ["equal", "unequal", "one huge"])
-def test_shares_hold_in_tokens_and_held_out_documents_are_no_shorter(tmp_path, weights, sizes):
+@pytest.mark.parametrize("sizes, weights", [("equal", (1, 1, 1)), ("equal", (949, 50, 1)), ("unequal", (949, 50, 1)),
+                                            ("one huge", (949, 50, 1)), ("one huge", (90, 10, 0))])
+def test_shares_hold_in_tokens_and_held_out_documents_are_no_shorter(tmp_path, sizes, weights):
     """Also in a text so small that 0.1 % of it would not be a sample. A small split that took whatever fits would hold
     only short documents."""
     draw = np.random.default_rng(1).lognormal
@@ -304,7 +279,6 @@ def test_a_text_of_one_token_leaves_a_split_empty(tmp_path):
     assert meta["tokens"] == {"train": 1, "valid": 0, "test": 1} and meta["cut_off"] == ["test"]
     assert meta["bytes"] == {"train": 1, "valid": 0, "test": 0}
     corpus = load_corpus(tmp_path / "out")
-    corpus.verify()
     assert corpus.bits_per_byte("train", math.log(2)) == 1 and corpus.bits_per_byte("test", 2.0) is None
 
 
@@ -323,8 +297,7 @@ def test_the_same_input_gives_the_same_files(tmp_path, corpus):
 
 def test_meta_says_what_is_there(corpus):
     assert corpus.vocab_size == 257 and corpus.end_of_text == BYTE_END and corpus.tokenizer_name == "byte"
-    assert corpus.meta["source"].endswith("text.jsonl") and corpus.meta["bigram_tokens"] == corpus.tokens["train"]
-    assert 0 < corpus.bigram_entropy < corpus.unigram_entropy < math.log(257)
+    assert corpus.meta["source"].endswith("text.jsonl")
     assert corpus.bits_per_byte("valid", math.log(2)) == pytest.approx(corpus.tokens["valid"] / corpus.bytes["valid"])
     assert corpus.bits_per_byte("valid", math.log(2), eod_mask_loss=True) == pytest.approx(1), "a token is a byte"
     assert {path.name for path in corpus.path.iterdir()} == {"meta.json", "train.bin", "valid.bin", "test.bin"}
@@ -343,90 +316,59 @@ def test_two_tokenizers_of_the_same_size_have_different_names(tmp_path, corpus):
     assert corpus.tokenizer_id == "byte-257" and names[0] == names[1] != names[2]
 
 
-def test_a_change_of_any_token_is_found(tmp_path, corpus):
-    """At once at the ends of a file, which the samples contain, and anywhere by verify()."""
-    large = np.random.default_rng(0).integers(0, 256, 500_000).astype(np.uint16)
-    digest = sample_sha256_after(tmp_path / "large", large)
-    for place, changes in ((0, True), (-1, True), (3000, False)):
-        other = large.copy()
-        other[place] ^= 1
-        assert (sample_sha256_after(tmp_path / "large", other) != digest) == changes
-    copy = Path(shutil.copytree(corpus.path, tmp_path / "copy"))
-    ids = np.fromfile(copy / "train.bin", np.uint16)
-    ids[3000] ^= 1
-    ids.tofile(copy / "train.bin")
-    with pytest.raises(UserError, match="does not have the SHA-256"):
-        load_corpus(copy).verify()
+def test_a_change_at_the_ends_of_a_file_is_found_by_its_samples(tmp_path):
+    large, path, digests = np.random.default_rng(0).integers(0, 256, 500_000).astype(np.uint16), tmp_path / "it", []
+    for place in (1, 0, -1):
+        large[place] ^= 1
+        large.tofile(path)
+        digests.append(sample_sha256(path))
+    assert len({*digests}) == 3
 
 
-def sample_sha256_after(path, ids) -> str:
-    ids.tofile(path)
-    return sample_sha256(path)
-
-
-def test_only_a_corpus_is_overwritten_and_only_on_demand(tmp_path, monkeypatch):
-    """Never a user's notes, nor the input, nor files that appear while the text is being prepared."""
+def test_nothing_is_replaced(tmp_path):
+    """Neither a corpus nor a user's notes, also not notes that appear while the text is being prepared."""
     (tmp_path / "a.txt").write_text("some text")
-    (tmp_path / "b.txt").write_text("other text, longer")
     (tmp_path / "empty").mkdir()
-    (tmp_path / "photos").mkdir()
-    (tmp_path / "photos" / "me.jpg").write_bytes(b"dear")
-    first = quietly(tmp_path / "a.txt", tmp_path / "out")
-    quietly(tmp_path / "a.txt", tmp_path / "empty")
-    entropies, out = prepare_module.entropies, tmp_path / "out"
-    monkeypatch.setattr(prepare_module, "entropies",
-                        lambda *others: (entropies(*others), (out / "late.txt").write_text("dear"))[0])
-    for text, output, overwrite, message in [
-            ("b.txt", "out", False, "already holds a prepared corpus.*--overwrite"),
-            ("b.txt", "photos", True, "photos holds other files, such as me.jpg"),
-            ("out/meta.json", "out", True, "meta.json lies in the output"),
-            ("b.txt", "out", True, "out holds other files, such as late.txt, which are never replaced; move"),
-            ("out/late.txt", "out", True, "late.txt, which are never replaced")]:
+    first = quietly(tmp_path / "a.txt", tmp_path / "empty")
+    for output, message in (("empty", "empty already holds files, which are never replaced; choose another --output"),
+                            ("empty/inner", "inner would lie in a corpus")):
         with pytest.raises(UserError, match=message):
-            quietly(tmp_path / text, tmp_path / output, overwrite=overwrite)
-        assert load_corpus(out).meta == first
-    assert (tmp_path / "photos" / "me.jpg").read_bytes() == (out / "late.txt").read_bytes() == b"dear"
-    (out / "late.txt").unlink()
-    monkeypatch.setattr(prepare_module, "entropies", entropies)
-    assert quietly(tmp_path / "b.txt", out, overwrite=True) == load_corpus(out).meta != first
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.txt", "empty", "out", "photos"]
+            quietly(tmp_path / "a.txt", tmp_path / output)
+    with pytest.raises(OSError, match="not empty"), prepare_module.new_folder(tmp_path / "notes"):
+        (tmp_path / "notes").mkdir()
+        (tmp_path / "notes" / "mine").write_text("dear")
+    assert (tmp_path / "notes" / "mine").read_text() == "dear" and load_corpus(tmp_path / "empty").meta == first
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "empty", "notes"]
 
 
 def test_of_two_processes_the_first_to_finish_makes_the_corpus(tmp_path, monkeypatch):
-    """No half of a corpus is ever seen. A rank that needs the default corpus takes that of the faster process."""
+    """A rank that needs the default corpus takes that of the faster process."""
     (tmp_path / "a.txt").write_text("some text")
-    out, entropies = tmp_path / "out", prepare_module.entropies
+    out, count = tmp_path / "out", prepare_module.token_counts
 
     def another_process_is_faster(*arguments):
-        assert not out.exists()
-        monkeypatch.setattr(prepare_module, "entropies", entropies)
+        assert not out.exists(), "no half of a corpus is ever seen"
+        monkeypatch.setattr(prepare_module, "token_counts", count)
         quietly(tmp_path / "a.txt", out, source="the other")
-        return entropies(*arguments)
+        return count(*arguments)
 
-    monkeypatch.setattr(prepare_module, "entropies", another_process_is_faster)
-    with pytest.raises(UserError, match="already holds a prepared corpus"):
-        quietly(tmp_path / "a.txt", out)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "out"]
-    shutil.rmtree(out)
-    monkeypatch.setattr(prepare_module, "entropies", another_process_is_faster)
+    monkeypatch.setattr(prepare_module, "token_counts", another_process_is_faster)
     monkeypatch.setattr(prepare_module, "standard_library", lambda: [tmp_path / "a.txt"])
     assert prepare_default_corpus(out, progress=False)["source"] == "the other"
-    shutil.rmtree(out)
-    out.mkdir()
-    (out / "me.jpg").write_bytes(b"dear")
-    with pytest.raises(UserError, match="out holds other files"):
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "out"]
+    (out / "meta.json").unlink()
+    with pytest.raises(UserError, match="out already holds files"):
         prepare_default_corpus(out, progress=False)
 
 
 def test_the_command_line_tells_a_person_what_it_made(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("some text to cut\n" * 100)
-    for arguments in ("--input a.txt --output out", "--verify out"):
-        monkeypatch.setattr(sys, "argv", ["prepare.py", *arguments.split()])
-        prepare_module.main()
+    monkeypatch.setattr(sys, "argv", ["prepare.py", *"--input a.txt --output out".split()])
+    prepare_module.main()
     said, errors = capsys.readouterr()
-    for words in ("a.txt: 1 document, 1,701 tokens of a vocabulary of 257 (byte)", "too few documents", "loss of",
-                  "written to out", "out is intact\n"):
+    for words in ("a.txt: 1,701 tokens of a vocabulary of 257 (byte)", " 1 document ", "too few documents", "loss of",
+                  "written to out"):
         assert words in said
     assert errors == "", "no progress bar where nobody looks"
 
@@ -436,17 +378,14 @@ MISTAKES = [     # (arguments, message)
     ("nothing --output out", "the input holds no text (0 files"),
     ("pipe --output out", "pipe is neither a file nor a folder"),
     ("latin.txt --output out", "latin.txt is not UTF-8 text; convert it"),
-    ("bad.jsonl --output out", "bad.jsonl, line 2, is not JSON"),
-    ("latin.jsonl --output out", "latin.jsonl, line 1, is not JSON"),
-    ("textless.jsonl --output out", "textless.jsonl, line 2, has no text field"),
-    ("list.jsonl --output out", "list.jsonl, line 1, has no text field"),
+    ("bad.jsonl --output out", "bad.jsonl, line 2, is no JSON object with a text field"),
+    ("textless.jsonl --output out", "textless.jsonl, line 2, is no JSON object with a text field"),
     ("cut.gz --output out", "cut.gz is a damaged gzip file (Compressed file ended before"),
     ("a.jsonl.zst --output out", "a compressed format; convert it first: zstd -d"),
     ("a.parquet --output out", "convert it first: pandas.read_parquet(FILE).to_json("),
-    ("a.txt", "--input needs --output"), ("a.txt --output empty.txt", "empty.txt is a file, but must be a folder"),
-    ("a.txt --output empty.txt/out", "File exists"), ("a.txt --output out --split 9,-1,2", "but is 9,-1,2"),
+    ("a.txt", "--input needs --output"), ("a.txt --output out --split 9,-1,2", "but is 9,-1,2"),
     ("a.txt --output out --split a,b,c", "but is a,b,c"), ("a.txt --output out --split 0,1,1", "the first above 0"),
-    ("a.txt --output out --eod-token x", "--eod-token is for Hugging Face tokenizers, but the tokenizer is byte")]
+    ("a.txt --output out --special-tokens", "--special-tokens is for Hugging Face tokenizers, but the tokenizer is")]
 
 
 def test_command_line_mistakes_are_one_sentence(tmp_path, monkeypatch):
@@ -454,7 +393,7 @@ def test_command_line_mistakes_are_one_sentence(tmp_path, monkeypatch):
     for name, content in {"a.txt": b"text", "empty.txt": b"", "latin.txt": b"good start\n" * 9 + b"caf\xe9",
                           "bad.jsonl": b'{"text": "a"}\n{"text": \n', "textless.jsonl": b'\n{"text": 3}\n',
                           "cut.gz": gzip.compress(b"text")[:-9], "a.jsonl.zst": b"(\xb5/\xfd-", "a.parquet": b"PAR1-",
-                          "list.jsonl": b'["text"]', "latin.jsonl": b'{"text": "caf\xe9"}'}.items():
+                          }.items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / "nothing").mkdir()
     os.mkfifo(tmp_path / "pipe")
@@ -468,10 +407,6 @@ def test_command_line_mistakes_are_one_sentence(tmp_path, monkeypatch):
 
 
 # Tokens -> batches
-
-def starts(batch) -> list[tuple]:
-    return [tuple(line) for line in batch.tokens.tolist()]
-
 
 def whole_step(dataset, step, dp, micro, batch_size=24, shuffle=True):
     """Return (sample_ids, tokens) of a global batch, in the order of replicas and microbatches."""
@@ -545,12 +480,10 @@ def test_an_epoch_shows_every_window_once_in_an_order_of_its_own(corpus):
 
 def test_a_batch_depends_on_its_numbers_alone(corpus):
     """A resumed run reads step 1000 without having read the steps before it."""
-    dataset = TokenDataset(corpus, "train", 64, seed=1)
-    steps = [starts(dataset.batch(step, 0, 0, 1, 8, 8)) for step in range(0, 2000, 31)]
-    fresh = [starts(TokenDataset(corpus, "train", 64, seed=1).batch(step, 0, 0, 1, 8, 8))
-             for step in range(0, 2000, 31)]
-    assert steps == fresh and steps == [starts(dataset.batch(step, 0, 0, 1, 8, 8)) for step in range(0, 2000, 31)]
-    assert 2000 * 8 > 3 * dataset.windows, "several epochs"
+    dataset, windows = TokenDataset(corpus, "train", 64, seed=1), TokenDataset(corpus, "train", 64, seed=1).windows
+    steps = [dataset.batch(step, 0, 0, 1, 8, 8).tokens.tolist() for step in range(0, windows, 31)]    # eight epochs
+    assert steps == [TokenDataset(corpus, "train", 64, seed=1).batch(step, 0, 0, 1, 8, 8).tokens.tolist()
+                     for step in range(0, windows, 31)]
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
