@@ -30,8 +30,7 @@ from nanodomino import pipeline
 from nanodomino.checkpoint.find_checkpoints import recorded_settings, with_checkpoint
 from nanodomino.checkpoint.load import restore
 from nanodomino.checkpoint.save import Saver
-from nanodomino.comm.trace import Trace
-from nanodomino.comm.verbose_trace import VerboseTrace
+from nanodomino.comm.trace import Trace, VerboseTrace
 from nanodomino.comm.world import LaunchInfo, find_device, start_world
 from nanodomino.config.config import Config
 from nanodomino.config.presets import LR_DECAY_STYLES

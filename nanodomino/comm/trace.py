@@ -29,43 +29,30 @@ much.
 With `recording` off, each call costs one comparison. The timeline package draws what was recorded.
 """
 
+import sys
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
 
 ROUND_TRIPS = 20
+LETTERS = {"forward": "F", "backward": "B", "input_backward": "I", "weight_backward": "W"}
 
 
 @dataclass(slots=True)
 class Event:
     """A span, a moment or a watched collective.
 
-    begin, end: times in nanoseconds, set by take(). Before that, they are values of mark(), with two exceptions. The
-        end of an unfinished span is 0. The end of a collective is a list, which gets its mark when the collective ends.
+    begin, end: times in nanoseconds, set by take(). Before that, they are values of mark(); the end of what has not
+        ended yet is 0.
     args: slice, site, microbatch, bytes ...
     """
     kind: str
     begin: int
-    end: int | list
+    end: int
     args: dict
-
-
-class Span:
-    """Sets an event's end on exit. It is a class, because @contextmanager would double the cost of a span."""
-    __slots__ = ("trace", "event")
-
-    def __init__(self, trace, event):
-        self.trace, self.event = trace, event
-
-    def __enter__(self):
-        pass
-
-    def __exit__(self, *error):
-        self.event.end = self.trace.mark()
 
 
 class Trace:
@@ -87,11 +74,16 @@ class Trace:
 
     def span(self, kind, **args):
         """Return a context manager that records how long its block takes."""
-        if not self.recording:
-            return self.nothing
+        return self.recorded_span(kind, args) if self.recording else self.nothing
+
+    @contextmanager
+    def recorded_span(self, kind, args: dict):
         event = Event(kind, self.mark(), 0, args)
         self.events.append(event)
-        return Span(self, event)
+        try:
+            yield
+        finally:
+            event.end = self.mark()
 
     def moment(self, kind, **args):
         if self.recording:
@@ -101,34 +93,26 @@ class Trace:
     def watch(self, kind, work, **args):
         """Record how long a collective is in flight, from now until `work` is done, even if wait() is called later."""
         if self.recording:
-            end = []
-            self.events.append(Event(kind, self.mark(), end, args))
+            event = Event(kind, self.mark(), 0, args)
+            self.events.append(event)
             if self.device.type == "cuda":
-                self.record_end(args["group"], work, end)
+                self.record_end(event, work)
             else:
-                work.get_future().add_done_callback(self.append_time_to(end))
+                work.get_future().add_done_callback(lambda _: setattr(event, "end", self.mark()))
 
-    def record_end(self, group: str, work, end: list):
-        """Append a CUDA event that fires when `work` is done, without making the training stream wait.
+    def record_end(self, event: Event, work):
+        """Let a CUDA event fire when `work` is done, without making the training stream wait.
 
         The group's own stream waits for the future. With a single hardware queue every stream would wait with it, so
         world.find_device refuses to trace then. A callback of the future would not do: it would run in a stream of
         torch's pool, where a message may be waiting for its sender. And work.wait() would release its tensors early.
         """
+        group = event.args["group"]
         if group not in self.streams:
             self.streams[group] = torch.cuda.Stream(self.device)
         with torch.cuda.stream(self.streams[group]):
             work.get_future().wait()
-            end.append(self.mark())
-
-    def append_time_to(self, end: list):
-        """Return a callback that appends the current time to `end`.
-
-        The callback consists of C functions only: next() makes map() read the clock once and pass the time to append().
-        gloo calls it in another thread. There a Python function would take about 60 microseconds, because memory for
-        its stack must be mapped first.
-        """
-        return partial(next, map(end.append, iter(time.perf_counter_ns, None)))
+            event.end = self.mark()
 
     def take(self, offset=0) -> list[Event]:
         """Return all events recorded so far and forget them. offset: how far rank 0's clock is ahead of this rank's, in
@@ -138,9 +122,6 @@ class Trace:
             self.now = self.mark()
             torch.cuda.synchronize(self.device)
             self.now_time = time.perf_counter_ns()
-        for event in events:
-            if isinstance(event.end, list):
-                event.end = event.end[0] if event.end else 0
         return [Event(event.kind, self.time_of(event.begin) + offset, self.time_of(event.end or event.begin) + offset,
                       event.args) for event in events]
 
@@ -151,27 +132,63 @@ class Trace:
 NO_TRACE = Trace(recording=False)
 
 
+class VerboseTrace(Trace):
+    """A Trace that prints each message and collective when it is launched (train.py --verbose), indented by the rank:
+
+           0.9 ms  0 F0 <-> all-reduce tp, layers.0.mlp a, 49.2 kB
+           1.0 ms          1 F0 <-> all-reduce tp, layers.0.mlp a, 49.2 kB
+          31.4 ms  0 F0 --> rank 2, 98.3 kB
+
+    A line shows: milliseconds since this rank began the step; the rank; F or B (forward or backward) and the
+    microbatch; what is sent; the sublayer and slice; the size of the whole tensor. Each rank prints for itself, to
+    stderr, so lines that are close in time may change places.
+    """
+    start, action = None, ""
+
+    def span(self, kind, **args):
+        if kind == "step":
+            self.start = time.perf_counter()
+        elif kind in LETTERS:
+            self.action = f"{LETTERS[kind]}{args['microbatch']}" + "'" * args["chunk"] + " "
+        elif kind == "optimizer":
+            self.action = ""
+        return super().span(kind, **args)
+
+    def moment(self, kind, **args):
+        if kind == "send":                                     # the message is named after the action that sends it
+            self.print(f"{args['message']} --> rank {args['peer']}", args["bytes"])
+        super().moment(kind, **args)
+
+    def watch(self, kind, work, **args):
+        place = f", {args['site']} {chr(ord('a') + args['slice'])}" if "site" in args else ""
+        self.print(f"{self.action}<-> {kind.replace('_', '-')} {args['group']}{place}", args["bytes"])
+        super().watch(kind, work, **args)
+
+    def print(self, text: str, size: int):
+        if self.start is not None:                             # not while the run warms up
+            milliseconds, rank = 1e3 * (time.perf_counter() - self.start), dist.get_rank()
+            # a single write: the lines of two ranks must not mix
+            sys.stderr.write(f"{milliseconds:8.1f} ms  {'        ' * rank}{rank} {text}, {size / 1e3:.1f} kB\n")
+
+
 def clock_offset() -> int:
     """Return by how many nanoseconds rank 0's clock is ahead of this rank's clock, measured as NTP does.
 
     Every rank must call this function. It makes ROUND_TRIPS round trips to rank 0 and uses the quickest. The error is
     at most half the duration of that round trip.
     """
-    rank, offset = dist.get_rank(), 0
+    rank, trips = dist.get_rank(), []
     clock = torch.zeros(1, dtype=torch.int64)
     for peer in range(1, dist.get_world_size()):
-        if rank == 0:
-            for _ in range(ROUND_TRIPS):
+        for _ in range(ROUND_TRIPS):
+            if rank == 0:
                 dist.recv(clock, peer)
                 clock[0] = time.perf_counter_ns()
                 dist.send(clock, peer)
-        elif rank == peer:
-            trips = []
-            for _ in range(ROUND_TRIPS):
+            elif rank == peer:
                 sent = time.perf_counter_ns()
                 dist.send(clock, 0)
                 dist.recv(clock, 0)
                 received = time.perf_counter_ns()
                 trips.append((received - sent, int(clock) - (sent + received) // 2))
-            offset = min(trips)[1]
-    return offset
+    return min(trips)[1] if trips else 0

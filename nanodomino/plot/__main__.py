@@ -5,7 +5,7 @@ from pathlib import Path
 
 from nanodomino.config.flags import Parser
 from nanodomino.errors import require, run_command
-from nanodomino.plot.curves import COLOURS, differences, picture, read
+from nanodomino.plot.curves import COLOURS, picture, read
 from nanodomino.plot.svg import write_output
 
 
@@ -19,12 +19,9 @@ def main(arguments: list[str]) -> int:
     flags = parser.parse_args(arguments)
     require(len(flags.runs) <= len(COLOURS), f"there are colours for {len(COLOURS)} runs, but {len(flags.runs)} are "
             "given; give fewer")
-    curves, settings = zip(*map(read, flags.runs))
-    if len(curves) > 1:
-        for curve, path in zip(curves, flags.runs):
-            curve.name = str(path)
+    curves = list(map(read, flags.runs))
     output = flags.output or (curves[0].path.parent / "loss.svg" if len(curves) == 1 else Path("compared.svg"))
-    write_output(output, picture(curves, differences(settings)))
+    write_output(output, picture(curves))
     return 0
 
 

@@ -1,7 +1,7 @@
 """Draws loss.svg: loss, gradient norm and learning rate of one run, or of several runs on the same axes.
 
     loss |\\                       pale: each step; strong: the centred mean over about 2 % of the steps
-         | \\. . . . . unigram     dashed, circles: validation; filled circle: test
+         | \\. . . . . unigram     dashed: validation; dot: test
          |  `-o__ . . bigram      dotted: the losses of models that know only how frequent each token is (unigram
          |       `--o--           entropy), or only the previous token (bigram entropy)
          +------------- step      marks on the axis: skipped steps
@@ -20,16 +20,11 @@ infinite is null in metrics.jsonl and leaves a gap.
 
 import json
 import math
-import textwrap
 from array import array
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from nanodomino.checkpoint.find_checkpoints import recorded_settings
-from nanodomino.config.config import Config
-from nanodomino.config.setting import names_affecting
 from nanodomino.errors import UserError, require
 from nanodomino.files import open_regular_file
 from nanodomino.plot.svg import LINE, WIDTH, frame, line, text, ticks
@@ -41,6 +36,7 @@ RESULTS = {"valid_loss": "validation {:.3f}", "valid_bits_per_byte": "{:.3f} bit
 LEFT, RIGHT, GAP, HIGH, LOW = 52, 98, 30, 330, 92        # pixels: margins, gap above a panel, panel heights
 PALE, STRONG = 'opacity="0.35"', 'stroke-width="2"'
 DASHED, DOTTED = 'stroke-width="1.2" stroke-dasharray="5 4"', 'stroke-width="1.2" stroke-dasharray="2 3"'
+DOT = 'stroke-width="7"'
 INK, GRID = "#444", "#ddd"
 COLOURS = ("#1f5fa8", "#ef8f00", "#111111", "#4fae8b", "#8a4b08", "#8cc8f5")   # also distinct without red and green
 
@@ -86,11 +82,8 @@ class Curve:
         return np.array([np.array(column) for column in self.points[name]])
 
 
-def read(run: Path) -> tuple[Curve, dict]:
-    """Return the curve and the settings of a run. `run` is its folder or its metrics.jsonl.
-
-    The settings are empty if none can be read. Raises UserError if metrics.jsonl can't be read or holds no step.
-    """
+def read(run: Path) -> Curve:
+    """Return the curve of a run. `run` is its folder or its metrics.jsonl. Raises UserError if it holds no step."""
     curve = Curve(run / "metrics.jsonl" if run.is_dir() else run)
     try:
         curve.read_on()
@@ -99,15 +92,7 @@ def read(run: Path) -> tuple[Curve, dict]:
                         ) from None
     require(any(steps for steps, _ in curve.points.values()),
             f"{curve.path} holds no step yet; wait for the first step")
-    return curve, recorded_settings(curve.path.parent) or {}
-
-
-def differences(settings: list[dict]) -> list[str]:
-    """Return for each run a text with the settings that differ between the runs, such as "lr 0.008, seed 2"."""
-    known, ignored = [run for run in settings if run], names_affecting(Config, "launch")
-    differ = [name for name in dict.fromkeys(name for run in known for name in run)
-              if name not in ignored and any(run.get(name) != known[0].get(name) for run in known)]
-    return [", ".join(f"{name} {run[name]}" for name in differ if name in run) for run in settings]
+    return curve
 
 
 def mean_around(values: np.ndarray, reach: int) -> np.ndarray:
@@ -172,8 +157,8 @@ class Panel:
                              f'stroke-linecap="round" clip-path="url(#{self.name})"'))
 
 
-def picture(curves: list[Curve], notes: Sequence[str] = ()) -> str:
-    """Return an SVG of all runs on one axis of steps. notes: texts to add to the runs' rows below the plots."""
+def picture(curves: list[Curve]) -> str:
+    """Return an SVG of all runs on one axis of steps."""
     together = {name: np.concatenate([curve.arrays(name) for curve in curves], axis=1) for name in SERIES}
     steps = np.concatenate([steps for steps, _ in together.values()])
     first = max(steps.min() - 1, 0)
@@ -194,8 +179,8 @@ def picture(curves: list[Curve], notes: Sequence[str] = ()) -> str:
     def across(step):
         return LEFT + (step - first) * scale
 
-    lines = [(loss, "loss", PALE, 0), (norm, "grad_norm", PALE, 0)] if reach else []
-    for panel, name, look, width in [*lines, (loss, "loss", STRONG, reach), (norm, "grad_norm", STRONG, reach),
+    pale = [(loss, "loss", PALE, 0), (norm, "grad_norm", PALE, 0)] if reach else []
+    for panel, name, look, width in [*pale, (loss, "loss", STRONG, reach), (norm, "grad_norm", STRONG, reach),
                                      (rate, "lr", STRONG, 0), (loss, "valid_loss", DASHED, 0)]:
         for curve, colour in zip(curves, COLOURS):
             x, y = curve.arrays(name)
@@ -207,32 +192,21 @@ def picture(curves: list[Curve], notes: Sequence[str] = ()) -> str:
                  text(across(step), y, f"{step:,.0f}", "middle small")]
     body.append(text(WIDTH - RIGHT + 30, y, "step", "small"))
     y += 15
-    for curve, colour, note in zip(curves, COLOURS, [*notes, *len(curves) * [""]]):
-        loss.svg += markers(curve, colour, across, loss)
-        body.append(line(f"M8 {y + LINE - 4:.1f}h20", colour, 'stroke-width="4"'))
-        for words in textwrap.wrap(", ".join(filter(None, [*last_values(curve, reach), note])), 135, max_lines=2):
-            y += LINE
-            body.append(text(36, y, words))
+    for curve, colour in zip(curves, COLOURS):
+        for step, value in curve.arrays("test_loss").T:
+            loss.draw(np.array([across(step)]), np.array([value]), colour, DOT)
+        skipped = np.unique(across(np.array(curve.skipped)).round())
+        y += LINE
+        body += [line("".join(f"M{x:.0f} {loss.bottom}v-9" for x in skipped), colour, STRONG),
+                 line(f"M8 {y - 4:.1f}h20", colour, 'stroke-width="4"'),
+                 text(36, y, ", ".join(last_values(curve, reach)))]
     if len({curve.tokenizer for curve in curves} - {None}) > 1:
         y += LINE
         body.append(text(8, y, "the tokenizers of these runs differ: compare bits per byte, not losses per token"))
     y += LINE
     body.append(text(8, y, (f"pale: each step; strong: mean over {2 * reach + 1} steps, centred; " if reach else "")
-                     + "dashed, circles: validation; filled circle: test; marks on the axis: skipped steps",
-                     "small pale"))
-    body += loss.svg + norm.svg + rate.svg
-    return frame(WIDTH, y + 10, body)
-
-
-def markers(curve: Curve, colour: str, across, loss: Panel) -> list[str]:
-    """Return circles for validations and tests, at most 25 of each, and marks for skipped steps."""
-    found = [line(f"M{x:.0f} {loss.bottom}v-9", colour, STRONG)
-             for x in np.unique(across(np.array(curve.skipped)).round())]
-    for name, fill in (("valid_loss", "#fff"), ("test_loss", colour)):
-        steps, values = curve.arrays(name)
-        found += [f'<circle cx="{across(step):.1f}" cy="{loss.y(value):.1f}" r="3.2" fill="{fill}" stroke="{colour}"/>'
-                  for step, value in [*zip(steps, values)][::-(len(steps) // 25 + 1)] if math.isfinite(value)]
-    return found
+                     + "dashed: validation; dot: test; marks on the axis: skipped steps", "small pale"))
+    return frame(WIDTH, y + 10, body + loss.svg + norm.svg + rate.svg)
 
 
 def last_values(curve: Curve, reach: int) -> list[str]:

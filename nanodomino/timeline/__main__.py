@@ -29,7 +29,7 @@ def read(path: Path) -> Recording:
 
 def main(arguments: list[str]) -> int:
     parser = Parser("python -m nanodomino.timeline", allow_abbrev=False,
-                    description="Draw the last steps of recordings of train.py --trace, one above the other.")
+                    description="Draw recordings of train.py --trace, one above the other.")
     parser.add_argument("recordings", nargs="+", type=Path, help="a trace-STEP.json from a run's folder")
     parser.add_argument("--output", type=Path, required=True, help="the SVG file to write")
     flags = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""Draws a recording (what all ranks did in a traced step) as an SVG.
+"""Draws a recording (what all ranks did in the traced steps) as an SVG.
 
 Each rank has two rows. A table below them says where each rank's time went (merged_trace.py).
 
@@ -7,18 +7,17 @@ Each rank has two rows. A table below them says where each rank's time went (mer
     rank 1  compute              \\[ F0 ][ B0 ]///[ F1 ][  B1  ]                between stages
 
 The number in a box is the microbatch, and the colour says whether it is a forward or a backward. If a stage holds
-several chunks of layers, primes tell them apart: 3' is microbatch 3 in chunk 1. A letter is the slice: 3a, 3b. A frame
-encloses a pair, that is, a forward and a backward that take turns. Collectives that are in flight at the same time lie
-in separate lanes.
+several chunks of layers, primes tell them apart: 3' is microbatch 3 in chunk 1. If there are several slices, letters
+show where slices a and b compute, and which of them a collective belongs to. A frame encloses a pair, that is, a
+forward and a backward that take turns. Collectives that are in flight at the same time lie in separate lanes.
 
 train.py also writes each recording as Chrome trace JSON. https://ui.perfetto.dev opens the file and shows every matmul.
-This command draws the last steps of several such files above each other, on one time scale:
+This command draws several such files above each other, on one time scale:
 
     python -m nanodomino.timeline blocking/trace-00000007.json domino/trace-00000007.json --output both.svg
 """
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -57,11 +56,6 @@ def arrow(x1, y1, x2, y2) -> str:
     return line(f"M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}", "#444", 'stroke-width="0.8" marker-end="url(#tip)"')
 
 
-def slice_name(event: Event) -> str:
-    """Return "a" for slice 0, "b" for slice 1, ..."""
-    return chr(ord("a") + event.args["slice"])
-
-
 def microbatch_label(event: Event) -> str:
     """Return the label of a pass: microbatch 3 is "3" in chunk 0, "3'" in chunk 1, "3''" in chunk 2."""
     return str(event.args["microbatch"]) + "'" * event.args.get("chunk", 0)
@@ -81,21 +75,6 @@ def purpose(event: Event) -> str:
     return PURPOSE_OF["weights" if event.kind == "all_gather" and group == "dp" else group]
 
 
-def turns(events) -> list[tuple]:
-    """Return (begin, end, label) for each turn of a slice. Label "0b" is the second slice of microbatch 0.
-
-    With a single slice the list is empty.
-    """
-    found, last = [], 0
-    for event in events:
-        if event.kind in PASSES:
-            enclosing = event
-        elif event.kind == "resume":
-            last = max(last, event.args["slice"])
-            found.append((event.begin, event.end, microbatch_label(enclosing) + slice_name(event)))
-    return found if last else []
-
-
 class Panel:
     """Draws one recording: a title, two rows per rank, a time axis and the table of totals.
 
@@ -105,6 +84,7 @@ class Panel:
     def __init__(self, recording: Recording, top: float, scale: float):
         """Draw everything. top: the y of the upper edge; scale: pixels per nanosecond."""
         self.begin, self.scale = recording.begin, scale
+        self.sliced = any(event.args.get("slice") for events in recording.ranks for event in events)
         lanes = [lanes_of(events) for events in recording.ranks]
         count = max((lane for found in lanes for lane in found.values()), default=0) + 1
         self.lane = min(LANE, LANES / count)
@@ -136,18 +116,18 @@ class Panel:
     def bar(self, begin, end, y, height, fill, **look):
         self.svg.append(box(self.x(begin), y, (end - begin) * self.scale, height, fill, **look))
 
-    def fits(self, begin, end, words) -> bool:
-        return (end - begin) * self.scale >= LETTER * len(words)
+    def write(self, begin, end, y, words, *styles):
+        """Write words in the middle of a span, once in each style, if there is room."""
+        if (end - begin) * self.scale >= LETTER * len(words):
+            self.svg += [text(self.x((begin + end) / 2), y, words, style) for style in styles]
 
-    def number(self, begin, end, waited, y, words):
-        """Write the words in the longest part of a span without waits, if there is room, or else in the whole span."""
-        longest = max(difference([(begin, end)], waited), key=lambda span: span[1] - span[0], default=(begin, end))
-        begin, end = longest if self.fits(*longest, words) else (begin, end)
-        if self.fits(begin, end, words):
-            self.svg += [text(self.x((begin + end) / 2), y, words, style) for style in ("halo", "middle")]
+    def write_slice(self, event, y):
+        """Write a in an event of slice 0, b in one of slice 1, ..., if there are several slices."""
+        if self.sliced and "slice" in event.args:
+            self.write(event.begin, event.end, y, chr(ord("a") + event.args["slice"]), "middle small")
 
     def compute_row(self, events, y):
-        """Draw, from back to front: passes, slices' turns in them, weight gradients, waits, pairs' frames, numbers."""
+        """Draw, from back to front: passes, weight gradients, waits, slices' letters, pairs' frames, numbers."""
         for event in events:
             if event.kind in (*PASSES, "optimizer"):
                 self.bar(event.begin, event.end, y, COMPUTE, WORK[event.kind], stroke="#fff")
@@ -155,67 +135,49 @@ class Panel:
         deferred = difference(spans_of(events, "weight_gradient"), spans_of(events, "weight_backward"))
         for begin, end in union(deferred, half_a_pixel):
             self.bar(begin, end, y + 1, COMPUTE - 2, WORK["weight_gradient"])
-        exposed, idle = waits(events)
-        for name, spans in ("idle", idle), ("exposed", exposed):
+        for name, spans in zip(("exposed", "idle"), waits(events)):
             for begin, end in union(spans, half_a_pixel):
                 self.bar(begin, end, y, COMPUTE, f"url(#{name})", stroke=WAITS[name])
-        numbers = turns(events)
-        if 3 * sum(self.fits(*number) for number in numbers) <= len(numbers):    # too narrow: one number per action
-            numbers = [(spans[0].begin, spans[-1].end, action_label(spans)) for spans in actions(events)]
+        for event in events:
+            if event.kind == "resume":
+                self.write_slice(event, y + 23)
         for spans in actions(events):
+            begin, end = spans[0].begin, spans[-1].end
             if len(spans) > 1:
-                self.bar(spans[0].begin, spans[-1].end, y, COMPUTE, "none", stroke="#1f1f1f")
-        waited = spans_of(events, "wait")
-        for begin, end, words in numbers:
-            self.number(begin, end, waited, y + 17, words)
+                self.bar(begin, end, y, COMPUTE, "none", stroke="#1f1f1f")
+            self.write(begin, end, y + 13, action_label(spans), "halo", "middle")
 
     def communication_row(self, events, lanes, y):
-        """Draw a bar per collective, pale until the last rank has joined, with the name of its slice."""
+        """Draw a bar per collective, pale until the last rank has joined, with the letter of its slice."""
         for event in events:
             if event.kind in COLLECTIVES:
                 top, colour = y + lanes[id(event)] * self.lane, PURPOSES[purpose(event)]
                 if event.args["ready"] > event.begin:
                     self.bar(event.begin, event.args["ready"], top, self.lane - 1, colour, opacity=0.35)
                 self.bar(*in_flight(event), top, self.lane - 1, colour)
-                if "slice" in event.args and self.lane == LANE and self.fits(event.begin, event.end, "a"):
-                    self.svg.append(text(self.x((event.begin + event.end) / 2), top + self.lane / 2 + 3.5,
-                                         slice_name(event), "middle small"))
+                if self.lane == LANE:
+                    self.write_slice(event, top + LANE / 2 + 3.5)
 
 
 def legend(recordings, y) -> tuple[list[str], float]:
     """Return (elements, the y below them) of a legend of each colour and sign in the recordings."""
     events = [event for recording in recordings for events in recording.ranks for event in events]
-    kinds = {event.kind for event in events}
-    purposes = {purpose(event) for event in events if event.kind in COLLECTIVES}
-    entries = [(kind.replace("_", " "), colour) for kind, colour in WORK.items() if kind in kinds]
-    entries += [("exposed communication", "url(#exposed)"), ("idle", "url(#idle)")]
-    entries += [(name, colour) for name, colour in PURPOSES.items() if name in purposes]
-    entries += [("pale: waiting for the last rank to join", "#e4e4e4")] if purposes else []
-    entries += [("message between stages", None)] if any(map(messages, recordings)) else []
+    present = {event.kind for event in events} | {purpose(event) for event in events if event.kind in COLLECTIVES}
+    entries = [(name, colour) for name, colour in (WORK | PURPOSES).items() if name in present]
+    entries += [("exposed communication", "url(#exposed)"), ("idle", "url(#idle)"),
+                ("pale: waiting for the last rank to join", "#e4e4e4"), ("message between stages", None)]
     elements, x = [], 8
     for name, fill in entries:
         if x + 19 + LETTER * len(name) > WIDTH:
             x, y = 8, y + LINE
         elements += [box(x, y, 14, 12, fill, stroke="#888") if fill else arrow(x, y + 6, x + 14, y + 6),
-                     text(x + 19, y + 10.5, name)]
+                     text(x + 19, y + 10.5, name.replace("_", " "))]
         x += 31 + LETTER * len(name)
     return elements, y + LINE
 
 
-def last_step(recording: Recording) -> Recording:
-    """Return a recording of its last step alone. Earlier steps may still warm up; Perfetto shows them too."""
-    *earlier, last = recording.steps
-    ranks = []
-    for events in recording.ranks:
-        (step,) = [event for event in events if event.kind == "step" and event.args["step"] == last]
-        ranks.append([event for event in events if event.begin >= step.begin])
-    caption = recording.caption + (f" (drawn: step {last})" if earlier else "")
-    return replace(recording, caption=caption, ranks=ranks)
-
-
 def picture(recordings: list[Recording]) -> str:
-    """Return an SVG of the last steps of the recordings above each other, on one time scale."""
-    recordings = list(map(last_step, recordings))
+    """Return an SVG of the recordings above each other, on one time scale."""
     scale = (WIDTH - LEFT - RIGHT) / max(recording.end - recording.begin for recording in recordings)
     body, y = [], 0
     for recording in recordings:
