@@ -12,9 +12,6 @@ show where slices a and b compute, and which of them a collective belongs to. A 
 forward and a backward that take turns. Collectives that are in flight at the same time lie in separate lanes.
 
 train.py also writes each recording as Chrome trace JSON. https://ui.perfetto.dev opens the file and shows every matmul.
-This command draws several such files above each other, on one time scale:
-
-    python -m nanodomino.timeline blocking/trace-00000007.json domino/trace-00000007.json --output both.svg
 """
 
 import json

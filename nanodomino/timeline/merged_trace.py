@@ -235,15 +235,3 @@ def chrome_trace(recording: Recording) -> dict:
         rows.append(dict(flow, ph="f", bp="e", pid=receiver, ts=receive.begin / 1e3))
     return {"traceEvents": rows, "displayTimeUnit": "ms",
             "otherData": {"caption": recording.caption, "places": recording.places}}
-
-
-def from_chrome_trace(trace: dict) -> Recording:
-    """Convert chrome_trace()'s result back to a recording."""
-    places = trace["otherData"]["places"]
-    recording = Recording(trace["otherData"]["caption"], places, [[] for _ in places])
-    for row in trace["traceEvents"]:
-        if row["ph"] == "X":
-            begin = round(row["ts"] * 1e3)
-            end = begin if row["cat"] in MOMENTS else begin + round(row["dur"] * 1e3)
-            recording.ranks[row["pid"]].append(Event(row["cat"], begin, end, row["args"]))
-    return recording

@@ -21,12 +21,10 @@ from nanodomino.plot.__main__ import main as plot
 from nanodomino.run.command_line import from_command_line
 from nanodomino.run.metrics_file import remove_outdated
 from nanodomino.run.run_folder import open_run
-from nanodomino.timeline.__main__ import main as timeline
 
 READERS = {"--config": lambda path: from_command_line(["--config", path], 1),
            "--prompts": lambda path: generate(["--load", "x", "--prompts", path]),
            "plot": lambda path: plot([path, "--output", "out.svg"]),
-           "timeline": lambda path: timeline([path, "--output", "out.svg"]),
            "a model's config.json": lambda path: read_json(Path(path))}
 
 
