@@ -163,12 +163,8 @@ class TokenDataset:
 
         shuffle: False for evaluation. Then sample k is window k, and the rows of samples beyond the last window hold
         zeros and do not count in the loss.
-        Raises UserError if dp x micro_batch_size does not divide global_batch_size, or if a token id is outside the
-        vocabulary.
+        Raises UserError if a token id is outside the vocabulary.
         """
-        require(global_batch_size % (dp * micro_batch_size) == 0,
-                f"global-batch-size {global_batch_size} must be divisible by micro-batch-size x data parallel = "
-                f"{micro_batch_size} x {dp} = {micro_batch_size * dp}; try another --global-batch-size")
         sample_ids = sample_ids_of(step, microbatch, dp_rank, dp, micro_batch_size, global_batch_size)
         s, counted = self.seq_length, None
         if not shuffle:             # pad: all ranks need batches of the same size, and no window may count twice

@@ -461,7 +461,7 @@ def test_a_global_batch_is_the_same_for_every_layout(corpus, shuffle):
             assert ids == reference_ids and torch.equal(tokens, reference)
 
 
-def test_evaluation_reads_every_window_once_and_stops_at_the_end(corpus):
+def test_evaluation_stops_at_the_end_and_counts_no_token_twice(corpus):
     """Labels are the next tokens. Ranks count different numbers of tokens, and the last batch is not full."""
     dataset, stored = TokenDataset(corpus, "valid", 16, seed=1), row(corpus.path, "valid")
     end = dataset.windows * 16
@@ -484,9 +484,3 @@ def test_end_of_text_can_be_masked_from_the_loss(corpus):
         batch = TokenDataset(corpus, "train", 512, seed=1, end_of_text=end_of_text).batch(0, 0, 0, 1, 8, 8)
         at_end = batch.labels == corpus.end_of_text
         assert at_end.any() and torch.equal(batch.loss_mask == 0, at_end & torch.tensor(asked))
-
-
-def test_a_batch_that_does_not_divide_is_refused(corpus):
-    with pytest.raises(UserError,
-                       match="global-batch-size 10 must be divisible by micro-batch-size x data parallel = 4 x 2 = 8"):
-        TokenDataset(corpus, "train", 16, seed=1).batch(0, 0, 0, 2, 4, 10)

@@ -196,15 +196,6 @@ def test_every_step_is_the_sum_of_its_parts(recording):
         assert sums["step"] == sum(sums[name] for name in ("compute", "optimizer", "exposed", "idle", "other"))
 
 
-def test_a_collective_is_ready_on_all_its_ranks_at_the_same_moment(recording):
-    """That is when the last rank has joined. So collectives are matched correctly between ranks."""
-    for rank in (0, 2, 4, 6):
-        over_tp = [[event for event in of(events, *COLLECTIVES) if event.args["group"] == "tp"]
-                   for events in recording.ranks[rank:rank + 2]]
-        for one, other in zip(*over_tp, strict=True):
-            assert one.args["ready"] == other.args["ready"] == max(one.begin, other.begin)
-
-
 def test_recording_changes_no_number(pool):
     """And with recording off, no events are kept."""
     config = tiny(8, **EVERYTHING, bucket_size=500)
