@@ -102,8 +102,8 @@ def new_folder(output: Path) -> Iterator[Path]:
     require(output.is_dir() or not output.exists(),
             f"the output {output} is a file, but must be a folder; choose another --output")
     check_outside_ours(output)
-    require(not output.exists() or not any(output.iterdir()),
-            f"the output {output} already holds files, which are never replaced; choose another --output")
+    require(not output.exists() or not any(output.iterdir()), f"the output {output} already holds files, which are "
+            "never replaced; delete the folder, or choose another --output")
     output.parent.mkdir(parents=True, exist_ok=True)
     folder = output.parent / f".{output.name}.{uuid.uuid4().hex}"
     folder.mkdir()

@@ -48,7 +48,7 @@ TEXTS = [
     "\u00a0a\u2003b\u2028c\u2029d\u0085e\x0bf\x0cg\x1ch\x1f i\u200bj\ufeffk",
     "def f(x):\n    return {'a': [1, 2,3]}  # y\n\n\nif __name__ == \"__main__\":\n\tf(0x1F)\n",
     "x" * 300 + " " * 300 + "\n" * 300 + "1" * 300 + "!" * 300 + "東" * 300,
-    "https://example.org/a-b_c?d=e&f=%20#g ---- ==== ....\n****\n", "\U0001d800\U0010fffd\ue000"]
+    "\U0001d800\U0010fffd\ue000"]
 
 
 def random_texts(count: int, seed: int) -> list[str]:
@@ -68,30 +68,25 @@ def byte_level_family(name: str):
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors, trainers
     from tokenizers.models import BPE
     tokenizer = Tokenizer(BPE(ignore_merges=name == "llama3"))
-    split = {"llama3": LLAMA3, "qwen2": QWEN2}.get(name)
-    steps = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)]
-    if split:
-        steps.insert(0, pre_tokenizers.Split(Regex(split), "isolated", invert=False))
-    if name == "smollm2":
-        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
+    regex = {"llama3": LLAMA3, "qwen2": QWEN2}.get(name)
+    split = [pre_tokenizers.Split(Regex(regex), "isolated", invert=False)] if regex else []
+    digits = [pre_tokenizers.Digits(individual_digits=True)] if name == "smollm2" else []
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [*split, *digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=regex is None)])
     if name == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
-    first = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>"] if name == "smollm2" else []
     tokenizer.train_from_iterator(
         TEXTS * 3 + ["1234 1999 2024 ./", "  \n    \n\t\t"] * 9,
         trainers.BpeTrainer(vocab_size=700, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-                            special_tokens=first, show_progress=False))
-    if name == "gpt2":
-        tokenizer.add_special_tokens(["<|endoftext|>"])
+                            show_progress=False))
+    tokenizer.add_special_tokens({
+        "gpt2": ["<|endoftext|>"], "qwen2": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        "smollm2": ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>"],
+        "llama3": ["<|begin_of_text|>", "<|end_of_text|>", *(f"<|reserved_special_token_{i}|>" for i in "567")]}[name])
     if name == "llama3":
-        tokenizer.add_special_tokens(["<|begin_of_text|>", "<|end_of_text|>",
-                                      *(f"<|reserved_special_token_{i}|>" for i in range(12))])
-        first_id = tokenizer.token_to_id("<|begin_of_text|>")
-        tokenizer.post_processor = processors.TemplateProcessing("<|begin_of_text|> $A", None,
-                                                                 [("<|begin_of_text|>", first_id)])
+        begin = "<|begin_of_text|>", tokenizer.token_to_id("<|begin_of_text|>")
+        tokenizer.post_processor = processors.TemplateProcessing("<|begin_of_text|> $A", None, [begin])
     if name == "qwen2":
-        tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
         tokenizer.add_tokens([AddedToken(word, normalized=False) for word in ("<think>", "</think>")])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

@@ -284,15 +284,13 @@ def test_meta_says_what_is_there(corpus):
 
 
 def test_two_tokenizers_of_the_same_size_have_different_names(tmp_path, corpus):
-    """Wherever the corpus lies. plot uses the name to tell whether losses per token can be compared."""
-    names = []
-    for folder, content in (("a", "{}"), ("b", "{}"), ("c", "[]")):
-        path = Path(shutil.copytree(corpus.path, tmp_path / folder)) / "meta.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer": "huggingface",
-                                                                   "tokenizer_file": "tokenizer.json"}))
+    """plot uses the name to tell whether losses per token can be compared."""
+    path, names = Path(shutil.copytree(corpus.path, tmp_path / "copy")) / "meta.json", []
+    path.write_text(json.dumps(corpus.meta | dict(tokenizer="huggingface", tokenizer_file="tokenizer.json")))
+    for content in ("{}", "[]"):
         path.with_name("tokenizer.json").write_text(content)
-        names.append(load_corpus(tmp_path / folder).tokenizer_id)
-    assert corpus.tokenizer_id == "byte-257" and names[0] == names[1] != names[2]
+        names.append(load_corpus(path.parent).tokenizer_id)
+    assert corpus.tokenizer_id == "byte-257" and names[0] != names[1]
 
 
 def test_a_change_at_the_ends_of_a_file_is_found_by_its_samples(tmp_path):
@@ -309,7 +307,7 @@ def test_nothing_is_replaced(tmp_path):
     (tmp_path / "a.txt").write_text("some text")
     (tmp_path / "empty").mkdir()
     first = quietly(tmp_path / "a.txt", tmp_path / "empty")
-    for output, message in (("empty", "empty already holds files, which are never replaced; choose another --output"),
+    for output, message in (("empty", "empty already holds files, which are never replaced; delete the folder, or"),
                             ("empty/inner", "inner would lie in a corpus")):
         with pytest.raises(UserError, match=message):
             quietly(tmp_path / "a.txt", tmp_path / output)
