@@ -83,13 +83,9 @@ class Curve:
 
 
 def read(run: Path) -> Curve:
-    """Return the curve of a run. `run` is its folder or its metrics.jsonl. Raises UserError if it holds no step."""
+    """Return the curve of a run, given its folder or its metrics.jsonl. Raises UserError or OSError."""
     curve = Curve(run / "metrics.jsonl" if run.is_dir() else run)
-    try:
-        curve.read_on()
-    except OSError as error:
-        raise UserError(f"{curve.path} can't be read ({error.strerror}); give a run's folder, or its metrics.jsonl"
-                        ) from None
+    curve.read_on()
     require(any(steps for steps, _ in curve.points.values()),
             f"{curve.path} holds no step yet; wait for the first step")
     return curve

@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from nanodomino.errors import UserError, require
+from nanodomino.errors import require
 from nanodomino.files import check_outside_ours, is_device, open_regular_file, write_file
 
 WIDTH = 1000             # pixels of a picture
@@ -76,11 +76,8 @@ def check_output(path: Path):
 
 
 def write_output(path: Path, picture: str):
-    """Write the picture to --output and say so. Raises UserError if the file can't be written."""
-    try:
-        check_output(path)
-        write_file(path, picture.encode())
-    except OSError as error:
-        raise UserError(f"{path} can't be written ({error.strerror}); choose another file") from None
+    """Write the picture to --output and say so. Raises UserError or OSError if the file can't be written."""
+    check_output(path)
+    write_file(path, picture.encode())
     if not is_device(path):                                    # /dev/stdout receives nothing but the picture
         print(f"drawn in {path}")
