@@ -174,7 +174,7 @@ class IdealTrace(Trace):
 
     def watch(self, kind, work, **args):
         if self.recording:
-            self.events.append(Event(kind, self.mark(), [int(1e9 * self.wire.last_done)], args))
+            self.events.append(Event(kind, self.mark(), int(1e9 * self.wire.last_done), args))
 
 
 def start_ideal_world(ranks: int, clock=time.thread_time) -> Wire:
