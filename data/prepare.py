@@ -84,7 +84,7 @@ def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), progress=True,
             "sha256": {split: file_sha256(path) for split, path in paths.items()},
             "sample_sha256": {split: sample_sha256(path) for split, path in paths.items()}}
         if text_tokenizer.name == "huggingface":
-            meta |= dict(tokenizer_file="tokenizer.json", special_tokens=special_tokens, begin_of_text=begin_of_text)
+            meta |= dict(special_tokens=special_tokens, begin_of_text=begin_of_text)
         for name, path in text_tokenizer.files.items():         # copies, because the originals may move
             write_file(folder / name, read_file(path))
         write_file(folder / "meta.json", (json.dumps(meta, indent=2) + "\n").encode())

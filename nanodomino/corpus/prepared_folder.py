@@ -44,10 +44,15 @@ class Corpus:
     bytes: dict[str, int] | None = None         # {split: bytes of text}
 
     @property
+    def tokenizer_source(self) -> str | Path:
+        """The name of the tokenizer, or the corpus' copy of a Hugging Face tokenizer."""
+        return self.path / "tokenizer.json" if self.tokenizer_name == "huggingface" else self.tokenizer_name
+
+    @property
     def tokenizer_id(self) -> str:
         """The tokenizer's name, such as "byte-257". Two corpora whose tokenizers differ have different names."""
-        path, name = self.path / (self.meta.get("tokenizer_file") or ""), f"{self.tokenizer_name}-{self.vocab_size}"
-        return f"{name}-{file_sha256(path)[:8]}" if path.is_file() else name
+        source, name = self.tokenizer_source, f"{self.tokenizer_name}-{self.vocab_size}"
+        return f"{name}-{file_sha256(source)[:8]}" if isinstance(source, Path) else name
 
     def bits_per_byte(self, split: str, loss: float, eod_mask_loss=False) -> float | None:
         """Convert a mean loss, in nats per token, to bits per byte of the split's text; None if it has no text.
@@ -63,9 +68,7 @@ class Corpus:
     def tokenizer(self, special_tokens=False, begin_of_text=False) -> Tokenizer:
         """Build the tokenizer that encoded this corpus. Raises UserError. special_tokens and begin_of_text: turn these
         options on even if the corpus was encoded without them."""
-        name = self.meta.get("tokenizer_file")
-        check(not name or (self.path / name).is_file(), f"meta.json names {name}, which is missing in {self.path}")
-        tokenizer = build_tokenizer(self.path / name if name else self.tokenizer_name,
+        tokenizer = build_tokenizer(self.tokenizer_source,
                                     special_tokens or self.meta.get("special_tokens") is True,
                                     begin_of_text or self.meta.get("begin_of_text") is True)
         check(tokenizer.vocab_size == self.vocab_size,
@@ -118,9 +121,8 @@ def load_corpus(folder) -> Corpus:
     path = folder / "meta.json"
     require(not folder.is_file(), f"{folder} is a file, not a data folder; prepare it with "
             f"data/prepare.py --input {folder} --output {folder}-tokens")
-    require(folder.is_dir(), f"there is no data folder {folder}; make one with data/prepare.py --output {folder}")
-    require(path.is_file(), f"{folder} is not a folder made by data/prepare.py, since it has no meta.json; give another"
-            " folder, or make one with data/prepare.py")
+    require(path.is_file(), f"there is no data folder {folder} with a meta.json; give another folder, or make one with "
+            f"data/prepare.py --output {folder}")
     try:
         meta = json.loads(read_file(path))
         check(meta.get("format") == FORMAT,
@@ -133,19 +135,12 @@ def load_corpus(folder) -> Corpus:
             unigram_entropy=float(meta["unigram_entropy"]), bigram_entropy=float(meta["bigram_entropy"]), meta=meta,
             **sizes)
         samples = {split: meta["sample_sha256"][split] for split in SPLITS}
+        if not (corpus.tokenizer_name in (*TOKENIZERS, "huggingface")
+                and 0 <= corpus.end_of_text < corpus.vocab_size <= 256 ** corpus.dtype.itemsize
+                and math.isfinite(corpus.unigram_entropy + corpus.bigram_entropy)):
+            raise ValueError("its tokenizer, vocab_size, end_of_text or entropies are impossible")
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); prepare the text again") from error
-    name, largest = meta.get("tokenizer_file"), 256 ** corpus.dtype.itemsize
-    known = (*TOKENIZERS, "huggingface") if name else TOKENIZERS
-    check(corpus.tokenizer_name in known, f"{path} names the tokenizer '{corpus.tokenizer_name}', but this version "
-          f"reads {', '.join(known)}")
-    check(name is None or isinstance(name, str) and name == Path(name).name and name not in ("", ".."),
-          f"{path} gives '{str(name)[:80]}' as tokenizer_file, which must be the name of a file beside it")
-    check(math.isfinite(corpus.unigram_entropy) and math.isfinite(corpus.bigram_entropy),
-          f"{path} gives entropies of {corpus.unigram_entropy} and {corpus.bigram_entropy}, which must be finite")
-    check(0 <= corpus.end_of_text < corpus.vocab_size <= largest,
-          f"{path} must have 0 <= end_of_text < vocab_size <= {largest}, but has end_of_text {corpus.end_of_text} and "
-          f"vocab_size {corpus.vocab_size}")
     for split, tokens in corpus.tokens.items():
         path, expected = folder / f"{split}.bin", tokens * corpus.dtype.itemsize
         check(path.is_file(), f"{path} is missing")

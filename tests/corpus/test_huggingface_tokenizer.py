@@ -267,8 +267,7 @@ def test_a_data_folder_reads_its_tokens_after_the_tokenizer_has_moved(tmp_path, 
     corpus = load_corpus(out)
     ids, tokenizer = np.fromfile(out / "train.bin", corpus.dtype).tolist(), corpus.tokenizer()
     assert tokenizer.decode(ids) == text + end and ids.count(package(families[family]).token_to_id(end)) == 1
-    assert (meta["tokenizer"], meta["tokenizer_file"]) == ("huggingface", "tokenizer.json")
-    assert ids[-1] == tokenizer.end_of_text == corpus.end_of_text == meta["end_of_text"]
+    assert meta["tokenizer"] == "huggingface" and ids[-1] == tokenizer.end_of_text == corpus.end_of_text
     files = [name for name in FILES if (out / name).exists()]
     assert files == [name for name in FILES if (families[family] / name).exists() or name == FILES[2]]
     prepare(tmp_path / "a.txt", tmp_path / "again", out / "tokenizer.json", split=(1, 0, 0), progress=False)
@@ -386,10 +385,3 @@ def test_missing_and_broken_files_are_named_in_one_sentence(tmp_path, families, 
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UserError, match="needs the package tokenizers, .*; pip install -r requirements-extra.txt"):
         build_tokenizer(tmp_path / "end")
-
-
-def test_a_corpus_whose_tokenizer_is_gone_is_refused(tmp_path, families):
-    prepare(write(tmp_path / "a.txt", "text"), tmp_path / "out", families["gpt2"], split=(1, 0, 0), progress=False)
-    (tmp_path / "out/tokenizer.json").unlink()
-    with pytest.raises(UserError, match="meta.json names tokenizer.json, which is missing in .*out; prepare the text"):
-        load_corpus(tmp_path / "out").tokenizer()

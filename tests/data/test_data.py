@@ -286,7 +286,7 @@ def test_meta_says_what_is_there(corpus):
 def test_two_tokenizers_of_the_same_size_have_different_names(tmp_path, corpus):
     """plot uses the name to tell whether losses per token can be compared."""
     path, names = Path(shutil.copytree(corpus.path, tmp_path / "copy")) / "meta.json", []
-    path.write_text(json.dumps(corpus.meta | dict(tokenizer="huggingface", tokenizer_file="tokenizer.json")))
+    path.write_text(json.dumps(corpus.meta | dict(tokenizer="huggingface")))
     for content in ("{}", "[]"):
         path.with_name("tokenizer.json").write_text(content)
         names.append(load_corpus(path.parent).tokenizer_id)
