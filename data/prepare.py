@@ -95,15 +95,13 @@ def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), progress=True,
 def new_folder(output: Path) -> Iterator[Path]:
     """Yield a hidden folder next to `output`, and rename it to `output` at the end.
 
-    Renaming is atomic, so a reader never sees half a corpus. It fails if `output` holds files: nothing is replaced. Of
-    several processes that prepare the same output, the first to finish wins. A process that is killed leaves its hidden
-    folder, which a user can delete.
+    Renaming is atomic, so a reader never sees half a corpus. It fails if `output` holds files by then: nothing is
+    replaced, and of several processes that prepare the same output, the first to finish wins. A process that is killed
+    leaves its hidden folder, which a user can delete.
     """
-    require(output.is_dir() or not output.exists(),
-            f"the output {output} is a file, but must be a folder; choose another --output")
     check_outside_ours(output)
-    require(not output.exists() or not any(output.iterdir()), f"the output {output} already holds files, which are "
-            "never replaced; delete the folder, or choose another --output")
+    require(not output.exists() or output.is_dir() and not any(output.iterdir()),
+            f"the output {output} already exists, and nothing is replaced; delete it, or choose another --output")
     output.parent.mkdir(parents=True, exist_ok=True)
     folder = output.parent / f".{output.name}.{uuid.uuid4().hex}"
     folder.mkdir()

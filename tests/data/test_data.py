@@ -307,7 +307,7 @@ def test_nothing_is_replaced(tmp_path):
     (tmp_path / "a.txt").write_text("some text")
     (tmp_path / "empty").mkdir()
     first = quietly(tmp_path / "a.txt", tmp_path / "empty")
-    for output, message in (("empty", "empty already holds files, which are never replaced; delete the folder, or"),
+    for output, message in (("empty", "empty already exists, and nothing is replaced; delete it, or choose another"),
                             ("empty/inner", "inner would lie in a corpus")):
         with pytest.raises(UserError, match=message):
             quietly(tmp_path / "a.txt", tmp_path / output)
@@ -334,7 +334,7 @@ def test_of_two_processes_the_first_to_finish_makes_the_corpus(tmp_path, monkeyp
     assert prepare_default_corpus(out, progress=False)["source"] == "the other"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "out"]
     (out / "meta.json").unlink()
-    with pytest.raises(UserError, match="out already holds files"):
+    with pytest.raises(UserError, match="out already exists, and nothing is replaced"):
         prepare_default_corpus(out, progress=False)
 
 
