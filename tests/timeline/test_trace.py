@@ -299,7 +299,8 @@ def test_totals_to_the_nanosecond():
 
 
 def test_waiting_for_a_late_rank_is_not_hidden_communication():
-    """Half a backward is work, too. Rank 0 launches an all-reduce at 10 and computes until 45; rank 1 joins at 30 and computes on; it ends at 50."""
+    """Rank 0 launches an all-reduce at 10 and computes until 45; rank 1 joins at 30 and computes on; it ends at 50.
+    Half a backward is work, too."""
     late = Recording("late", ["tp 0", "tp 1"], [
         [Event("step", 0, 60, {"step": 1}), Event("input_backward", 0, 52, {"microbatch": 0}),
          Event("all_reduce", joins, 50, {"group": "tp", "bytes": 8}), Event("wait", computes, 52, {"group": "tp"})]
