@@ -31,7 +31,8 @@ With `recording` off, each call costs one comparison. The timeline package draws
 
 import sys
 import time
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -43,16 +44,24 @@ LETTERS = {"forward": "F", "backward": "B", "input_backward": "I", "weight_backw
 
 @dataclass(slots=True)
 class Event:
-    """A span, a moment or a watched collective.
+    """A span, which is its own context manager, a moment or a watched collective.
 
     begin, end: times in nanoseconds, set by take(). Before that, they are values of mark(); the end of what has not
         ended yet is 0.
     args: slice, site, microbatch, bytes ...
+    mark: the mark() of the Trace, for the end of a span
     """
     kind: str
     begin: int
     end: int
     args: dict
+    mark: Callable | None = None
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, *error):
+        self.end = self.mark()
 
 
 class Trace:
@@ -74,16 +83,10 @@ class Trace:
 
     def span(self, kind, **args):
         """Return a context manager that records how long its block takes."""
-        return self.recorded_span(kind, args) if self.recording else self.nothing
-
-    @contextmanager
-    def recorded_span(self, kind, args: dict):
-        event = Event(kind, self.mark(), 0, args)
-        self.events.append(event)
-        try:
-            yield
-        finally:
-            event.end = self.mark()
+        if not self.recording:
+            return self.nothing
+        self.events.append(Event(kind, self.mark(), 0, args, self.mark))
+        return self.events[-1]
 
     def moment(self, kind, **args):
         if self.recording:
