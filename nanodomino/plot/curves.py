@@ -180,7 +180,8 @@ def picture(curves: list[Curve]) -> str:
                                      (rate, "lr", STRONG, 0), (loss, "valid_loss", DASHED, 0)]:
         for curve, colour in zip(curves, COLOURS):
             x, y = curve.arrays(name)
-            panel.draw(*thinned(across(x), mean_around(y, width), max(1, 0.6 * len(curves))), colour, look)
+            panel.draw(*thinned(across(x), mean_around(y, width), max(1, 0.6 * len(curves))), colour,
+                       look if len(x) > 1 else DOT)
 
     body, y = [], rate.bottom + 15
     for step in ticks(first, last, scale, 80, least=1):
@@ -200,8 +201,9 @@ def picture(curves: list[Curve]) -> str:
         y += LINE
         body.append(text(8, y, "the tokenizers of these runs differ: compare bits per byte, not losses per token"))
     y += LINE
-    body.append(text(8, y, (f"pale: each step; strong: mean over {2 * reach + 1} steps, centred; " if reach else "")
-                     + "dashed: validation; dot: test; marks on the axis: skipped steps", "small pale"))
+    means = f"pale: each step; strong: mean over {2 * reach + 1} steps, centred; " if reach else ""
+    body.append(text(8, y, f"{means}dashed: validation; dot: test, or the only value; marks on the axis: skipped steps",
+                     "small pale"))
     return frame(WIDTH, y + 10, body + loss.svg + norm.svg + rate.svg)
 
 
