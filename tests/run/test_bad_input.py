@@ -32,7 +32,6 @@ import data.prepare
 import nanodomino.checkpoint.__main__
 import nanodomino.generate.__main__
 import nanodomino.plot.__main__
-import nanodomino.timeline.__main__
 import train
 from nanodomino.checkpoint.manifest import file_digest, manifest_text
 from nanodomino.comm.world import LaunchInfo, read_launch_environment
@@ -50,7 +49,7 @@ META, MANIFEST, INDEX, SHARD = "data/meta.json", *(f"{STEP}/{name}" for name in 
     "manifest.json", "index.json", "rank-00000.bin"))
 COMMANDS = {"train.py": train.main, "nanodomino.generate": nanodomino.generate.__main__.main,
             "nanodomino.checkpoint": nanodomino.checkpoint.__main__.main, "data/prepare.py": data.prepare.main,
-            "nanodomino.plot": nanodomino.plot.__main__.main, "nanodomino.timeline": nanodomino.timeline.__main__.main}
+            "nanodomino.plot": nanodomino.plot.__main__.main}
 
 
 def leave(folder: Path):
@@ -164,18 +163,15 @@ TABLE += [Bad(flags, says, command="nanodomino.checkpoint", processes=(1,)) for 
 
 TABLE += [Bad(flags, says, command="data/prepare.py", processes=(1,)) for flags, *says in [
     ("--input none*.txt --output out", "no file or folder matches the input none*.txt", "check the path"),
-    ("--input data --output data/meta.json", "meta.json is a file", "choose another --output"),
-    ("--input data --output /proc/out", "cannot prepare /proc/out", "choose another --input or --output"),
+    ("--input data --output data/meta.json", "meta.json would lie in a corpus (", "choose another folder"),
+    ("--input data --output /proc/out", "/proc/.out", "No such file or directory", "choose another file or folder"),
+    ("--input data --output run", "run already exists, and nothing is replaced", "delete it, or choose another"),
     ("--input data --output out --split 1,nan,1", "--split must be three numbers", "but is 1,nan,1"),
     ("--input data --output out --split 1e308,1e308,1e308", "--split must be three numbers"),      # the sum is infinite
-    ("--input data --output out --tokenizer word", "unknown tokenizer 'word'", "try one of byte, gpt2"),
-    ("--input data/meta.json --output data --overwrite", "the input", "lies in the output", "choose another --output"),
-    ("--verify data --input data", "--verify only checks a folder, so --input has no effect", "leave out --verify or"),
-    ("--verify run", "run is not a folder made by data/prepare.py", "give another folder")]]
+    ("--input data --output out --tokenizer word", "unknown tokenizer 'word'", "try one of byte, gpt2")]]
 
-TABLE += [Bad(flags, [says, HELP], command=f"nanodomino.{name}", processes=(1,)) for name, flags, says in [
-    ("plot", "run --outputs x.svg", "unrecognized arguments: --outputs x.svg"),
-    ("timeline", "x.json", "the following arguments are required: --output")]]
+TABLE += [Bad("run --outputs x.svg", ["unrecognized arguments: --outputs x.svg", HELP], command="nanodomino.plot",
+              processes=(1,))]
 
 
 # ---- files
@@ -246,18 +242,16 @@ TABLE += [Bad("--sample-tokens 5", says, damage, f"with {what}") for what, damag
     ("no data folder", remove("data"), "there is no data folder data", "make one with data/prepare.py --output data"),
     ("a file for a folder", write("data", b"text"), "data is a file, not a data folder",
      "data/prepare.py --input data"),
-    ("no meta.json", remove(META), "data is not a folder made by data/prepare.py", "give another folder"),
+    ("no meta.json", remove(META), "there is no data folder data with a meta.json", "give another folder"),
     ("half a meta.json", cut(META, 99), "data/meta.json is damaged", PREPARE_AGAIN),
     ("an endless meta.json", write(META, 100_000 * b"["), "meta.json is damaged", PREPARE_AGAIN),
     ("another program's data", change_meta(format="megatron"), "meta.json is of format 'megatron'", PREPARE_AGAIN),
     ("no end-of-text", change_meta(end_of_text=None), "meta.json is damaged (KeyError: 'end_of_text')", PREPARE_AGAIN),
-    ("an unknown tokenizer", change_meta(tokenizer="llama"), "tokenizer 'llama'", "byte, gpt2", PREPARE_AGAIN),
+    ("an unknown tokenizer", change_meta(tokenizer="llama"), "meta.json is damaged", PREPARE_AGAIN),
     ("another vocabulary", change_meta(vocab_size=300), "vocabulary of 300", "byte has 257", PREPARE_AGAIN),
-    ("a vocabulary beyond uint16", change_meta(vocab_size=70_000), "vocab_size <= 65536", "vocab_size 70000",
-     PREPARE_AGAIN),
-    ("end-of-text outside", change_meta(end_of_text=257), "end_of_text 257 and vocab_size 257", PREPARE_AGAIN),
-    ("an entropy that is no number", change_meta(unigram_entropy=float("nan")), "entropies of nan", PREPARE_AGAIN),
-    ("a file elsewhere", change_meta(tokenizer_file="../tokenizer.json"), "as tokenizer_file", PREPARE_AGAIN),
+    ("a vocabulary beyond uint16", change_meta(vocab_size=70_000), "meta.json is damaged", PREPARE_AGAIN),
+    ("end-of-text outside", change_meta(end_of_text=257), "end_of_text or entropies are impossible", PREPARE_AGAIN),
+    ("an entropy that is no number", change_meta(unigram_entropy=float("nan")), "meta.json is damaged", PREPARE_AGAIN),
     ("a negative count", change_meta(tokens=dict(train=-1, valid=9, test=9)), "should hold -1 tokens", PREPARE_AGAIN),
     ("no valid.bin", remove("data/valid.bin"), "data/valid.bin is missing", PREPARE_AGAIN),
     ("half a token too few", cut("data/train.bin", -1), "tokens in 22894 bytes, but has 22893", PREPARE_AGAIN),
