@@ -308,6 +308,19 @@ def masks_of(config: Config, step: int):
     return dropout_masks(config.seed, ids, config.hidden_dropout, config.attention_dropout)
 
 
+def train_plainly(config: Config, weights, data: FixedData, steps: int):
+    """Train the reference model. Returns (a record of each step, final weights)."""
+    betas = {"adamw": (config.adam_beta1, config.adam_beta2),
+             "lion": (config.lion_beta1, config.lion_beta2)}[config.optimizer]
+    rates = [train.learning_rate(step, config) for step in range(1, steps + 1)]
+    batches = [(data.tokens[i], data.labels[i], data.loss_mask[i].double(),
+                None if data.positions is None else data.positions[i],
+                None if data.documents is None else data.documents[i],
+                *(mask[i].double() for mask in data.depth_masks)) for i in range(steps)]
+    return train_reference(sizes_of(config), weights, batches, rates, config.weight_decay, config.clip_grad, betas,
+                           config.adam_eps, [masks_of(config, step) for step in range(steps)], config.optimizer)
+
+
 _references = {}
 
 
@@ -316,32 +329,22 @@ def reference_for(config: Config, steps: int, rigged=()):
 
     Returns (initial weights, data, a record of each step, final weights).
     """
-    sizes = sizes_of(config)
-    key = (sizes, steps, rigged,
+    key = (sizes_of(config), steps, rigged,
            *(getattr(config, name) for name in names_affecting(Config, "model", "optimizer", "run", "losses")))
-    betas = {"adamw": (config.adam_beta1, config.adam_beta2),
-             "lion": (config.lion_beta1, config.lion_beta2)}[config.optimizer]
     if key not in _references:
         weights, data = weights_and_data(config, steps, rigged)
-        rates = [train.learning_rate(step, config) for step in range(1, steps + 1)]
-        batches = [(data.tokens[i], data.labels[i], data.loss_mask[i].double(),
-                    None if data.positions is None else data.positions[i],
-                    None if data.documents is None else data.documents[i],
-                    *(mask[i].double() for mask in data.depth_masks)) for i in range(steps)]
-        records, final = train_reference(sizes, weights, batches, rates, config.weight_decay, config.clip_grad,
-                                         betas, config.adam_eps, [masks_of(config, step) for step in range(steps)],
-                                         config.optimizer)
-        _references[key] = (weights, data, records, final)
+        _references[key] = (weights, data, *train_plainly(config, weights, data, steps))
     return _references[key]
 
 
-def plain_evaluation(config: Config, weights, data: FixedData):
-    """Return the mean loss over the first global batch's tokens that count, computed in one batch instead of as a mean
-    of means."""
+def plain_evaluation(config: Config, weights, data: FixedData, count=1):
+    """Return the mean loss over the tokens that count of the first `count` global batches, computed in one batch
+    instead of as a mean of means."""
     model = ReferenceGPT(sizes_of(config)).double().load_full(weights)
-    tokens, labels, loss_mask = data.tokens[0], data.labels[0], data.loss_mask[0]
-    positions = torch.arange(config.seq_length) if data.positions is None else data.positions[0]
-    documents = None if data.documents is None else data.documents[0]
+    tokens, labels, loss_mask, positions, documents = (
+        None if tensor is None else tensor[:count].flatten(0, 1)
+        for tensor in (data.tokens, data.labels, data.loss_mask, data.positions, data.documents))
+    positions = torch.arange(config.seq_length) if positions is None else positions
     with torch.no_grad():
         return float(masked_loss(model(tokens, positions, documents=documents), labels, loss_mask.double()))
 

@@ -16,10 +16,10 @@ from functools import lru_cache
 from unittest import mock
 
 import torch
-from support.harness import FixedData, Outcome, count_depth_masks, full_tensors, masks_of, sizes_of, tiny, train_rank
-from support.reference import ReferenceGPT, masked_loss, random_weights, train_reference
+from support.harness import (FixedData, Outcome, count_depth_masks, full_tensors, plain_evaluation, sizes_of, tiny,
+                             train_plainly, train_rank)
+from support.reference import random_weights
 
-import train
 from nanodomino import model
 from nanodomino.config.config import Config
 from nanodomino.config.setting import names_affecting
@@ -36,10 +36,9 @@ LONG, END = 40, 10       # steps of the runs in docs/pitfalls.md, whose table sh
 class Pitfall:
     """A bug that can be put back, and how to show it."""
     number: int
-    title: str
-    lesson: str                  # what goes wrong, and why
-    guard: str                   # what in the code prevents it: file and function
-    bug: object                  # bug(config) -> patches [(object, name, replacement)]
+    title: str                   # also its heading in docs/pitfalls.md
+    bug: object                  # wrong(right, config, *arguments) if there is a place; else bug(config) -> patches
+    place: tuple                 # (object, name) of the right function, or ()
     world_size: int
     options: dict                # for tiny()
     runner: object               # runner(config, weights, data, steps) -> Outcome, on each rank
@@ -47,7 +46,6 @@ class Pitfall:
     conditions: object           # patches for the right run too, such as late collectives or an infinite gradient
     straight: bool               # compare with the same run without an interruption, not with the plain model
     check: object                # check(pool) replaces the comparison where the training's numbers don't show the bug
-    shown: str                   # how the bug shows then
 
     @property
     def config(self):
@@ -55,23 +53,31 @@ class Pitfall:
         return tiny(self.world_size, **dict(train_iters=LONG, eval_iters=10, lr=2e-2, lr_warmup_fraction=0.05)
                     | self.options)
 
+    def patches(self, config):
+        return [instead(*self.place, self.bug, config)] if self.place else self.bug(config)
+
 
 TABLE: list[Pitfall] = []
 
 
-def nothing(config):
-    return []
-
-
-def pitfall(title, guard, world_size=2, runner=train_rank, drawn=False, conditions=nothing, straight=False, check=None,
-            shown="", **options):
+def pitfall(title, *place, world_size=2, runner=train_rank, drawn=False, conditions=lambda config: [], straight=False,
+            check=None, **options):
     """Enter the decorated bug into the table."""
     def enter(bug):
         if bug.__module__ == "pitfalls":                 # as a script the module is __main__ and imports itself again
-            TABLE.append(Pitfall(len(TABLE) + 1, title, " ".join(bug.__doc__.split()), guard, bug, world_size, options,
-                                 runner, drawn, conditions, straight, check, shown))
+            TABLE.append(Pitfall(len(TABLE) + 1, title, bug, place, world_size, options, runner, drawn, conditions,
+                                 straight, check))
         return bug
     return enter
+
+
+def instead(owner, name, wrong, config):
+    """Return the patch that calls wrong(right, config, *arguments) instead of owner.name, which is `right`."""
+    right = getattr(owner, name)
+
+    def replacement(*arguments, **options):
+        return wrong(right, config, *arguments, **options)
+    return owner, name, replacement
 
 
 # ---- run with a bug
@@ -90,7 +96,7 @@ def call_with_bug(number, wrong, function, *arguments):
     import pitfalls  # noqa: F401    fills the table in this worker
 
     entry = TABLE[number - 1]
-    with replaced(entry.conditions(entry.config)), replaced(entry.bug(entry.config) if wrong else []):
+    with replaced(entry.conditions(entry.config)), replaced(entry.patches(entry.config) if wrong else []):
         return function(*arguments)
 
 
@@ -155,28 +161,14 @@ def plain(entry: Pitfall, steps: int):
     key = (sizes_of(config), entry.drawn, steps, *(getattr(config, name) for name in names_affecting(
         Config, "model", "optimizer", "run", "losses")))
     if key not in _plain:
-        _plain[key] = train_plain(config, entry.drawn, steps)
+        weights = drawn_weights(config) if entry.drawn else random_weights(sizes_of(config), seed=3)
+        data = text(config.vocab_size, config.global_batch_size, config.seq_length, steps, config.mtp_num_layers)
+        records, final = train_plainly(config, weights, data, steps)
+        side = Side([record.loss for record in records], [record.gradient_norm for record in records],
+                    [record.gradients for record in records], final,
+                    plain_evaluation(config, final, data, min(config.eval_iters, steps)))
+        _plain[key] = weights, data, side
     return _plain[key]
-
-
-def train_plain(config, drawn: bool, steps: int):
-    sizes = sizes_of(config)
-    data = text(config.vocab_size, config.global_batch_size, config.seq_length, steps, config.mtp_num_layers)
-    weights = drawn_weights(config) if drawn else random_weights(sizes, seed=3)
-    rates = [train.learning_rate(step, config) for step in range(1, steps + 1)]
-    batches = [(data.tokens[i], data.labels[i], data.loss_mask[i].double(), None, None,
-                *(mask[i].double() for mask in data.depth_masks)) for i in range(steps)]
-    records, final = train_reference(sizes, weights, batches, rates, config.weight_decay, config.clip_grad,
-                                     (config.adam_beta1, config.adam_beta2),
-                                     config.adam_eps, masks=[masks_of(config, step) for step in range(steps)])
-    count = min(config.eval_iters, steps)
-    reference = ReferenceGPT(sizes).double().load_full(final)
-    with torch.no_grad():
-        tokens, labels, mask = (tensor[:count].flatten(0, 1) for tensor in (data.tokens, data.labels, data.loss_mask))
-        evaluation = float(masked_loss(reference(tokens, torch.arange(config.seq_length)), labels, mask.double()))
-    side = Side([record.loss for record in records], [record.gradient_norm for record in records],
-                [record.gradients for record in records], final, evaluation)
-    return weights, data, side
 
 
 def drawn_weights(config):
