@@ -31,7 +31,7 @@ Proof. Suppose that some messages are never delivered, and that M, sent at time 
 Hence M is delivered: a contradiction.
 
 docs/pipeline-messages.md covers four special cases: a pair that sends its gradient early, receives that occupy the GPU,
-ZeRO-2, and the first message between two ranks. A test imposes NCCL's rules on gloo and runs every schedule.
+ZeRO-2, and the first message between two ranks. A test runs every schedule under NCCL's rules.
 
 gloo itself has no such rules. So on CPUs a stage posts its receives one action earlier, and the input of the next
 forward is in flight while the stage runs a backward.

@@ -8,8 +8,10 @@ import gc
 import pytest
 import torch
 
-from support.fork_server import ForkServer
-from support.pool import Pool
+pytest.register_assert_rewrite("support")       # before it is imported, so that its assertions print their numbers
+
+from support.fork_server import ForkServer      # noqa: E402
+from support.pool import Pool                   # noqa: E402
 
 gc.disable()                    # until all tests are collected: what is imported stays
 torch.set_num_threads(1)        # more threads would only compete: there are more processes than cores

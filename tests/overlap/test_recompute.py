@@ -7,13 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.fake_world import fake_world, only_views, operands, tensors, writes
+from support.fake_world import fake_world
 from support.harness import build, random_data, tiny, train_rank, weights_and_data
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from nanodomino.comm.trace import Trace
 from nanodomino.dry_run.rank import dry_run
+from nanodomino.dry_run.shapes import arguments_of, flatten, is_view
 from nanodomino.layers.dropout_and_positions import MasksAndPositions
 from nanodomino.layers.sublayer_inside import LinearPair
 from nanodomino.overlap.recompute import GRANULARITIES, TapePolicy
@@ -194,9 +195,10 @@ class Gpu(TorchDispatchMode):
             result.fill_(torch.nan)
         if pin:
             self.pinned[result.untyped_storage()._cdata] = result.untyped_storage()
-        changed = [] if only_views(function) else tensors(result)
-        changed += [tensor for tensor, argument in operands(function, args, kwargs) if writes(argument)]
-        self.written |= {tensor.untyped_storage()._cdata: self.clock for tensor in changed}
+        names, written, _ = arguments_of(function)
+        given = dict(zip(names, args)) | kwargs
+        changed = [given[name] for name in written] + [result] * (not is_view(function))
+        self.written |= {tensor.untyped_storage()._cdata: self.clock for tensor in flatten(changed)}
         return result
 
     def copy(self, target, source, non_blocking=False):

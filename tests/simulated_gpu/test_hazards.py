@@ -13,13 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.fake_cuda import run_under
-from support.fake_world import only_views
 from support.harness import tiny
 
 import train
 from nanodomino.dry_run.accounts import KIND_OF_TAG, Accounts, Launch, Streams, Wait, arguments_of
 from nanodomino.dry_run.rank import META, world_of
-from nanodomino.dry_run.shapes import flatten
+from nanodomino.dry_run.shapes import flatten, is_view
 from nanodomino.overlap.flight import result_of
 from nanodomino.overlap.slice_ops import SliceOps
 from nanodomino.pipeline import P2PCommunicator
@@ -44,7 +43,8 @@ class InFlight(Accounts):
             if isinstance(event, Wait):
                 self.in_flight.pop(event.number, None)
         given, before = dict(zip(arguments_of(function)[0], args)) | (kwargs or {}), len(self.events)
-        if function.namespace == "aten" and not only_views(function):
+        only_views = is_view(function) or function is torch.ops.aten._unsafe_view.default
+        if function.namespace == "aten" and not only_views:
             busy = {storage._cdata: (kind, how) for passing in (SENT, RECEIVED) for used in self.in_flight.values()
                     for kind, storage, how in used if how == passing}
             for name, value in given.items():

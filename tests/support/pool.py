@@ -16,11 +16,12 @@ them, and every call gives some of them a *fresh* process group:
 Why a release? A rank that leaves its group closes its sockets, and a neighbour that still reads from them would see an
 error that no real run has. So all ranks stay until the last one is done. If a rank fails, closed sockets are the
 quickest way to wake the others out of their collectives, so then all ranks are released at once. A rank that is not
-back GRACE seconds later is stuck; the pool kills its workers and starts new ones at the next call.
+back GRACE seconds later is stuck; the pool kills its workers and starts new ones at the next call. A collective that
+takes longer than the call's time-out raises an error in its rank; a rank that is stuck elsewhere prints its stack.
 
 What a test can rely on:
-- `function` is found by its module and name, so it must stand at the top level of a module. Arguments and results are
-  pickled. Tensors are sent as bytes (shared memory would need a file descriptor for each), arrive on the CPU, and have
+- `function`, arguments and results are pickled, so `function` must stand at the top level of a module. Tensors are sent
+  as bytes (shared memory would need a file descriptor for each), arrive on the CPU, and have
   no autograd graph.
 - Each worker has one torch thread. Random seeds differ between ranks but not between runs, so code that relies on equal
   seeds without setting them fails.
@@ -29,9 +30,7 @@ What a test can rely on:
 """
 
 import faulthandler
-import functools
 import gc
-import importlib
 import io
 import math
 import multiprocessing.connection
@@ -39,12 +38,10 @@ import os
 import pickle
 import signal
 import sys
-import tempfile
 import time
 import traceback
-from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -56,45 +53,26 @@ LEAVE_TIMEOUT = 10.0  # seconds to leave a group
 
 
 class WorkerError(RuntimeError):
-    """A rank raised, or its process died. `rank` is the first to fail; `failed` and `unfinished` list ranks."""
-
-    def __init__(self, message, rank=None, failed=(), unfinished=()):
-        super().__init__(message)
-        self.rank, self.failed, self.unfinished = rank, tuple(failed), tuple(unfinished)
+    """A rank raised, its process died, or it did not return in time. The message shows the first failure in full."""
 
 
-class WorkerTimeout(WorkerError):
-    """No rank failed, but the `unfinished` ranks did not return in time. The message shows their stacks."""
-
-
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """What to run, and in which world. `number` separates this call's keys in the store from other calls'."""
-
-    module: str
-    qualified_name: str
-    packed_arguments: bytes
+    packed: bytes            # (function, arguments)
     world_size: int
     timeout: float
     number: int
 
 
-@dataclass(frozen=True)
-class Result:
-    packed: bytes
-
-
-@dataclass(frozen=True)
-class Failure:
-    moment: float  # time.monotonic(), one clock for all processes of a machine
+class Failure(NamedTuple):
+    moment: float            # time.monotonic(), one clock for all processes of a machine
     text: str
 
 
 RELEASE, FREE = "release", "free"
 
 
-# --------------------------------------------------------------------------------------------- what is sent
-
+# ---- what is sent
 
 class TensorPickler(pickle.Pickler):
     """Pickles a tensor as elements, dtype and shape, so that a view takes its own bytes only, not its storage's."""
@@ -118,14 +96,11 @@ def pack(value):
     return buffer.getvalue()
 
 
-# --------------------------------------------------------------------------------------------- in a worker
+# ---- in a worker
 
-
-def worker_main(rank, connection, store_port, stack_path):
+def worker_main(rank, connection, store_port):
     """Answer calls until the test session closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the session handles Ctrl-C and closes the pool
-    stack_file = open(stack_path, "w")
-    faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
     # Without an interface gloo resolves the host's own name, which fails on some machines.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
@@ -154,12 +129,14 @@ def restore_defaults(rank):
 def answer(call, rank, connection, store):
     """Run a call in a fresh group, send its outcome, and leave the group when the session releases all ranks."""
     environment = dict(os.environ)
+    faulthandler.dump_traceback_later(call.timeout + 1, file=sys.__stderr__)
     try:
-        outcome = Result(run_in_group(call, rank, store))
+        outcome = run_in_group(call, rank, store)
     except BaseException as error:  # SystemExit too: the worker must survive it
         frames = error.__traceback__.tb_next  # without this function's own frame
         outcome = Failure(time.monotonic(), "".join(traceback.format_exception(type(error), error, frames)))
         del error, frames
+    faulthandler.cancel_dump_traceback_later()
     connection.send(outcome)
     assert connection.recv() == RELEASE
     if dist.is_initialized():
@@ -173,20 +150,13 @@ def answer(call, rank, connection, store):
 def run_in_group(call, rank, store):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(call.world_size), LOCAL_WORLD_SIZE=str(call.world_size))
-    function = functools.reduce(getattr, call.qualified_name.split("."), importlib.import_module(call.module))
-    arguments = pickle.loads(call.packed_arguments)
-    dist.init_process_group(
-        "gloo",
-        store=dist.PrefixStore(f"call-{call.number}", store),
-        rank=rank,
-        world_size=call.world_size,
-        timeout=timedelta(seconds=call.timeout + 60),  # the session's own limit comes first and its message says more
-    )
+    function, arguments = pickle.loads(call.packed)
+    dist.init_process_group("gloo", store=dist.PrefixStore(f"call-{call.number}", store), rank=rank,
+                            world_size=call.world_size, timeout=timedelta(seconds=call.timeout))
     return pack(function(*arguments))
 
 
-# --------------------------------------------------------------------------------------------- in the session
-
+# ---- in the session
 
 class Pool:
     """`size` workers, started by the first `run`, and again by the first `run` after they had to be killed."""
@@ -201,31 +171,23 @@ class Pool:
         """Call function(*args) on ranks 0 to world_size - 1 of a fresh gloo group. Returns the results by rank.
 
         `timeout`: seconds for the call, not counting the start of the workers.
-        Raises WorkerError if a rank raises or dies, WorkerTimeout if one is not back in time, ValueError for a call
-        that can't be made.
+        Raises WorkerError if a rank raises, dies or is not back in time.
         """
-        if not 1 <= world_size <= self.size:
-            raise ValueError(f"world_size {world_size} must lie between 1 and the pool's {self.size} workers")
-        if "<" in function.__qualname__ or function.__module__ == "__main__":
-            raise ValueError(f"{function.__qualname__} must stand at the top level of a module: workers find it by "
-                             f"name")
-        ranks = range(world_size)
-        arguments = pack(args)
+        ranks, packed = range(world_size), pack((function, args))
         self.start()
         self.calls += 1
-        call = Call(function.__module__, function.__qualname__, arguments, world_size, timeout, self.calls)
+        call = Call(packed, world_size, timeout, self.calls)
         try:
             for rank in ranks:
                 self.send(rank, call)
-            outcomes = self.gather_outcomes(ranks, timeout)
-            stacks = self.read_stacks([rank for rank in ranks if rank not in outcomes])
+            outcomes = self.gather_outcomes(ranks, timeout + GRACE)
             if len(outcomes) < world_size or not self.wait_until_free(ranks, LEAVE_TIMEOUT):
                 self.close()
         except BaseException:  # such as KeyboardInterrupt: the workers are in an unknown state
             self.close()
             raise
-        raise_failures(call, outcomes, stacks)
-        return [pickle.loads(outcomes[rank].packed) for rank in ranks]
+        raise_failures(f"{function.__module__}.{function.__qualname__}", world_size, outcomes)
+        return [pickle.loads(outcomes[rank]) for rank in ranks]
 
     def start(self):
         """Start all workers unless they run already. They inherit sys.path, so they find the tests' modules."""
@@ -233,12 +195,10 @@ class Pool:
             return
         context = context_with_imports()        # forks take a tenth of the time of eight imports
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.stack_directory = tempfile.TemporaryDirectory(prefix="test-pool-")
         try:
             for rank in range(self.size):
                 ours, theirs = context.Pipe()
-                arguments = (rank, theirs, self.store.port, self.stack_path(rank))
-                process = context.Process(target=worker_main, args=arguments, name=f"worker-{rank}", daemon=True)
+                process = context.Process(target=worker_main, args=(rank, theirs, self.store.port), daemon=True)
                 process.start()
                 theirs.close()  # so that a worker's death closes the pipe
                 self.processes.append(process)
@@ -257,31 +217,23 @@ class Pool:
             process.kill()
         for process in self.processes:
             process.join()
-        if self.processes:
-            self.stack_directory.cleanup()
-            self.store = None
-        self.processes, self.connections = [], []
+        self.processes, self.connections, self.store = [], [], None
 
     def gather_outcomes(self, ranks, timeout):
-        """Return outcomes by rank: all of them, or what arrived before the time-out or GRACE after a failure."""
-        outcomes, released = {}, False
-        deadline = time.monotonic() + timeout
+        """Return outcomes by rank: all of them, or what arrived before the time-out or GRACE after a failure. Release
+        all ranks after a failure, or when all are done."""
+        outcomes, released, deadline = {}, False, time.monotonic() + timeout
         while len(outcomes) < len(ranks):
             arrived = self.receive([rank for rank in ranks if rank not in outcomes], deadline)
             if not arrived:
                 break
             outcomes.update(arrived)
-            if not released and any(isinstance(outcome, Failure) for outcome in arrived.values()):
-                self.release(ranks)
-                released = True
-                deadline = min(deadline, time.monotonic() + GRACE)
-        if not released and len(outcomes) == len(ranks):
-            self.release(ranks)
+            failed = any(isinstance(outcome, Failure) for outcome in arrived.values())
+            if not released and (failed or len(outcomes) == len(ranks)):
+                for rank in ranks:
+                    self.send(rank, RELEASE)
+                released, deadline = True, min(deadline, time.monotonic() + GRACE)
         return outcomes
-
-    def release(self, ranks):
-        for rank in ranks:
-            self.send(rank, RELEASE)
 
     def send(self, rank, message):
         try:
@@ -315,33 +267,14 @@ class Pool:
             busy -= messages.keys()
         return True
 
-    def stack_path(self, rank):
-        return str(Path(self.stack_directory.name) / f"stacks-of-rank-{rank}")
 
-    def read_stacks(self, ranks):
-        """Return the Python stacks of the given ranks. A signal makes each rank write them to a file."""
-        for rank in ranks:
-            os.kill(self.processes[rank].pid, signal.SIGUSR1)
-        deadline = time.monotonic() + 1.0
-        texts = dict.fromkeys(ranks, "")
-        while not all(texts.values()) and time.monotonic() < deadline:
-            time.sleep(0.1)  # long enough to complete a dump that has started
-            texts = {rank: Path(self.stack_path(rank)).read_text() for rank in ranks}
-        return texts
-
-
-def raise_failures(call, outcomes, stacks):
-    """Raises what went wrong in a call, the first failure in full and on top. Returns if nothing did."""
+def raise_failures(name, world_size, outcomes):
+    """Raise what went wrong in a call, the first failure in full and on top. Return if nothing did."""
     failures = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, Failure)}
-    failed = sorted(failures, key=lambda rank: failures[rank].moment)
-    name = f"{call.module}.{call.qualified_name}"
-    if failed:
-        lines = [f"rank {failed[0]} of {call.world_size} failed in {name}\n\n{failures[failed[0]].text}"]
-        lines += [f"rank {rank} failed after it: {failures[rank].text.splitlines()[-1]}" for rank in failed[1:]]
-        lines += [f"rank {rank} had not finished {GRACE:g} s later and was killed" for rank in stacks]
-        raise WorkerError("\n".join(lines), failed[0], failed, stacks)
-    if stacks:
-        numbers = ", ".join(str(rank) for rank in stacks)
-        lines = [f"rank {numbers} of {call.world_size} had not finished {name} after {call.timeout:g} s\n"]
-        lines += [f"rank {rank} stood here:\n{text or 'it did not say'}" for rank, text in stacks.items()]
-        raise WorkerTimeout("\n".join(lines), unfinished=stacks)
+    first, *later = sorted(failures, key=lambda rank: failures[rank].moment) or [None]
+    lines = [f"rank {first} of {world_size} failed in {name}\n\n{failures[first].text}"] if failures else []
+    lines += [f"rank {rank} failed after it: {failures[rank].text.splitlines()[-1]}" for rank in later]
+    lines += [f"rank {rank} of {world_size} had not finished {name} and was killed"
+              for rank in range(world_size) if rank not in outcomes]
+    if lines:
+        raise WorkerError("\n".join(lines))
