@@ -71,7 +71,8 @@ def dtensor_step(config, weights, data):
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     model, mesh = plain_model(config, weights), init_device_mesh("cpu", (config.tp,))
-    for attention, mlp in zip(model.attentions, model.mlps):
+    for layer in model.layers:
+        attention, mlp = layer.attention, layer.mlp
         # As DTensors q, k and v still count all heads, and the attention between them and `dense` runs as it is
         # written.
         heads = {name: ColwiseParallel(use_local_output=False) for name in ("q", "k", "v")}
@@ -146,18 +147,17 @@ class Part(nn.Module):
     def __init__(self, model, stage, stages):
         super().__init__()
         self.model, self.first, self.last = model, stage == 0, stage == stages - 1
-        layers = len(model.mlps)
+        layers = len(model.layers)
         self.own = range(layers * stage // stages, layers * (stage + 1) // stages)     # stage_layers() cuts elsewhere
 
     def forward(self, x):
         model = self.model
         if self.first:
-            x = model.word_embeddings(x) + model.position_embeddings(torch.arange(x.size(1), device=x.device))
+            x = model.embedding.word_embeddings(x) + model.embedding.position_embeddings(torch.arange(x.size(1)))
         for i in self.own:
-            x = x + model.attentions[i](x, no_dropout, torch.arange(x.size(1)).expand(x.shape[:2]), None)
-            x = x + model.mlps[i](x, no_dropout)
+            x = model.layers[i](x, no_dropout, torch.arange(x.size(1)).expand(x.shape[:2]), None)
         if self.last:
-            x = F.linear(model.final_norm(x), model.word_embeddings.weight[:model.sizes.vocab_size])
+            x = F.linear(model.final_norm(x), model.embedding.word_embeddings.weight[:model.sizes.vocab_size])
         return x
 
 
@@ -255,7 +255,7 @@ def train_with_fsdp2(config, weights, data, reshard=True, microbatches=1):
     from torch.distributed.fsdp import fully_shard
 
     model, mesh = plain_model(config, weights), init_device_mesh("cpu", (config.dp,))
-    for module in (*model.attentions, *model.mlps, model):
+    for module in (*(part for layer in model.layers for part in (layer.attention, layer.mlp)), model):
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
     assert all(weight.to_local().size(0) * config.dp == weight.size(0) for weight in model.parameters())
     return train_replica(config, data, model, model, adamw(config, model), microbatches)

@@ -14,7 +14,6 @@ from support.harness import FAMILIES, build, random_data, tiny
 
 import train
 from nanodomino.domino import Domino
-from nanodomino.layers.activations import swiglu, swiglu_backward
 from nanodomino.layers.cross_entropy import max_and_sum_exp_of_rows, scaled_exp_of_rows
 from nanodomino.overlap.recompute import GRANULARITIES
 
@@ -56,42 +55,26 @@ def graphs(layers, micro_batch_size=4, one_differs=False, **changes):
     return found
 
 
-def moved_bytes(monkeypatch, function, *inputs):
-    """Return the bytes that the kernels of the compiled function read and write, as the compiler counts them."""
+@pytest.mark.exhaustive
+def test_compiled_cross_entropy_reads_the_logits_twice_and_writes_them_once(monkeypatch):
+    """By the compiler's own count of what its kernels move. Here the kernels are for a CPU; what is in one kernel the
+    compiler decides alike for all."""
     from torch._inductor import config as inductor             # takes a second, which collecting the tests can save
     from torch._inductor.scheduler import Scheduler
-    moved, codegen = [], Scheduler.codegen
+    moved, codegen, rows, words = [], Scheduler.codegen, 128, 50264
 
     def counting(scheduler):
         moved.extend(node.get_read_write_buffers_sizes() for node in scheduler.nodes)
         return codegen(scheduler)
 
     monkeypatch.setattr(Scheduler, "codegen", counting)
+    logits = torch.zeros(rows, words, dtype=torch.bfloat16)
     torch._dynamo.reset()
     with torch.no_grad(), inductor.patch(force_disable_caches=True):
-        torch.compile(function)(*inputs)
+        torch.compile(max_and_sum_exp_of_rows)(logits)
+        torch.compile(scaled_exp_of_rows)(logits, *torch.ones(2, rows))
     torch._dynamo.reset()
-    return sum(moved)
-
-
-@pytest.mark.exhaustive
-def test_compiled_cross_entropy_reads_the_logits_twice_and_writes_them_once(monkeypatch):
-    """gpt2's, of 16 x 1024 tokens in 16 bit, by the compiler's own count of what its kernels move: 12 GB at most, of 46
-    that fp32 softmaxes once moved. Here the kernels are for a CPU; what is in one kernel the compiler decides alike for
-    all."""
-    rows, words = 128, 50264
-    logits = torch.zeros(rows, words, dtype=torch.bfloat16)
-    moved = (moved_bytes(monkeypatch, max_and_sum_exp_of_rows, logits)
-             + moved_bytes(monkeypatch, scaled_exp_of_rows, logits, *torch.ones(2, rows)))
-    assert 2.9 * logits.nbytes < moved < 3.1 * logits.nbytes
-    assert moved * 16 * 1024 / rows < 12e9
-
-
-@pytest.mark.exhaustive
-def test_compiled_swiglu_reads_and_writes_each_number_once(monkeypatch):
-    c = torch.zeros(256, 1, 512, dtype=torch.bfloat16)
-    assert moved_bytes(monkeypatch, swiglu, c) == 1.5 * c.nbytes
-    assert moved_bytes(monkeypatch, swiglu_backward, c[..., 256:], c) == 2.5 * c.nbytes
+    assert 2.9 * logits.nbytes < sum(moved) < 3.1 * logits.nbytes
 
 
 @pytest.mark.exhaustive
@@ -122,23 +105,16 @@ def test_compiled_gradients_are_the_uncompiled_ones_and_recomputation_gives_the_
         assert all(torch.equal(other, found) for other in others), name
 
 
-@pytest.mark.parametrize("family, layers", [("gpt2", 2), ("gpt2", 6), *((family, 3) for family in FAMILIES)])
-def test_a_model_of_any_depth_has_the_same_few_graphs(family, layers):
-    assert graphs(layers, **FAMILIES[family]) == [FAMILY_GRAPHS[family], 0, 0, 0]
-
-
-def test_the_warm_up_captures_the_graphs_of_samples_with_documents():
-    documents = dict(reset_position_ids=True, reset_attention_mask=True)
-    assert graphs(2, **documents, **FAMILIES["llama"]) == [FAMILY_GRAPHS["llama"], 0, 0, 0]
-
-
-def test_a_recomputed_norm_reuses_the_graph_of_the_stages_first_norm():
-    assert graphs(2, recompute_granularity="full") == [GRAPHS, 0, 0, 0]
-
-
-def test_the_warm_up_captures_the_graph_of_evaluation_which_has_no_dropout():
-    made, *later = graphs(2, hidden_dropout=0.1)
-    assert made == GRAPHS + 1 and later == [0, 0, 0]
+@pytest.mark.parametrize("family, layers, changes, more", [
+    ("gpt2", 2, {}, 0), ("gpt2", 6, {}, 0), *((family, 3, {}, 0) for family in FAMILIES),
+    ("llama", 2, dict(reset_position_ids=True, reset_attention_mask=True), 0),
+    ("gpt2", 2, dict(recompute_granularity="full"), 0),          # reuses the graph of the stage's first norm
+    ("gpt2", 2, dict(hidden_dropout=0.1), 1),                    # evaluation has none
+    # fp8: conversions of activations and of gradients, for one size, for any and for a square; by row also by column
+    ("gpt2", 2, dict(fp8_format="hybrid"), 6), ("gpt2", 4, dict(fp8_format="hybrid", fp8_recipe="rowwise"), 10)])
+def test_the_warm_up_captures_the_same_few_graphs_at_any_depth(family, layers, changes, more):
+    """From the ninth version of a function on, torch would no longer compile it."""
+    assert graphs(layers, **changes, **FAMILIES[family]) == [FAMILY_GRAPHS[family] + more, 0, 0, 0]
 
 
 @pytest.mark.exhaustive
@@ -146,15 +122,6 @@ def test_a_smaller_last_slice_adds_a_set_for_any_size():
     """5 samples are slices of 3 and 2. A graph that meets a second size is captured again, for any size."""
     made, *later = graphs(2, micro_batch_size=5)
     assert GRAPHS < made <= 2 * GRAPHS and later == [0, 0, 0]
-
-
-@pytest.mark.parametrize("layers, recipe, conversions", [
-    (2, "tensorwise", 6), (4, "rowwise", 10), pytest.param(4, "tensorwise", 6, marks=pytest.mark.exhaustive),
-    pytest.param(2, "rowwise", 10, marks=pytest.mark.exhaustive)])
-def test_fp8_has_the_same_few_graphs_at_any_depth(layers, recipe, conversions):
-    """Conversions of activations and of gradients, for one size, for any and for a square; by row also by column. From
-    the ninth version of a function on, torch would no longer compile it. Weights are converted without compilation."""
-    assert graphs(layers, fp8_format="hybrid", fp8_recipe=recipe) == [GRAPHS + conversions, 0, 0, 0]
 
 
 def test_a_layer_that_differs_adds_a_graph():

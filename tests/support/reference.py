@@ -39,10 +39,9 @@ tensors, named as in nanodomino:
 b = batch, s = sequence, h = hidden, f = the MLP's inner width, n = heads, d = h / n.
 """
 
-import dataclasses
 import hashlib
-import itertools
 import math
+import re
 from dataclasses import dataclass
 
 import torch
@@ -112,7 +111,6 @@ class StepRecord:
 
 # ---- conversion between the two layouts of q, k and v
 
-
 def split_qkv(fused, num_groups, head_dim):
     """Rows [group, (its q's, k, v), head_dim] -> q with rows [head, head_dim], k and v with rows [group, head_dim]."""
     q, k, v = [], [], []
@@ -135,7 +133,6 @@ def dim_of_parts(name, tensor):
 
 
 # ---- the model
-
 
 def no_dropout(site, shape):
     return None
@@ -178,16 +175,16 @@ class Attention(nn.Module):
         heads, groups = sizes.num_attention_heads * self.head_dim, sizes.num_query_groups * self.head_dim
         self.q, self.k, self.v = (nn.Linear(sizes.hidden_size, rows, bias=sizes.qkv_bias)
                                   for rows in (heads, groups, groups))
+        self.q_layernorm, self.k_layernorm = (sizes.norm(self.head_dim) if sizes.qk_norm else nn.Identity()
+                                              for _ in range(2))
         self.dense = nn.Linear(heads, sizes.hidden_size, bias=sizes.bias)
-        self.q_norm = sizes.norm(self.head_dim) if sizes.qk_norm else nn.Identity()
-        self.k_norm = sizes.norm(self.head_dim) if sizes.qk_norm else nn.Identity()
 
     # [b, s, h] -> [b, s, h]; positions [b, s]; documents [b, s] or None
     def forward(self, x, mask, positions, documents):
         b, s, h = x.shape
         x = self.norm(x)
         q, k, v = (part(x).reshape(b, s, -1, self.head_dim).transpose(1, 2) for part in (self.q, self.k, self.v))
-        q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.q_layernorm(q), self.k_layernorm(k)
         if self.sizes.positions == "rope":
             q, k = rope(q, positions, self.sizes), rope(k, positions, self.sizes)
         k, v = (part.repeat_interleave(q.size(1) // part.size(1), dim=1) for part in (k, v))
@@ -226,25 +223,17 @@ def gelu_or_swiglu(gate, up):
 
 
 class MLP(nn.Module):
-    def __init__(self, sizes, site):
+    def __init__(self, sizes, site, width, has_norm=True):
         super().__init__()
-        self.site = site
-        self.norm = sizes.norm()
-        self.gate = nn.Linear(sizes.hidden_size, sizes.ffn_hidden_size, bias=sizes.bias) if sizes.swiglu else None
-        self.up = nn.Linear(sizes.hidden_size, sizes.ffn_hidden_size, bias=sizes.bias)
-        self.down = nn.Linear(sizes.ffn_hidden_size, sizes.hidden_size, bias=sizes.bias)
+        self.site, self.norm = site, sizes.norm() if has_norm else nn.Identity()
+        self.gate = nn.Linear(sizes.hidden_size, width, bias=sizes.bias) if sizes.swiglu else None
+        self.up = nn.Linear(sizes.hidden_size, width, bias=sizes.bias)
+        self.down = nn.Linear(width, sizes.hidden_size, bias=sizes.bias)
 
     def forward(self, x, mask):  # [b, s, h] -> [b, s, h]
         x = self.norm(x)
         y = self.down(gelu_or_swiglu(self.gate and self.gate(x), self.up(x)))
         return apply_mask(mask, f"{self.site}.hidden", y)
-
-    def parts(self, kind):
-        """Return {nanodomino's name without the layer: this module's parameters}. kind: weight or bias."""
-        wide = [part for part in (self.gate, self.up) if part is not None]
-        return {f"norm.{kind}": (getattr(self.norm, kind, None),),
-                f"dense_h_to_4h.{kind}": tuple(getattr(part, kind) for part in wide),
-                f"dense_4h_to_h.{kind}": (getattr(self.down, kind),)}
 
 
 class Experts(nn.Module):
@@ -256,13 +245,13 @@ class Experts(nn.Module):
         self.site, self.sizes = site, sizes
         count, width, h = sizes.num_experts, sizes.expert_width, sizes.hidden_size
         self.norm = sizes.norm()
+        self.shared_expert = MLP(sizes, site, sizes.shared_width, has_norm=False) if sizes.shared_width else None
         self.router = nn.Linear(h, count, bias=False)
-        self.register_buffer("expert_bias", torch.zeros(count) if sizes.expert_bias else None)
-        self.gate = nn.Parameter(torch.zeros(count, width, h)) if sizes.swiglu else None
-        self.up = nn.Parameter(torch.zeros(count, width, h))
-        self.down = nn.Parameter(torch.zeros(count, h, width))
-        shared = dataclasses.replace(sizes, ffn_hidden_size=sizes.shared_width)
-        self.shared = MLP(shared, site) if sizes.shared_width else None
+        self.router.register_buffer("expert_bias", torch.zeros(count) if sizes.expert_bias else None)
+        self.experts = nn.Module()
+        self.experts.gate = nn.Parameter(torch.zeros(count, width, h)) if sizes.swiglu else None
+        self.experts.up = nn.Parameter(torch.zeros(count, width, h))
+        self.experts.down = nn.Parameter(torch.zeros(count, h, width))
 
     def forward(self, x, mask):  # [b, s, h] -> [b, s, h]
         sizes, x = self.sizes, self.norm(x)
@@ -279,16 +268,16 @@ class Experts(nn.Module):
         weights = self.weights(logits, scores, chosen)
         y = torch.zeros_like(x)
         for e in range(sizes.num_experts):
-            gate = None if self.gate is None else x @ self.gate[e].T
-            y = y + weights[..., e, None] * (gelu_or_swiglu(gate, x @ self.up[e].T) @ self.down[e].T)
-        if self.shared:
-            gate = self.shared.gate and self.shared.gate(x)
-            y = y + self.shared.down(gelu_or_swiglu(gate, self.shared.up(x)))
+            gate = None if self.experts.gate is None else x @ self.experts.gate[e].T
+            wide = gelu_or_swiglu(gate, x @ self.experts.up[e].T)
+            y = y + weights[..., e, None] * (wide @ self.experts.down[e].T)
+        if self.shared_expert:
+            y = y + self.shared_expert(x, no_dropout)
         return apply_mask(mask, f"{self.site}.hidden", y)
 
     def choose(self, scores):
         """Return [b, s, E]: 1 for the topk experts of each token, else 0. argmax takes the first of equal scores."""
-        scores = scores if self.expert_bias is None else scores + self.expert_bias
+        scores = scores if self.router.expert_bias is None else scores + self.router.expert_bias
         chosen = torch.zeros_like(scores)
         for _ in range(self.sizes.topk):
             best = scores.masked_fill(chosen > 0, -math.inf).argmax(-1, keepdim=True)
@@ -316,40 +305,40 @@ class Experts(nn.Module):
             total = total + sizes.z_coefficient * (torch.log(torch.exp(own_logits).sum(-1)) ** 2).sum()
         return total
 
-    def parts(self, kind):
-        """Return {nanodomino's name without the layer: this module's parameters}. kind: weight or bias."""
-        named = {f"norm.{kind}": (getattr(self.norm, kind, None),)}
-        if kind == "bias":
-            return named
-        if self.shared:
-            named |= {f"shared_expert.{name}": parameters for name, parameters in self.shared.parts(kind).items()
-                      if name.startswith("dense")}
-        return named | {"router.weight": (self.router.weight,), "router.expert_bias": (self.expert_bias,),
-                        "experts.dense_h_to_4h": tuple(part for part in (self.gate, self.up) if part is not None),
-                        "experts.dense_4h_to_h": (self.down,)}
+
+class Layer(nn.Module):
+    """Layer i of the model and its depths, counted from 0; the depths' layers follow the last."""
+
+    def __init__(self, sizes, i, site):
+        super().__init__()
+        has_experts = sizes.num_experts and i % sizes.layer_freq == 0
+        self.attention = Attention(sizes, f"{site}.attention")
+        self.mlp = Experts(sizes, f"{site}.mlp") if has_experts else MLP(sizes, f"{site}.mlp", sizes.ffn_hidden_size)
+
+    def forward(self, x, mask, positions, documents):  # [b, s, h] -> [b, s, h]
+        x = x + self.attention(x, mask, positions, documents)
+        return x + self.mlp(x, mask)
 
 
 class Depth(nn.Module):
     """Depth d of multi-token prediction (2412.19437, section 2.2, equations 21 to 23): merges what the previous depth
     made of token i with the embedding of token i + d. The two halves of its matrix are two matrices here."""
 
-    def __init__(self, sizes, layer, site):
+    def __init__(self, sizes, d):
         super().__init__()
+        self.layer = Layer(sizes, sizes.num_layers + d, f"mtp.{d}.layer")
         self.enorm, self.hnorm = sizes.norm(), sizes.norm()
         self.from_words, self.from_hidden = (nn.Linear(sizes.hidden_size, sizes.hidden_size, bias=False)
                                              for _ in range(2))
-        self.attention, self.mlp = make_layer(sizes, layer, site)
 
     def forward(self, words, x, mask, positions, documents):  # [b, s, h] -> [b, s, h]
-        x = self.from_words(self.enorm(words)) + self.from_hidden(self.hnorm(x))
-        x = x + self.attention(x, mask, positions, documents)
-        return x + self.mlp(x, mask)
+        return self.layer(self.from_words(self.enorm(words)) + self.from_hidden(self.hnorm(x)), mask, positions,
+                          documents)
 
 
-def make_layer(sizes, layer, site):
-    """Return attention and MLP of a layer. Layers count from 0; the depths' layers follow the last."""
-    has_experts = sizes.num_experts and layer % sizes.layer_freq == 0
-    return Attention(sizes, f"{site}.attention"), (Experts if has_experts else MLP)(sizes, f"{site}.mlp")
+# What is one tensor in nanodomino and several here; the rest has the same name.
+FUSED = {".q.": ".qkv.", ".k.": ".qkv.", ".v.": ".qkv.", ".gate": ".dense_h_to_4h", ".up": ".dense_h_to_4h",
+         ".down": ".dense_4h_to_h", ".from_words": ".eh_proj", ".from_hidden": ".eh_proj"}
 
 
 class ReferenceGPT(nn.Module):
@@ -357,16 +346,15 @@ class ReferenceGPT(nn.Module):
 
     def __init__(self, sizes):
         super().__init__()
-        self.sizes = sizes
-        self.word_embeddings = nn.Embedding(sizes.padded_vocab_size, sizes.hidden_size)
-        self.position_embeddings = nn.Embedding(sizes.max_positions,
-                                                sizes.hidden_size) if sizes.positions == "learned_absolute" else None
-        self.attentions, self.mlps = map(nn.ModuleList, zip(*(
-            make_layer(sizes, i, f"layers.{i}") for i in range(sizes.num_layers))))
-        self.depths = nn.ModuleList(
-            Depth(sizes, sizes.num_layers + d, f"mtp.{d}.layer") for d in range(sizes.depths))
+        self.sizes, h = sizes, sizes.hidden_size
+        self.embedding = nn.Module()
+        self.embedding.word_embeddings = nn.Embedding(sizes.padded_vocab_size, h)
+        if sizes.positions == "learned_absolute":
+            self.embedding.position_embeddings = nn.Embedding(sizes.max_positions, h)
+        self.layers = nn.ModuleList(Layer(sizes, i, f"layers.{i}") for i in range(sizes.num_layers))
+        self.mtp = nn.ModuleList(Depth(sizes, d) for d in range(sizes.depths))
         self.final_norm = sizes.norm()
-        self.head = None if sizes.tied else nn.Linear(sizes.hidden_size, sizes.padded_vocab_size, bias=False)
+        self.output_layer = None if sizes.tied else nn.Linear(h, sizes.padded_vocab_size, bias=False)
 
     def forward(self, tokens, positions, mask=None, documents=None):
         """tokens [b, s], positions [b, s] or [s] -> logits [b, s, vocab_size]. documents [b, s], if given: a token does
@@ -378,60 +366,40 @@ class ReferenceGPT(nn.Module):
         """
         mask = mask or no_dropout
         positions = positions.expand(tokens.shape)
-        x = self.word_embeddings(tokens)
-        if self.position_embeddings is not None:
-            x = x + self.position_embeddings(positions)
+        x = self.embedding.word_embeddings(tokens)
+        if self.sizes.positions == "learned_absolute":
+            x = x + self.embedding.position_embeddings(positions)
         x = apply_mask(mask, "embedding", x)
-        for attention, mlp in zip(self.attentions, self.mlps):
-            x = x + attention(x, mask, positions, documents)
-            x = x + mlp(x, mask)
+        for layer in self.layers:
+            x = layer(x, mask, positions, documents)
         self.hidden_states = x
         return self.logits(x)
 
     def logits(self, x):
-        head = self.word_embeddings.weight if self.head is None else self.head.weight
-        return F.linear(self.final_norm(x), head[: self.sizes.vocab_size])
+        head = self.embedding.word_embeddings if self.output_layer is None else self.output_layer
+        return F.linear(self.final_norm(x), head.weight[: self.sizes.vocab_size])
 
     def depth_losses(self, labels, weights, positions, mask=None, documents=None):
         """Return for each depth the sum of its losses that count, after forward(). weights[d - 1] [b, s]: 1 where the
         loss of depth d counts. The labels are t1 .. ts. Where there is no later token, 0 stands in for it.
         """
         mask, x, sums = mask or no_dropout, self.hidden_states, []
-        for d, (depth, weight) in enumerate(zip(self.depths, weights), 1):
+        for d, (depth, weight) in enumerate(zip(self.mtp, weights), 1):
             following = F.pad(labels, (0, d))[:, d - 1 :]  # t(d) .. t(s + 1)
-            words = self.word_embeddings(following[:, :-1])
+            words = self.embedding.word_embeddings(following[:, :-1])
             x = depth(words, x, mask, positions.expand(labels.shape), documents)
             losses = F.cross_entropy(self.logits(x).transpose(1, 2), following[:, 1:], reduction="none")
             sums.append((losses * weight).sum())
         return sums
 
     def parts(self):
-        """Return {nanodomino's name: this model's parameters}: three for the fused q, k, v, two for gate and up."""
-        named = {"embedding.word_embeddings.weight": (self.word_embeddings.weight,)}
-        if self.position_embeddings is not None:
-            named["embedding.position_embeddings.weight"] = (self.position_embeddings.weight,)
-        layers = [(f"layers.{i}", *layer) for i, layer in enumerate(zip(self.attentions, self.mlps))]
-        layers += [(f"mtp.{d}.layer", depth.attention, depth.mlp) for d, depth in enumerate(self.depths)]
-        for site, attention, mlp in layers:
-            for kind in ("weight", "bias"):
-                named[f"{site}.attention.norm.{kind}"] = (getattr(attention.norm, kind, None),)
-                named[f"{site}.attention.qkv.{kind}"] = tuple(
-                    getattr(part, kind) for part in (attention.q, attention.k, attention.v)
-                )
-                for letter, norm in (("q", attention.q_norm), ("k", attention.k_norm)):
-                    named[f"{site}.attention.{letter}_layernorm.{kind}"] = (getattr(norm, kind, None),)
-                named[f"{site}.attention.dense.{kind}"] = (getattr(attention.dense, kind),)
-                named |= {f"{site}.mlp.{name}": parameters for name, parameters in mlp.parts(kind).items()}
-        for d, depth in enumerate(self.depths):
-            for norm, kind in itertools.product(("enorm", "hnorm"), ("weight", "bias")):
-                named[f"mtp.{d}.{norm}.{kind}"] = (getattr(getattr(depth, norm), kind, None),)
-            named[f"mtp.{d}.eh_proj.weight"] = (depth.from_words.weight, depth.from_hidden.weight)
-        named["final_norm.weight"] = (self.final_norm.weight,)
-        named["final_norm.bias"] = (getattr(self.final_norm, "bias", None),)
-        if self.head is not None:
-            named["output_layer.weight"] = (self.head.weight,)
-        return {name: parameters for name, parameters in named.items()
-                if all(parameter is not None for parameter in parameters)}
+        """Return {nanodomino's name: this model's tensors}: three for the fused q, k, v, two for gate and up."""
+        named = {}
+        for name, tensor in self.state_dict(keep_vars=True).items():
+            for part, whole in FUSED.items():
+                name = name.replace(part, whole)
+            named.setdefault(name, []).append(tensor)
+        return named
 
     @torch.no_grad()
     def load_full(self, weights):
@@ -470,7 +438,6 @@ class ReferenceGPT(nn.Module):
 
 # ---- weights
 
-
 def full_shapes(sizes):
     """Return {name: shape} of every full tensor, in forward order."""
     with torch.device("meta"):
@@ -483,9 +450,11 @@ def random_weights(sizes, seed=0, dtype=torch.float64):
     Matrices are scaled by 1/sqrt(columns), so that scores and logits are of order one and softmax is neither flat nor
     one-hot.
     """
-    generator = torch.Generator().manual_seed(seed)
-    weights = {}
-    for name, shape in full_shapes(sizes).items():
+    generator, weights, shapes = torch.Generator().manual_seed(seed), {}, full_shapes(sizes)
+    layers = [re.match(r"layers\.\d+|mtp\.\d+\.layer|.*", name)[0] for name in shapes]
+    in_order = sorted(zip(layers, shapes), key=lambda pair: (layers.index(pair[0]), pair[1].endswith(".bias")))
+    for _, name in in_order:                     # a layer's biases after its weights
+        shape = shapes[name]
         noise = torch.randn(shape, generator=generator, dtype=torch.float64)
         if len(shape) >= 2:
             weights[name] = noise / math.sqrt(shape[-1])
@@ -497,7 +466,6 @@ def random_weights(sizes, seed=0, dtype=torch.float64):
 
 
 # ---- training
-
 
 def masked_loss(logits, labels, loss_mask):
     """Return the mean loss of the unmasked tokens: sum(mask * loss) / sum(mask). labels, loss_mask: [b, s]."""
@@ -553,15 +521,15 @@ def train_reference(
         logits = model(tokens, positions, masks and masks[step], documents)
         loss = masked_loss(logits, labels, loss_mask)
         sums = model.depth_losses(labels, depth_masks, positions, masks and masks[step], documents)
-        mlps = [*model.mlps, *(depth.mlp for depth in model.depths)]
+        mlps = [layer.mlp for layer in (*model.layers, *(depth.layer for depth in model.mtp))]
         layers = [mlp for mlp in mlps if isinstance(mlp, Experts)]
         further = sum(layer.routing_loss for layer in layers)
         if sums:
             further = further + sizes.depth_factor * torch.stack(sums).mean()
         (loss + further / loss_mask.sum()).backward()
-        biases = [layer for layer in layers if layer.expert_bias is not None]
+        biases = [layer for layer in layers if layer.router.expert_bias is not None]
         for layer in biases:  # a buffer, which the norm and the optimizer leave out
-            layer.expert_bias.grad = layer.excess / loss_mask.sum()
+            layer.router.expert_bias.grad = layer.excess / loss_mask.sum()
         gradients = model.full_gradients()
         # parameters() lists the tied matrix once, so the norm counts it once; the scale is min(1, clip / (norm +
         # 1e-6)).
@@ -577,5 +545,5 @@ def train_reference(
             group["lr"] = learning_rates[step]
         optimizer.step()
         for layer in biases:
-            layer.expert_bias -= sizes.bias_rate * torch.sign(layer.excess)
+            layer.router.expert_bias -= sizes.bias_rate * torch.sign(layer.excess)
     return records, model.full_weights()
