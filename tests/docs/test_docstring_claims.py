@@ -4,7 +4,6 @@ order is recorded.
 A wrong docstring teaches what is wrong, and no other test would notice.
 """
 
-import random
 import re
 
 import pytest
@@ -15,7 +14,7 @@ from support.harness import Outcome, build, full_tensors, random_data, shard_spe
 from nanodomino import parallel
 from nanodomino.comm.trace import Trace
 from nanodomino.config.config import Config
-from nanodomino.domino import Domino, run_to_end
+from nanodomino.domino import run_to_end
 from nanodomino.parallel import ReduceFromTensorParallel
 
 # ---- parallel.py: an all-reduce in g's backward
@@ -103,27 +102,6 @@ class Step(torch.autograd.Function):
         return None, None, *[gradient] * ctx.count
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_autograd_runs_the_ready_node_that_forward_recorded_last(seed):
-    """Checks random graphs of 30 nodes with up to three inputs each."""
-    choose, log, x = random.Random(seed), [], torch.ones(1, requires_grad=True)
-    inputs, outputs = {0: []}, {0: Step.apply(0, log, x)}
-    for node in range(1, 30):
-        inputs[node] = choose.sample(range(node), min(node, choose.randint(1, 3)))
-        outputs[node] = Step.apply(node, log, *[outputs[source] for source in inputs[node]])
-    pending_users = {node: sum(node in used for used in inputs.values()) for node in inputs}
-    ready = {node for node, users in pending_users.items() if not users}
-    torch.autograd.grad([outputs[node] for node in ready], x)
-    for node in log:
-        assert node == max(ready)
-        ready.remove(node)
-        for source in inputs[node]:
-            pending_users[source] -= 1
-            if not pending_users[source]:
-                ready.add(source)
-    assert len(log) == 30
-
-
 def test_autograd_waits_for_each_gradient_right_after_its_launch():
     """Two slices are recorded in turn, as Domino runs them. f is split into launch and wait, so that the other slice's
     work could run in between; autograd does not use the chance."""
@@ -137,31 +115,6 @@ def test_autograd_waits_for_each_gradient_right_after_its_launch():
     torch.autograd.grad(hidden["a"] + hidden["b"], list(x.values()))
     assert log == [event for sublayer in ("mlp 1", "attention 1", "mlp 0", "attention 0") for slice in "ba"
                    for event in (f"{sublayer} {slice}", f"launch {slice}", f"wait {slice}")]
-
-
-class ExtraYield(Domino):
-    """Yields once too often for slice 0 on tp rank 1, so that this rank launches its collectives in another order."""
-
-    def forward_sublayer(self, slice, step, *arguments):
-        if self.mesh.tp_rank == 1 and slice.index == 0 and step.site == "layers.1.attention":
-            yield
-        return (yield from super().forward_sublayer(slice, step, *arguments))
-
-
-def losses_rank(config, weights, data, engine):
-    _, model, _, _ = build(config, weights)
-    batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
-    return run_to_end(engine(model, config.slices).forward(batch, training=False))[0]
-
-
-def test_an_extra_yield_on_one_rank_adds_different_slices_to_each_other_without_an_error(pool):
-    config = tiny(2, tensor_model_parallel_size=2, micro_batch_size=4, global_batch_size=4, slices=2)
-    weights, data = weights_and_data(config, 1)
-    right = pool.run(losses_rank, config, weights, data, Domino, world_size=2)
-    wrong = pool.run(losses_rank, config, weights, data, ExtraYield, world_size=2)
-    assert torch.equal(right[0], right[1])
-    for losses in wrong:
-        assert (losses - right[0]).abs().min() > 1e-3, "every sample was summed with another sample"
 
 
 def first_stage_rank(config, data):

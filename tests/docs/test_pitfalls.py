@@ -1,12 +1,11 @@
 """Each bug in pitfalls.py is found by its check, the code without it passes, and docs/pitfalls.md is up to date."""
 
-import dataclasses
 import re
 
 import pitfalls
 import pytest
 from pitfalls import DOCUMENT, ROOT, applies, row_of, rows_of_document, section
-from support.pitfall_runner import CHECKED, END, LONG, PoolWithBug, TABLE, check, judge, measure, plain, replaced, worst
+from support.pitfall_runner import CHECKED, END, LONG, PoolWithBug, TABLE, check, judge, measure, replaced, worst
 from support.pool import WorkerError
 
 EVERY = 8                # without --exhaustive, only one entry in eight runs without its bug: entries 7, 15, ..
@@ -106,31 +105,6 @@ def test_a_bug_whose_place_has_gone_is_an_error():
     with replaced([(pitfalls.domino, "add_residual", None)]):
         assert pitfalls.domino.add_residual is None
     assert pitfalls.domino.add_residual is kept
-
-
-# these show on one process too: microbatches, or a length that is no multiple of 16, are enough
-ALSO_ALONE = ("mean_of_replicas", "padding_counts")
-ALONE = [entry for entry in TABLE if entry.world_size > 1 and not entry.check and not entry.straight
-         and entry.bug.__name__ not in ALSO_ALONE]
-
-
-def alone(entry):
-    return dataclasses.replace(entry, world_size=1, options={name: value for name, value in entry.options.items()
-                                                             if "parallel" not in name})
-
-
-def alone_rank(number):
-    entry = alone(TABLE[number - 1])
-    weights, data, _ = plain(entry, CHECKED)
-    with replaced(entry.conditions(entry.config)), replaced(entry.patches(entry.config)):
-        return entry.runner(entry.config, None if entry.drawn else weights, data, CHECKED).losses
-
-
-@cases(ALONE)
-def test_on_one_process_it_does_no_harm(pool, entry):
-    """Code is written and tried on one process. And so nothing but the parallel layout makes the bug wrong."""
-    (losses,) = pool.run(alone_rank, entry.number, world_size=1)
-    assert losses == pytest.approx(plain(alone(entry), CHECKED)[2].losses, rel=1e-9)
 
 
 def test_the_command_shows_right_and_wrong_side_by_side(pool, capsys):
