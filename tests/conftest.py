@@ -41,10 +41,11 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out the tests marked exhaustive, unless --exhaustive or -m asks for them."""
+    """Leave out the tests marked exhaustive, unless --exhaustive or -m asks for them. Tests marked table run first."""
     if not config.exhaustive:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("exhaustive")])
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+    items.sort(key=lambda item: item.get_closest_marker("table") is None)
 
 
 def pytest_collection_finish():

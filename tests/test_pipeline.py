@@ -360,6 +360,7 @@ def test_messages_of_megabytes_do_not_deadlock(pool):
     assert len(set(losses)) == 1
 
 
+@pytest.mark.table
 def test_the_table_of_schedules_in_the_docs_is_what_is_simulated():
     """Bubbles and microbatches held, for every schedule."""
     table = re.findall(r"^\| (`[^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.table
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "nanodomino"
 

@@ -97,6 +97,7 @@ def what_it_does(config) -> tuple:
             [(name, weight.dtype, weight.tolist()) for name, weight in model.named_parameters()])
 
 
+@pytest.mark.table
 def test_the_tables_below_hold_every_setting():
     fields = flag_settings(Config, "The model", "The layout", "The training")
     assert {*MODEL_AND_TRAINING, *LAYOUT, *ELSEWHERE} == {field.name for field in fields}

@@ -15,6 +15,8 @@ from nanodomino.errors import UserError
 from nanodomino.layers.main_grad import ADDS_TO_FP32
 from nanodomino.run.command_line import from_command_line
 
+pytestmark = pytest.mark.table
+
 
 def tracked_files():
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -68,6 +68,7 @@ def numbers_of(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"\d+\.\d+(?:e-\d+)?", text)]
 
 
+@pytest.mark.table
 def test_the_page_has_a_row_and_a_lesson_for_each_bug():
     """`python tests/pitfalls.py --write` writes the rows again."""
     rows, page = rows_of_document(), " ".join(DOCUMENT.read_text().split())
@@ -82,6 +83,7 @@ def test_the_page_has_a_row_and_a_lesson_for_each_bug():
         assert f"### {entry.number}. {entry.title}\n\n" in DOCUMENT.read_text()
 
 
+@pytest.mark.table
 def test_what_prevents_a_bug_is_there():
     """Each guard names files and, after each file, what is in it: Class.method and function must be defined there."""
     for entry in TABLE:
