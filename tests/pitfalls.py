@@ -832,7 +832,7 @@ def largest_difference(right: Side, found: Side) -> str:
     try:
         judge(right, found)
     except AssertionError as difference:
-        return str(difference)
+        return str(difference).splitlines()[0]               # under pytest, the values follow
     return "nothing"
 
 

@@ -8,15 +8,9 @@ from pitfalls import DOCUMENT, ROOT, applies, row_of, rows_of_document, section
 from support.pitfall_runner import CHECKED, END, LONG, PoolWithBug, TABLE, check, judge, measure, replaced, worst
 from support.pool import WorkerError
 
-EVERY = 8                # without --exhaustive, only one entry in eight runs without its bug: entries 7, 15, ..
 
-
-def cases(entries, also_by_default=lambda entry: False):
-    """Parametrize over entries. By default only one in eight runs, and those that also_by_default selects."""
-    return pytest.mark.parametrize("entry", [
-        pytest.param(entry, id=f"{entry.number}-{entry.bug.__name__}",
-                     marks=[] if entry.number % EVERY == 7 or also_by_default(entry) else pytest.mark.exhaustive)
-                     for entry in entries])
+def name_of(entry):
+    return f"{entry.number}-{entry.bug.__name__}"
 
 
 def right_side(entry):
@@ -25,12 +19,15 @@ def right_side(entry):
     return entry.world_size, options, entry.runner, entry.drawn, entry.conditions, entry.straight, entry.check
 
 
-@cases({right_side(entry): entry for entry in TABLE}.values())
+@pytest.mark.parametrize("entry", [
+    # by default one in eight
+    pytest.param(entry, id=name_of(entry), marks=[] if entry.number % 8 == 7 else pytest.mark.exhaustive)
+    for entry in {right_side(entry): entry for entry in TABLE}.values()])
 def test_the_code_as_it_is_passes(pool, entry):
     check(pool, entry, wrong=False)
 
 
-@cases(TABLE, also_by_default=lambda entry: True)
+@pytest.mark.parametrize("entry", TABLE, ids=name_of)
 def test_put_back_it_is_found_and_does_what_the_page_says(pool, entry):
     """The check must fail by an assertion, not because something else broke."""
     if entry.check:
@@ -46,21 +43,15 @@ def test_put_back_it_is_found_and_does_what_the_page_says(pool, entry):
         *_, right_now, wrong_now, gradient_now = cells(row_of(entry, right, found, (0.0, 0.0)))
         assert (float(right_norm), float(wrong_norm)) == pytest.approx((float(right_now), float(wrong_now)), rel=0.01,
                                                                        nan_ok=True)
-        if " %" not in gradient:
+        if named := re.search(r"`(.*)`, ([\d.]+) %", gradient):            # now another tensor may be as far off
+            error, _ = worst(*({named[1]: side.gradients[-1][named[1]]} for side in (found, right)))
+            assert 100 * error == pytest.approx(float(named[2]), rel=0.1)
+        else:
             assert numbers_of(gradient) == pytest.approx(numbers_of(gradient_now), rel=0.1)
-            return
-        assert error_in(gradient) == pytest.approx(error_in(gradient_now), rel=0.1)
-        name = re.search("`(.*)`", gradient)[1]                             # another tensor may be as far off
-        named = worst(*({name: side.gradients[-1][name]} for side in (found, right)))[0]
-        assert 100 * named == pytest.approx(error_in(gradient), rel=0.1)
 
 
 def cells(row: str) -> list[str]:
     return [cell.strip() for cell in row.strip("|").split("|")]
-
-
-def error_in(gradient: str) -> float:
-    return float(re.search(r"([\d.]+) %", gradient)[1])
 
 
 def numbers_of(text: str) -> list[float]:

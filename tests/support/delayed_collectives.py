@@ -9,10 +9,10 @@ import torch.distributed as dist
 from nanodomino.comm import scatter_and_gather
 
 
-class LateWork:
-    """The handle of a collective that moves no data until wait()."""
+class Work:
+    """The handle of a collective that moves its data at wait(), or has moved it already if `collective` is None."""
 
-    def __init__(self, collective):
+    def __init__(self, collective=None):
         self.collective = collective
 
     def wait(self):
@@ -21,22 +21,15 @@ class LateWork:
             self.collective = None
 
 
-class EarlyWork:
-    """The handle of a collective that was finished at its launch."""
-
-    def wait(self):
-        pass
-
-
 def delayed_collectives(when):
     """Return patches [(object, name, replacement)] that carry collectives out 'late' (at wait()) or 'early'."""
     real_all_reduce, real_exchange = dist.all_reduce, scatter_and_gather.exchange
 
     def launch(collective):
         if when == "late":
-            return LateWork(collective)
+            return Work(collective)
         collective()
-        return EarlyWork()
+        return Work()
 
     def all_reduce(*arguments, async_op=False, **options):
         if not async_op:
