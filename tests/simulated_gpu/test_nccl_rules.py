@@ -11,6 +11,7 @@ the first two rules. Without the precaution in pipeline.py against a rule, a pip
 """
 
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -45,9 +46,10 @@ class PaperStage:
         yield
 
 
-def posted_batches(table, stage, turns=((1, 1),)) -> list[list]:
-    """Run pipeline.run on one stage. Return, for each batch that it posts, the (sender, receiver, number between the
-    two, tag) of each message. turns: the (forward, backward) yields of stages 0, 1, ...; repeated if there are more."""
+@contextmanager
+def on_paper(stages, stage):
+    """Yield (mesh, batches). For each message of a batch that the stage posts: (sender, receiver, number between the
+    two, tag)."""
     batches, counts = [], Counter()
 
     def batch(operations):
@@ -58,12 +60,22 @@ def posted_batches(table, stage, turns=((1, 1),)) -> list[list]:
             counts[ranks] += 1
         return [SimpleNamespace(wait=lambda: None)]
 
-    mesh = replace(meta_mesh(len(table.rows), 1, 1, stage), device=torch.device("cpu"))
+    operation = lambda op, tensor, peer, group, tag=0: SimpleNamespace(op=op, peer=peer, tag=tag)  # noqa: E731
+    with mock.patch.multiple(dist, P2POp=operation, batch_isend_irecv=batch, all_reduce=mock.Mock()):
+        yield replace(meta_mesh(stages, 1, 1, stage), device=torch.device("cpu")), batches
+
+
+def posted_batches(table, stage, turns=((1, 1),)) -> list[list]:
+    """Return the batches that pipeline.run posts. turns: the (forward, backward) yields of stages 0, 1, ...; repeated
+    if there are more."""
     paper = PaperStage(*turns[stage % len(turns)])
-    operation = lambda op, tensor, peer, group, tag: SimpleNamespace(op=op, peer=peer, tag=tag)  # noqa: E731
-    with mock.patch.multiple(dist, P2POp=operation, batch_isend_irecv=batch):
+    with on_paper(len(table.rows), stage) as (mesh, batches):
         pipeline.run(table, paper, mesh, lambda microbatch, chunk: None, paper.forward_step, (1,), torch.float32)
     return batches
+
+
+def pairs_of(batches) -> set[tuple[int, int]]:
+    return {message[:2] for batch in batches for message in batch}
 
 
 def stopped(table, turns=((1, 1),), ahead=pipeline.ACTIONS_AHEAD["cuda"], connected=True) -> list:
@@ -94,11 +106,12 @@ def stopped(table, turns=((1, 1),), ahead=pipeline.ACTIONS_AHEAD["cuda"], connec
 @pytest.mark.parametrize("stages, microbatches", [(2, 1), (2, 9), (3, 7), (4, 2), (4, 16), (8, 3), (8, 20), (16, 64)])
 @pytest.mark.parametrize("name, chunks", [*CHUNKS.items(), ("interleaved", 3), ("interleaved", 4)])
 def test_no_stage_waits_for_ever(name, chunks, stages, microbatches):
-    """In training and in evaluation. connect() has connected all pairs of stages that exchange messages."""
+    """In training and in evaluation. connect() has connected all pairs of stages, in each direction that is used."""
     table = timetable(name, stages, microbatches, chunks)
     assert not stopped(table) and not stopped(table.forwards)
-    pairs = {tuple(sorted(message[:2])) for batch in posted_batches(table, 0) for message in batch}
-    assert pairs and pairs <= {*table.placement.neighbours}
+    with on_paper(stages, 0) as (mesh, connections):
+        pipeline.connect(mesh, table.placement)
+    assert pairs_of(posted_batches(table, 0)) <= pairs_of(connections)
 
 
 @pytest.mark.parametrize("precaution", [dict(connected=False), *(dict(ahead=ahead) for ahead in (1, 2, 3))], ids=str)
