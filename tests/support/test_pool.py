@@ -5,20 +5,12 @@ The tests of parallel code believe what the pool says; here the pool is tested w
 
 import os
 import time
-from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from support.pool import WorkerError, pack
-
-
-@dataclass
-class Point:
-    """A test's own class travels both ways."""
-    x: float
-    tensor: torch.Tensor
 
 
 # ---- what the workers run
@@ -28,10 +20,6 @@ def describe_rank():
     value = torch.tensor([float(dist.get_rank())], dtype=torch.float64)
     dist.all_reduce(value)
     return dist.get_rank(), dist.get_world_size(), [int(os.environ[name]) for name in names], value.item()
-
-
-def double_point(point):
-    return Point(2 * point.x, 2 * point.tensor)
 
 
 def return_view_and_graph():
@@ -79,13 +67,6 @@ def report_process_state():
     return state, torch.rand(1).item(), os.getpid()
 
 
-def reduce_in_pairs():
-    pairs = [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)]
-    value = torch.tensor([float(dist.get_rank())])
-    dist.all_reduce(value, group=pairs[dist.get_rank() // 2])
-    return value.item()
-
-
 # ---- what comes back
 
 @pytest.mark.parametrize("world_size", [1, 2, 8])
@@ -93,16 +74,6 @@ def test_results_come_by_rank_and_the_world_is_as_large_as_asked(pool, world_siz
     total = world_size * (world_size - 1) / 2
     expected = [(rank, world_size, [rank, rank, world_size, world_size], total) for rank in range(world_size)]
     assert pool.run(describe_rank, world_size=world_size) == expected
-
-
-def test_subgroups_work_and_leave_nothing_for_the_next_call(pool):
-    for _ in range(3):
-        assert pool.run(reduce_in_pairs) == [1.0, 1.0, 5.0, 5.0, 9.0, 9.0, 13.0, 13.0]
-
-
-def test_arguments_and_results_of_a_tests_own_class_travel(pool):
-    for point in pool.run(double_point, Point(1.5, torch.ones(2, 3)), world_size=2):
-        assert point.x == 3.0 and torch.equal(point.tensor, torch.full((2, 3), 2.0))
 
 
 def test_tensors_travel_without_their_storage_or_their_graph(pool):
