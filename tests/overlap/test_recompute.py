@@ -7,14 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.fake_world import fake_world
+from support.fake_world import fake_world, only_views, operands, tensors, writes
 from support.harness import build, random_data, tiny, train_rank, weights_and_data
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from nanodomino.comm.trace import Trace
 from nanodomino.dry_run.rank import dry_run
-from nanodomino.dry_run.shapes import arguments_of, flatten, is_view
 from nanodomino.layers.dropout_and_positions import MasksAndPositions
 from nanodomino.layers.sublayer_inside import LinearPair
 from nanodomino.overlap.recompute import GRANULARITIES, TapePolicy
@@ -51,20 +50,6 @@ def test_gradients_have_the_same_bits(dtype, changes):
     config = tiny(2, **{**EIGHT, "tensor_model_parallel_size": 2, "dtype": dtype, **changes})
     plain, *others = (step_of(dataclasses.replace(config, recompute_granularity=one))[0] for one in GRANULARITIES)
     assert all(same_bits(other, plain) for other in others)
-
-
-def test_several_steps_on_several_stages_have_the_same_bits_too(pool):
-    """With real collectives and messages, uneven slices, and deferred weight gradients."""
-    config = tiny(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, schedule="zb-h1", slices=2,
-                  global_batch_size=12, **DROPOUT)
-    weights, data = weights_and_data(config, 2)
-    plain, *others = (pool.run(train_rank, dataclasses.replace(config, recompute_granularity=one), weights, data, 2,
-                               world_size=4)
-                      for one in GRANULARITIES)
-    for other in others:
-        for mine, theirs in zip(other, plain):
-            assert (mine.losses, mine.norms) == (theirs.losses, theirs.norms)
-            assert all(torch.equal(mine.weights[name][0], theirs.weights[name][0]) for name in theirs.weights)
 
 
 def test_a_mask_is_drawn_once_if_it_is_kept_and_twice_if_it_is_not(monkeypatch):
@@ -136,130 +121,38 @@ def test_what_was_recomputed_is_freed_before_the_next_sublayer(monkeypatch):
 
 # ---- host offload, on a simulated GPU
 
-class Stream:
-    """A stream whose copies are carried out only when training's stream waits for them."""
+class CopyStream(TorchDispatchMode):
+    """Stands in for a CUDA stream of copies. A copy is carried out only when training waits for its event. Until then
+    its target holds NaN. Each copy must follow a wait_stream(), which orders it after the work that training has
+    launched."""
+    copied_back = set()                        # the host's storages whose copies back have not been carried out
 
-    def __init__(self, gpu):
-        self.gpu, self.seen, self.copies = gpu, 0, []
+    def __init__(self, device):
+        super().__init__()
+        self.copies, self.has_waited = [], False
 
     def wait_stream(self, training):
-        assert training is self.gpu.training
-        self.seen = self.gpu.clock
+        self.has_waited = True
 
     def record_event(self):
-        return SimpleNamespace(stream=self, position=len(self.copies))
-
-    def wait_event(self, event):
-        def run():
-            for i in range(event.position):
-                copy, event.stream.copies[i] = event.stream.copies[i], None
-                if copy:
-                    copy()
-
-        run() if self is self.gpu.training else self.copies.append(run)
-
-
-class Gpu(TorchDispatchMode):
-    """Streams and pinned memory as torch.cuda has them, on a CPU. What training's stream computes is there at once; a
-    copy in another one finds its memory as it is when somebody waits for it. Fresh memory holds no numbers, so that who
-    reads too early computes none; memory that is given up before its copy is made is missed."""
-
-    def __init__(self):
-        super().__init__()
-        # operations of training's stream, and those that take their time
-        self.clock = self.products = 0
-        # products between the begin of each copy back and the wait for it
-        self.windows = []
-        self.current = self.training = Stream(self)
-        # storage: itself; when training last wrote to it, or was given it
-        self.pinned, self.written = {}, {}
-        # pinned storage: when training's stream had waited for its last copy back; infinity before
-        self.emptied = {}
-
-    @contextmanager
-    def enter(self, stream):
-        before, self.current = self.current, stream
-        yield
-        self.current = before
+        return self, len(self.copies)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs, name = dict(kwargs or {}), function.__name__.split(".")[0]
-        if self.current is not self.training:
-            assert name == "copy_", f"{name} in a stream of copies"
-            return self.copy(*args, **kwargs)
-        pin = kwargs.pop("pin_memory", False)
-        result = function(*args, **kwargs)
-        self.clock += 1
-        self.products += name in ("mm", "addmm", "bmm")
-        if name.startswith("empty") and result.is_floating_point():
-            result.fill_(torch.nan)
-        if pin:
-            self.pinned[result.untyped_storage()._cdata] = result.untyped_storage()
-        names, written, _ = arguments_of(function)
-        given = dict(zip(names, args)) | kwargs
-        changed = [given[name] for name in written] + [result] * (not is_view(function))
-        self.written |= {tensor.untyped_storage()._cdata: self.clock for tensor in flatten(changed)}
-        return result
+        target, source, non_blocking = args
+        assert function is torch.ops.aten.copy_.default and non_blocking
+        assert self.has_waited, "training may not be there yet"
+        self.has_waited = False
+        back, host, here = (True, source, target) if source.is_pinned else (False, target, source)
+        buffer, storage = host.untyped_storage()._cdata, weakref.ref(here.untyped_storage())
+        place = here.storage_offset(), here.shape, here.stride()
+        assert buffer not in self.copied_back, "the buffer's last copy back may not be done"
+        self.copied_back |= {buffer} if back else set()
 
-    def copy(self, target, source, non_blocking=False):
-        (here,) = (one for one in (target, source) if one.untyped_storage()._cdata not in self.pinned)
-        host, back, begun = (source if here is target else target), here is target, self.products
-        assert non_blocking and self.current.seen >= self.written[here.untyped_storage()._cdata], (
-            "training may not be there yet")
-        buffer = host.untyped_storage()._cdata
-        assert back or self.current.seen >= self.emptied.get(buffer, 0), "its last copy back may not be done yet"
-        if back:
-            self.emptied[buffer] = float("inf")
-        storage, view = weakref.ref(here.untyped_storage()), (here.storage_offset(), here.shape, here.stride())
+        def carry_out():
+            assert storage() is not None, "the memory was freed before its copy was made"
+            found = torch.empty(0, dtype=host.dtype).set_(storage(), *place)
+            (found.copy_(host) if back else host.copy_(found))
+            self.copied_back.discard(buffer)
 
-        def late():
-            assert storage() is not None, "given up before its copy was made"
-            there = torch.empty(0, dtype=host.dtype).set_(storage(), *view)
-            (there.copy_(host) if back else host.copy_(there))
-            if back:
-                self.windows.append(self.products - begun)
-                self.emptied[buffer] = self.clock
-
-        self.current.copies.append(late)
+        self.copies.append(carry_out)
         return target
-
-
-def step_on_host(config, monkeypatch):
-    """Return the gradients of a step with --checkpoint-in-cpu, and the Gpu."""
-    gpu, config = Gpu(), dataclasses.replace(config, checkpoint_in_cpu=True)
-    for name, stands_in in (("Stream", lambda device: Stream(gpu)), ("stream", gpu.enter),
-                            ("current_stream", lambda: gpu.current)):
-        monkeypatch.setattr(torch.cuda, name, stands_in)
-
-    def prepare(stage):
-        stage.tape_policy = TapePolicy(config, torch.device("cuda"), config.slices, stage.residual_norm)
-        stage.tape_policy.host.device = torch.device("cpu")
-
-    gradients, _ = step_of(config, prepare, around=lambda mesh: gpu)
-    return gradients, gpu
-
-
-@pytest.mark.parametrize("changes", [{}, dict(slices=3, columns=2), dict(slices=2, schedule="gpipe", **DROPOUT),
-                                     dict(slices=2, schedule="paired"), dict(schedule="zb-v", num_layers=3),
-                                     dict(slices=2, sequence_parallel=True)],
-                         ids=["one-slice", "slices", "gpipe-dropout", "paired", "zb-v", "sequence-parallel"])
-def test_what_was_on_the_host_comes_back_in_time_and_with_the_same_bits(monkeypatch, changes):
-    """However late a copy is, nothing reads its target before it is done, and no memory is freed that a copy needs."""
-    config = tiny(2, **{**EIGHT, "tensor_model_parallel_size": 2, "global_batch_size": 16,
-                        "recompute_granularity": "full", **changes})
-    gradients, gpu = step_on_host(config, monkeypatch)
-    assert same_bits(gradients, step_of(config)[0])
-    # of each tape nothing was to do before
-    first = config.microbatches * config.slices * config.virtual_stages
-    assert len(gpu.windows) > first and sum(products > 0 for products in gpu.windows) >= len(gpu.windows) - first
-
-
-@pytest.mark.parametrize("slices, schedule, sublayers", [(3, "gpipe", 8), (2, "interleaved", 4), (1, "interleaved", 4)])
-def test_the_gpu_holds_no_x_except_those_that_are_being_copied_out(slices, schedule, sublayers):
-    """The host holds x of every sublayer of the microbatches on the stage, the GPU x of at most two sublayers."""
-    config = tiny(2, **EIGHT, tensor_model_parallel_size=2, slices=slices, schedule=schedule, device="cuda",
-                  recompute_granularity="full", **DROPOUT)
-    kept, away = (dry_run(train, dataclasses.replace(config, checkpoint_in_cpu=on)) for on in (False, True))
-    x = 4 * 8 * 16 * 8
-    assert (kept.host, away.host) == (0, sublayers * x)
-    assert kept.activations - away.activations >= away.host - 2 * x
