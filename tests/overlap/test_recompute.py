@@ -2,13 +2,11 @@
 
 import dataclasses
 import weakref
-from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
-from support.fake_world import fake_world, only_views, operands, tensors, writes
-from support.harness import build, random_data, tiny, train_rank, weights_and_data
+from support.fake_world import fake_world
+from support.harness import build, random_data, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
@@ -16,6 +14,7 @@ from nanodomino.comm.trace import Trace
 from nanodomino.dry_run.rank import dry_run
 from nanodomino.layers.dropout_and_positions import MasksAndPositions
 from nanodomino.layers.sublayer_inside import LinearPair
+from nanodomino.overlap import host_offload
 from nanodomino.overlap.recompute import GRANULARITIES, TapePolicy
 from nanodomino.schedules.definitions import SCHEDULES
 
@@ -23,14 +22,13 @@ DROPOUT = dict(hidden_dropout=0.2, attention_dropout=0.3)
 EIGHT = dict(micro_batch_size=4, global_batch_size=8, num_layers=2)          # two microbatches of four samples
 
 
-def step_of(config, prepare=lambda stage: None, around=lambda mesh: nullcontext()):
-    """Run one step of rank 0 in a world without other processes; return (the gradients, what around() gave)."""
+def step_of(config, prepare=lambda stage: None):
+    """Run one step of rank 0 in a world without other processes; return its gradients. prepare: changes the stage."""
     with fake_world(0, config.world_size):
         mesh, model, optimizer, stage = build(config)
         prepare(stage)
-        with around(mesh) as given:
-            train.train_step(1, stage, optimizer, random_data(config, 1), config, mesh)
-        return {name: weight.main_grad.clone() for name, weight in model.named_parameters()}, given
+        train.train_step(1, stage, optimizer, random_data(config, 1), config, mesh)
+        return {name: weight.main_grad.clone() for name, weight in model.named_parameters()}
 
 
 def same_bits(found, expected):
@@ -48,7 +46,7 @@ def same_bits(found, expected):
 def test_gradients_have_the_same_bits(dtype, changes):
     """No operation changes its operands or its order, and dropout draws the same masks."""
     config = tiny(2, **{**EIGHT, "tensor_model_parallel_size": 2, "dtype": dtype, **changes})
-    plain, *others = (step_of(dataclasses.replace(config, recompute_granularity=one))[0] for one in GRANULARITIES)
+    plain, *others = (step_of(dataclasses.replace(config, recompute_granularity=one)) for one in GRANULARITIES)
     assert all(same_bits(other, plain) for other in others)
 
 
@@ -122,14 +120,12 @@ def test_what_was_recomputed_is_freed_before_the_next_sublayer(monkeypatch):
 # ---- host offload, on a simulated GPU
 
 class CopyStream(TorchDispatchMode):
-    """Stands in for a CUDA stream of copies. A copy is carried out only when training waits for its event. Until then
-    its target holds NaN. Each copy must follow a wait_stream(), which orders it after the work that training has
-    launched."""
-    copied_back = set()                        # the host's storages whose copies back have not been carried out
+    """Stands in for a CUDA stream of copies. A copy is carried out when training's stream waits for its event, so
+    whoever reads its target earlier reads NaN."""
 
-    def __init__(self, device):
+    def __init__(self, gpu):
         super().__init__()
-        self.copies, self.has_waited = [], False
+        self.gpu, self.copies, self.done, self.has_waited = gpu, [], 0, False
 
     def wait_stream(self, training):
         self.has_waited = True
@@ -140,19 +136,77 @@ class CopyStream(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         target, source, non_blocking = args
         assert function is torch.ops.aten.copy_.default and non_blocking
-        assert self.has_waited, "training may not be there yet"
-        self.has_waited = False
-        back, host, here = (True, source, target) if source.is_pinned else (False, target, source)
+        assert self.has_waited, "training may not have computed the source, or still use the target"
+        self.has_waited, back = False, source.untyped_storage()._cdata in self.gpu.pinned
+        host, here = (source, target) if back else (target, source)
         buffer, storage = host.untyped_storage()._cdata, weakref.ref(here.untyped_storage())
-        place = here.storage_offset(), here.shape, here.stride()
-        assert buffer not in self.copied_back, "the buffer's last copy back may not be done"
-        self.copied_back |= {buffer} if back else set()
+        place, begun = (here.storage_offset(), here.shape, here.stride()), len(self.gpu.trace.events)
+        assert buffer not in self.gpu.coming_back, "the buffer's last copy back may not be done"
+        self.gpu.coming_back |= {buffer} if back else set()
 
         def carry_out():
             assert storage() is not None, "the memory was freed before its copy was made"
             found = torch.empty(0, dtype=host.dtype).set_(storage(), *place)
             (found.copy_(host) if back else host.copy_(found))
-            self.copied_back.discard(buffer)
+            if back:
+                self.gpu.coming_back.remove(buffer)
+                kinds = {event.kind for event in self.gpu.trace.events[begun:]}
+                self.gpu.hidden.append(bool(kinds & {"matmul", "weight_gradient"}))
 
         self.copies.append(carry_out)
         return target
+
+
+class Gpu:
+    """Stands in for torch.cuda's streams and pinned memory, on a CPU. It is also training's stream.
+
+    hidden: for each copy back, whether training computed a matmul between its launch and the wait for it.
+    """
+
+    def __init__(self):
+        self.trace, self.pinned, self.coming_back, self.hidden, self.plain_empty = Trace(), {}, set(), [], torch.empty
+
+    def Stream(self, device):
+        return CopyStream(self)
+
+    def stream(self, stream):
+        return stream
+
+    def current_stream(self):
+        return self
+
+    def wait_event(self, event):
+        stream, count = event
+        for carry_out in stream.copies[stream.done:count]:
+            carry_out()
+        stream.done = max(stream.done, count)
+
+    def empty(self, *size, pin_memory=False, **options):
+        """Fresh memory holds NaN."""
+        tensor = self.plain_empty(*size, **options)
+        if pin_memory:
+            self.pinned[tensor.untyped_storage()._cdata] = tensor
+        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+
+
+@pytest.mark.parametrize("changes", [{}, dict(slices=3, columns=2), dict(slices=2, schedule="gpipe", **DROPOUT),
+                                     dict(slices=2, schedule="paired"), dict(schedule="zb-v", num_layers=3),
+                                     dict(slices=2, sequence_parallel=True)],
+                         ids=["one-slice", "slices", "gpipe-dropout", "paired", "zb-v", "sequence-parallel"])
+def test_what_was_on_the_host_comes_back_in_time_and_with_the_same_bits(monkeypatch, changes):
+    """However late a copy is, nothing reads its target before it is done, and no memory is freed that a copy needs."""
+    config = tiny(2, **{**EIGHT, "tensor_model_parallel_size": 2, "global_batch_size": 16,
+                        "recompute_granularity": "full", **changes})
+    plain, gpu = step_of(config), Gpu()
+    monkeypatch.setattr(host_offload, "streams_of", lambda device: gpu)
+    monkeypatch.setattr(torch, "empty", gpu.empty)
+    offloading = dataclasses.replace(config, checkpoint_in_cpu=True)
+
+    def prepare(stage):
+        stage.trace = stage.ops.trace = gpu.trace
+        stage.tape_policy = TapePolicy(offloading, torch.device("cuda"), config.slices, stage.residual_norm)
+        stage.tape_policy.host.device = torch.device("cpu")
+
+    assert same_bits(step_of(offloading, prepare), plain)
+    tapes = config.microbatches * config.slices * config.virtual_stages
+    assert len(gpu.hidden) > tapes and gpu.hidden.count(False) <= tapes, "a tape's first copy back has no cover"
