@@ -87,17 +87,6 @@ def dtensor_step(config, weights, data):
     return loss.item(), model.full(lambda weight: full_tensor(weight.grad))
 
 
-@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_domino_computes_what_dtensor_computes(pool, tp):
-    """Compares shards, heads, biases and sums. Every rank owns words: 16 + 13 of them, or 8 + 8 + 8 + 5."""
-    _, _, ours, theirs = both_sides(pool, tp, dtensor_step, tensor_model_parallel_size=tp, slices=2,
-                                    micro_batch_size=6)
-    gradients = full_tensors(ours, lambda outcome: outcome.gradients[0])
-    for loss, torchs_gradients in theirs:
-        assert relative(ours[0].losses[:1], [loss]) < TOLERANCE
-        assert difference(gradients, torchs_gradients) < TOLERANCE
-
-
 def sequence_parallel_step(config, weights, data):
     """The same with sequence parallelism, around benchmarks/plain.py, whose names and qkv order are nanodomino's."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -126,14 +115,17 @@ def sequence_parallel_step(config, weights, data):
     return loss.item(), {name: full_tensor(weight.grad) for name, weight in model.named_parameters()}
 
 
+@pytest.mark.parametrize("torchs_part", [dtensor_step, sequence_parallel_step])
 @pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_a_stream_that_is_cut_computes_what_dtensor_computes_with_one(pool, tp):
-    """DTensor shards each sample by tokens, and sums the gradients of norms and biases where and when it chooses."""
-    config, _, ours, theirs = both_sides(pool, tp, sequence_parallel_step, tensor_model_parallel_size=tp, slices=2,
-                                         micro_batch_size=6, sequence_parallel=True)
+def test_domino_computes_what_dtensor_computes(pool, tp, torchs_part):
+    """Compares shards, heads, biases and sums. Every rank owns words: 16 + 13 of them, or 8 + 8 + 8 + 5. With sequence
+    parallelism DTensor shards each sample by tokens, and sums the gradients of norms and biases where it chooses."""
+    config, _, ours, theirs = both_sides(pool, tp, torchs_part, tensor_model_parallel_size=tp, slices=2,
+                                         micro_batch_size=6, sequence_parallel=torchs_part is sequence_parallel_step)
     gradients = full_tensors(ours, lambda outcome: outcome.gradients[0])
-    gradients["embedding.word_embeddings.weight"] = gradients["embedding.word_embeddings.weight"][:config.vocab_size]
+    name = "embedding.word_embeddings.weight"
     for loss, torchs_gradients in theirs:
+        gradients[name] = gradients[name][:len(torchs_gradients[name])]        # torch may have no padding
         assert relative(ours[0].losses[:1], [loss]) < TOLERANCE
         assert difference(gradients, torchs_gradients) < TOLERANCE
 

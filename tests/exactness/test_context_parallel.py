@@ -1,52 +1,15 @@
-"""Checks which collectives context parallelism needs, and which places and keys each rank has.
+"""Checks which places and keys each rank has with context parallelism.
 
-test_features.py compares whole training steps on every layout.
+test_layouts.py compares whole training steps on every layout.
 """
-
-import dataclasses
-from collections import Counter
 
 import pytest
 import torch
-from support.harness import build, count_documents, tiny, weights_and_data
+from support.harness import count_documents, tiny
 
-from nanodomino.comm.trace import Trace
-from nanodomino.domino import run_to_end
 from nanodomino.layers.context_parallel import queries_and_keys
 from nanodomino.layers.positions import by_rank, in_order
 from nanodomino.mesh import meta_mesh
-from nanodomino.overlap.recompute import GRANULARITIES
-
-
-def collectives(config, weights, data):
-    """Return the cp group's collectives of a microbatch's forward and of its backward by (kind, site, slice), and the
-    gradients."""
-    mesh, model, _, stage = build(config, weights, Trace())
-    batch = data.batch(0, 0, mesh.dp_rank, mesh.dp, config.micro_batch_size, config.global_batch_size)
-    batch = batch.at_own_places(mesh)
-    _, tape = run_to_end(stage.forward(batch))
-    in_forward = len(stage.trace.events)
-    run_to_end(stage.backward(tape, batch.loss_mask.double()))
-    return [Counter((event.kind, event.args["site"], event.args["slice"]) for event in events
-                    if event.args.get("group") == "cp" and event.kind != "wait")
-            for events in (stage.trace.events[:in_forward], stage.trace.events[in_forward:])], [
-                weight.main_grad for weight in model.parameters()]
-
-
-@pytest.mark.parametrize("comm_type, forward, backward", [
-    ("all_gather", dict(all_gather=1), dict(reduce_scatter=1)), ("a2a", dict(all_to_all=2), dict(all_to_all=2))])
-def test_recomputation_repeats_the_collectives_of_the_core_with_the_same_bits(pool, comm_type, forward, backward):
-    first, config = None, tiny(2, context_parallel_size=2, cp_comm_type=comm_type, slices=2, num_layers=2)
-    places = [(f"layers.{layer}.attention", slice) for layer in (0, 1) for slice in (0, 1)]
-    for granularity in GRANULARITIES:
-        config = dataclasses.replace(config, recompute_granularity=granularity)
-        again = Counter(backward) + Counter(forward if granularity != "none" else {})
-        outcomes = pool.run(collectives, config, *weights_and_data(config, 1), world_size=2)
-        first = first or [gradients for _, gradients in outcomes]
-        for (found, gradients), kept in zip(outcomes, first):
-            assert all(map(torch.equal, gradients, kept))
-            assert found == [{(kind, *place): count for place in places for kind, count in counts.items()}
-                             for counts in (forward, again)]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

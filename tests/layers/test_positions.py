@@ -1,55 +1,21 @@
-"""Rotary positions, documents, the rules of the settings that choose them, and the presets that use them."""
+"""Rotary positions, documents, and what a batch holds of them."""
 
-import math
 from contextlib import nullcontext
 
 import pytest
 import torch
 from support.fake_world import fake_world
 from support.flash_on_cpu import flash_on_cpu
-from support.harness import END_OF_TEXT, FAMILIES, build, count_documents, difference, tiny, weights_and_data
+from support.harness import (END_OF_TEXT, FAMILIES, build, count_depth_masks, count_documents, difference, tiny,
+                             weights_and_data)
 
-from nanodomino.analysis.formulas import parameter_count
-from nanodomino.config.config import Config
-from nanodomino.config.presets import PRESETS
 from nanodomino.data import Batch, EndOfText
 from nanodomino.domino import run_to_end
-from nanodomino.errors import UserError
-from nanodomino.layers.positions import (attention_bias, document_ids, inverse_rotation, positions_within_documents,
-                                         rotary_frequencies, rotate, rotation)
-from nanodomino.model import meta_stage
-
-
-def rope(**changes):
-    return tiny(1, position_embedding_type="rope", num_attention_heads=2, **changes)
+from nanodomino.layers.positions import (attention_bias, document_ids, positions_within_documents, rotary_frequencies,
+                                         rotation)
 
 
 # ---- rotary positions
-
-def test_a_dot_product_of_rotated_vectors_depends_on_their_distance_alone():
-    config = rope(max_position_embeddings=64)
-    q, k = torch.randn(2, 1, 1, 1, 1, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-    def product(m, n):
-        rotated = [rotate(x, rotation(config, torch.tensor([[position]]), 1, q.device))
-                   for x, position in ((q, m), (k, n))]
-        return float((rotated[0] * rotated[1]).sum())
-
-    assert product(3, 3) == pytest.approx(float((q * k).sum()), rel=1e-6)
-    assert product(40, 33) == pytest.approx(product(7, 0), rel=1e-5)
-    assert abs(product(7, 0) - product(0, 7)) > 1e-3 * abs(product(7, 0))
-
-
-def test_the_inverse_rotation_undoes_a_rotation_and_rotary_percent_leaves_the_rest_alone():
-    config = rope(rotary_percent=0.5)                          # 4 of 8 numbers, so 2 pairs: 10000^0 and 10000^(-2/4)
-    assert rotary_frequencies(config).tolist() == pytest.approx([1.0, 0.01])
-    x = torch.randn(2, 8, 2, 3, 8, dtype=torch.float64)
-    rotary = rotation(config, None, 8, x.device)
-    rotated = rotate(x, rotary)
-    assert torch.equal(rotated[..., 4:], x[..., 4:]) and not torch.allclose(rotated[:, 1:, ..., :4], x[:, 1:, ..., :4])
-    assert torch.allclose(rotate(rotated, inverse_rotation(rotary)), x, rtol=1e-6, atol=1e-6)
-    assert torch.equal(rotated[:, 0], x[:, 0])                 # the angle of position 0 is 0
-
 
 @pytest.mark.parametrize("kind, options", [
     ("default", dict(rotary_base=500_000.0)), ("linear", dict(rotary_seq_len_interpolation_factor=4.0)),
@@ -98,6 +64,25 @@ def test_a_batch_has_the_positions_and_documents_that_its_flags_ask_for(flags):
     assert batch.loss_mask.sum() == 4
 
 
+@pytest.mark.parametrize("flags", [(), (True, False), (False, True)], ids=["", "positions", "attention"])
+@pytest.mark.parametrize("mask_loss", [False, True])
+def test_each_depth_reads_the_batch_one_token_further(flags, mask_loss):
+    """Depth d predicts the token d places after the next one: not beyond the last token, and not across the end of a
+    document if that has effects. The loss mask belongs to the predicted token. The counts are by hand, in a loop."""
+    rows = torch.randint(0, 6, (5, 13), generator=torch.Generator().manual_seed(0))
+    batch = Batch.from_rows(rows, list(range(5)), 4, EndOfText(END_OF_TEXT, mask_loss, *flags), depths=3)
+    masks = count_depth_masks(rows, batch.loss_mask, 3, any(flags))
+    halves = batch.split(2)
+    for depth, mask in enumerate(masks, 1):
+        batch, previous, halves = batch.ahead, batch, [half.ahead for half in halves]
+        assert torch.equal(batch.tokens, previous.labels)
+        assert torch.equal(batch.labels[:, :12 - depth], rows[:, depth + 1:])
+        assert torch.equal(batch.loss_mask, mask) and 0 < mask.sum() < mask.numel()
+        for name in ("tokens", "labels", "loss_mask"):
+            assert torch.equal(torch.cat([getattr(half, name) for half in halves]), getattr(batch, name))
+    assert batch.ahead is None and halves[0].ahead is None
+
+
 def losses_and_gradients(stage, optimizer, model, batches):
     """Return the losses of all batches' tokens [all tokens], and the sum of the batches' gradients."""
     optimizer.zero_grad()
@@ -131,54 +116,3 @@ def test_a_packed_sample_is_its_documents_one_by_one(family, attention):
         one_by_one, gradients = losses_and_gradients(stage, optimizer, model, alone)
     assert torch.allclose(packed, one_by_one, rtol=1e-9)
     assert difference(gradients, expected) < 1e-9
-
-
-# ---- the rules
-
-LLAMA = dict(FAMILIES["llama"])
-
-
-@pytest.mark.parametrize("options, sentence", [
-    (dict(num_query_groups=3),
-     "num-attention-heads 8 must be divisible by num-query-groups 3; try --num-query-groups 1, 2, 4, 8"),
-    (dict(num_query_groups=2, tensor_model_parallel_size=4),
-     "num-query-groups 2 must be divisible by tensor-model-parallel-size 4; try --tp 1, 2"),
-    (dict(position_embedding_type="rope", kv_channels=3),
-     "RoPE must rotate an even number of channels from 2 to 3, but "
-     "rotary-percent 1 x kv-channels 3 is 3; try --kv-channels 4"),
-    (dict(position_embedding_type="rope", rotary_percent=0.1),
-     "RoPE must rotate an even number of channels from 2 to 2, but rotary-percent 0.1 x kv-channels 2 is 0"),
-    (dict(position_embedding_type="alibi"),
-     "unknown --position-embedding-type 'alibi'; try one of learned_absolute, rope, none"),
-    (dict(hidden_size=18), "hidden-size 18 must be divisible by num-attention-heads 8"),
-])
-def test_settings_that_contradict_each_other_are_refused_in_a_sentence(options, sentence):
-    world_size = options.get("tensor_model_parallel_size", 1)
-    with pytest.raises(UserError) as error:
-        tiny(world_size, **options)
-    assert str(error.value).startswith(sentence) and "\n" not in str(error.value)
-
-
-# The published counts; tied embeddings count once.
-@pytest.mark.parametrize("name, vocabulary, parameters", [
-    ("llama2-7b", 32_000, 6_738_415_616), ("llama2-13b", 32_000, 13_015_864_320), ("llama3-8b", 128_256, 8_030_261_248),
-    ("llama3.2-1b", 128_256, 1_235_814_400), ("qwen2.5-0.5b", 151_936, 494_032_768),
-    ("qwen3-0.6b", 151_936, 596_049_920), ("smollm2-135m", 49_152, 134_515_008),
-    ("mixtral-8x7b", 32_000, 46_702_792_704), ("qwen3-30b-a3b", 151_936, 30_532_122_624)])
-def test_a_preset_has_the_published_number_of_parameters(name, vocabulary, parameters):
-    config = Config(model=name).resolve(1).with_vocabulary(vocabulary)
-    assert parameter_count(config) == parameters
-
-
-def test_a_flag_overrides_the_preset():
-    config = Config(model="nano-llama", swiglu=False, normalization="LayerNorm").resolve(1).with_vocabulary(257)
-    names = dict(meta_stage(config).named_parameters())
-    assert names["layers.0.mlp.dense_h_to_4h.weight"].shape == (384, 96) and "final_norm.bias" in names
-    assert "layers.0.attention.qkv.bias" not in names and "embedding.position_embeddings.weight" not in names
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_resolves_on_one_node_of_eight(name):
-    config = Config(model=name).resolve(8)
-    assert config.num_query_groups % config.tp == 0 and config.tp * config.pp * config.dp == 8
-    assert math.isfinite(config.lr)
