@@ -12,7 +12,7 @@ import torch.distributed as dist
 from support import ROOT
 from support.jobs import TINY, make_corpus
 from support.train_in_pool import main_on_rank
-from torch.distributed.distributed_c10d import _process_group_color, _world
+from torch.distributed.distributed_c10d import _world
 
 from nanodomino import mesh
 from nanodomino.comm.world import LaunchInfo, start_world
@@ -97,23 +97,6 @@ def test_on_cpus_groups_use_the_default_backend(monkeypatch):
                for of_rank in new_group_calls(monkeypatch, 2, 2, 2, torch.device("cpu")) for _, options in of_rank)
 
 
-def test_no_two_rows_of_a_split_have_the_same_colour():
-    """NCCL groups the ranks of a split by colour, which torch hashes from the row's ranks: rows must not collide."""
-    count = 0
-    for world in (8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 2048):
-        for tp in (size for size in (1, 2, 4, 8, 16) if world % size == 0):
-            for pp in (size for size in (1, 2, 3, 4, 6, 8, 12, 16, 32) if world // tp % size == 0):
-                box = torch.arange(world).view(pp, -1, tp)
-                pipelines = box.reshape(pp, -1).t()
-                for rows in (box.reshape(-1, tp).tolist(), box.transpose(1, 2).reshape(-1, box.size(1)).tolist(),
-                             pipelines.tolist(),
-                             [*pipelines[:, [0, -1]].tolist(), *(row for row in pipelines[:, 1:-1].tolist() if row)]
-                             if pp > 1 else []):
-                    assert len({_process_group_color(row) for row in rows}) == len(rows), (world, pp, tp)
-                    count += 1
-    assert count > 500
-
-
 def test_the_picture_has_every_rank_in_its_column():
     """Twelve ranks: numbers of one and of two digits have the same width."""
     _, *lines = meta_mesh(3, 2, 2).picture(["first", "middle", "last"]).splitlines()
@@ -121,39 +104,33 @@ def test_the_picture_has_every_rank_in_its_column():
                      "  stage 2   [ 8  9]  [10 11]   last"]
 
 
-def group_rank(pp, dp, tp):
-    """Return the sum of 2^rank over each group of a mesh, for two meshes created in one world."""
+def group_rank(*sizes, **shared):
+    """Return, for two meshes created in one world, which ranks each group of a rank holds, as a sum of 2^rank."""
     sums = []
     for _ in range(2):
-        made = make_mesh(pp, dp, tp, torch.device("cpu"))
-        for group in (made.tp_group, made.dp_group, made.pp_group, made.embedding_group):
+        made = make_mesh(*sizes, torch.device("cpu"), **shared)
+        for group in (made.tp_group, made.dp_group, made.pp_group, made.embedding_group, made.cp_group, made.ep_group):
             total = torch.tensor(float(2 ** dist.get_rank()))
-            dist.all_reduce(total, group=group)
+            dist.all_reduce(total, group=group or made.tp_group)             # without experts there is no ep group
             sums.append(int(total))
-    return sums
+    assert made.rank_of(made.pp_rank, made.dp_rank, made.tp_rank, made.cp_rank) == dist.get_rank()
+    assert sums[:6] == sums[6:]
+    return sums[:6]
 
 
 def test_groups_are_made_of_the_right_ranks_also_a_second_time(pool):
     """Middle stages have an embedding group too: if they created fewer groups, names of later groups would differ."""
-    for rank, (tp, dp, pp, ends, *again) in enumerate(pool.run(group_rank, 4, 1, 2)):
-        assert (tp, dp, pp) == (3 << (rank & 6), 1 << rank, 0b1010101 << (rank & 1)) and again == [tp, dp, pp, ends]
+    for rank, (tp, dp, pp, ends, *_) in enumerate(pool.run(group_rank, 4, 1, 2)):
+        assert (tp, dp, pp) == (3 << (rank & 6), 1 << rank, 0b1010101 << (rank & 1))
         assert ends == (0b1000001 if rank < 2 or rank > 5 else 0b10100) << (rank & 1)
 
 
-def group_rank_of_shared_samples():
-    """Return the sum of 2^rank over each group of a mesh in which two ranks share a sample."""
-    made, sums = make_mesh(1, 2, 2, torch.device("cpu"), ep=4, cp=2), []
-    for group in (made.tp_group, made.cp_group, made.dp_group, made.ep_group):
-        total = torch.tensor(float(2 ** dist.get_rank()))
-        dist.all_reduce(total, group=group)
-        sums.append(int(total))
-    assert made.rank_of(0, made.dp_rank, made.tp_rank, made.cp_rank) == dist.get_rank()
-    assert made.axis("dp") == (4, dist.get_rank() // 2)
-    return sums
+def shared_group_rank():
+    return group_rank(1, 2, 2, ep=4, cp=2)
 
 
 def test_ranks_that_share_a_sample_are_neighbours_and_belong_to_the_dp_group(pool):
-    for rank, (tp, cp, dp, ep) in enumerate(pool.run(group_rank_of_shared_samples, world_size=8)):
+    for rank, (tp, dp, _, _, cp, ep) in enumerate(pool.run(shared_group_rank)):
         assert (tp, cp, dp) == (3 << (rank & 6), 5 << (rank & 5), 0b1010101 << (rank & 1)) and ep == dp
 
 

@@ -64,20 +64,29 @@ def test_it_equals_train_py_on_every_layout(pool, trained, tp, pp, dp, slices):
     assert set().union(*(shards for _, shards in ranks)) == set(weights)
 
 
-@pytest.mark.parametrize("world, flags, layout", [
-    (1, "", (1, 1, 1)), (2, "", (2, 1, 1)), (4, "", (2, 2, 1)), (8, "", (2, 2, 2)), (8, "--tp 1 --pp 1", (1, 1, 8)),
-    (2, "--pp 1 --tp 1", (1, 1, 2)), (4, "--tp 4 --slices 1", (4, 1, 1))])
-def test_its_defaults_are_those_of_train_py_on_any_number_of_processes(monkeypatch, world, flags, layout):
-    """Except that a microbatch gets smaller where a replica's part of the batch does."""
-    started = []
-    for name, value in dict(init_process_group=lambda **_: None, destroy_process_group=lambda: None,
-                            get_world_size=lambda: world).items():
-        monkeypatch.setattr(minimal.dist, name, value)
-    monkeypatch.setattr(minimal, "make_grid", lambda tp, pp, dp, device: SimpleNamespace(tp=tp, pp=pp, dp=dp))
+def start(monkeypatch, flags="", world=1, rank=0, gpus=0):
+    """Run minimal.main() up to the training, as one rank of a world; return (sizes, grid) and the GPU that it took."""
+    started, taken = [], []
+    for name, value in dict(init_process_group=None, destroy_process_group=None, get_world_size=world,
+                            get_rank=rank).items():
+        monkeypatch.setattr(minimal.dist, name, lambda value=value, **_: value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: taken.append(str(device)))
+    monkeypatch.setattr(minimal, "make_grid", lambda tp, pp, dp, device: SimpleNamespace(
+        tp=tp, pp=pp, dp=dp, device=str(device)))
     monkeypatch.setattr(minimal, "train", lambda sizes, grid, *others: started.append((sizes, grid)))
     monkeypatch.setattr(sys, "argv", ["minimal.py", *flags.split()])
     minimal.main()
-    ((sizes, grid),) = started
+    return *started[0], taken
+
+
+@pytest.mark.parametrize("world, flags, layout", [
+    (1, "", (1, 1, 1)), (2, "", (2, 1, 1)), (4, "", (2, 2, 1)), (8, "", (2, 2, 2)), (8, "--tp 1 --pp 1", (1, 1, 8)),
+    (4, "--tp 4 --slices 1", (4, 1, 1))])
+def test_its_defaults_are_those_of_train_py_on_any_number_of_processes(monkeypatch, world, flags, layout):
+    """Except that a microbatch gets smaller where a replica's part of the batch does."""
+    sizes, grid, _ = start(monkeypatch, flags, world)
     config = Config().resolve(1)
     assert (grid.tp, grid.pp, grid.dp) == layout
     assert sizes.micro_batch == min(config.micro_batch_size, config.global_batch_size // grid.dp)
@@ -89,62 +98,30 @@ def test_its_defaults_are_those_of_train_py_on_any_number_of_processes(monkeypat
 @pytest.mark.parametrize("gpus, world, device", [(0, 1, "cpu"), (1, 8, "cpu"), (1, 1, "cuda:0"), (8, 8, "cuda:7")])
 def test_each_process_takes_its_own_gpu_and_all_take_the_cpu_if_there_are_too_few(monkeypatch, gpus, world, device):
     """A student with one GPU can run the eight processes of the docstring."""
-    taken = []
-    for name, value in dict(init_process_group=None, destroy_process_group=None, get_world_size=world,
-                            get_rank=world - 1).items():
-        monkeypatch.setattr(minimal.dist, name, lambda value=value, **_: value)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: taken.append(str(device)))
-    monkeypatch.setattr(minimal, "make_grid", lambda tp, pp, dp, device: str(device))
-    monkeypatch.setattr(minimal, "train", lambda sizes, grid, *others: taken.append(grid))
-    monkeypatch.setattr(sys, "argv", ["minimal.py"])
-    minimal.main()
-    assert taken == ([device, device] if gpus >= world else ["cpu"])
+    _, grid, taken = start(monkeypatch, world=world, rank=world - 1, gpus=gpus)
+    assert grid.device == device and taken == ([device] if gpus >= world else [])
 
 
 @pytest.mark.parametrize("world, flags", [(2, "--tp 16"), (2, "--tp 0"), (16, "--tp 16"), (3, "")])
-def test_a_wrong_layout_is_refused_in_one_sentence(monkeypatch, world, flags):
-    for rank in (0, 1):
-        for name, value in dict(init_process_group=None, get_world_size=world, get_rank=rank).items():
-            monkeypatch.setattr(minimal.dist, name, lambda value=value, **_: value)
-        monkeypatch.setattr(sys, "argv", ["minimal.py", *flags.split()])
-        with pytest.raises(SystemExit) as refused:
-            minimal.main()
-        expected = rf"tp .* must be {world} processes; tp must divide 8 heads, and dp 16 samples"
-        assert re.fullmatch(expected, refused.value.code) if rank == 0 else refused.value.code == 0
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_wrong_layout_is_refused_in_one_sentence(monkeypatch, world, flags, rank):
+    with pytest.raises(SystemExit) as refused:
+        start(monkeypatch, flags, world, rank)
+    expected = rf"tp .* must be {world} processes; tp must divide 8 heads, and dp 16 samples"
+    assert re.fullmatch(expected, refused.value.code) if rank == 0 else refused.value.code == 0
 
 
-def test_a_folder_without_text_is_refused_in_one_sentence(monkeypatch, tmp_path):
-    for rank in (0, 1):
-        monkeypatch.setattr(minimal.dist, "get_rank", lambda rank=rank: rank)
-        with pytest.raises(SystemExit) as refused:
-            minimal.train(SIZES, None, 0, 1, tmp_path)
-        assert refused.value.code == (0 if rank else f"No {tmp_path}/meta.json: first run python data/prepare.py")
-
-
-def test_the_first_each_tenth_and_the_last_step_are_reported(monkeypatch, tmp_path):
-    (tmp_path / "meta.json").write_text('{"dtype": "uint8", "vocab_size": 257}')
-    (tmp_path / "train.bin").write_bytes(b"text")
-    monkeypatch.setattr(minimal.dist, "get_rank", lambda: 0)
-    for name in ("make_stage", "run_pipeline"):
-        monkeypatch.setattr(minimal, name, lambda *_: None)
-    monkeypatch.setattr(minimal, "optimizer_step", lambda *_: (1.5, 2.0))
-    lines = []
-    minimal.train(SIZES, None, 0, 23, tmp_path, report=lines.append)
-    assert lines == [f"step {step:4}   loss 1.5000   gradient norm 2.000" for step in (1, 10, 20, 23)]
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_folder_without_text_is_refused_in_one_sentence(monkeypatch, tmp_path, rank):
+    monkeypatch.setattr(minimal.dist, "get_rank", lambda: rank)
+    with pytest.raises(SystemExit) as refused:
+        minimal.train(SIZES, None, 0, 1, tmp_path)
+    assert refused.value.code == (0 if rank else f"No {tmp_path}/meta.json: first run python data/prepare.py")
 
 
 def test_the_picture_of_1f1b_is_the_simulated_one():
     drawn = re.findall(r"^# ( {4}stage \d \|.*)$", Path(minimal.__file__).read_text(), re.MULTILINE)
     assert [line.strip() for line in drawn] == [line.strip() for line in picture("1f1b", 3, 4).splitlines()[1:]]
-
-
-def test_replicas_that_do_not_divide_the_batch_are_an_error():
-    """With whole microbatches only, 3 replicas would train on 12 of 16 samples and divide by the tokens of 16."""
-    stage = SimpleNamespace(sizes=minimal.Sizes(), grid=SimpleNamespace(dp=3, dp_rank=0))
-    with pytest.raises(RuntimeError, match="invalid for input of size 16"):
-        minimal.read_batch(None, stage, 0, 0)
 
 
 def test_it_is_short_and_imports_nothing_of_ours():

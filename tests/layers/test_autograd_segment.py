@@ -11,7 +11,6 @@ from support.harness import build, random_data, tiny
 
 import train
 from nanodomino.layers.dropout_and_positions import AttentionInputs
-from nanodomino.layers.positions import attention_bias, document_ids
 
 
 @pytest.fixture
@@ -74,17 +73,3 @@ def test_scores_with_dropout_do_not_overflow_fp16():
     masks = torch.ones(1, 2, config.seq_length, config.seq_length)
     assert attention.core(qkv, AttentionInputs(masks, None, None)).isfinite().all()
     assert float((qkv[0, 0, :64].double() ** 2).sum()) > 65504
-
-
-@pytest.mark.parametrize("documents", [False, True])
-def test_attention_with_an_all_ones_dropout_mask_equals_fused_attention(documents):
-    """With heads that share keys, with and without documents."""
-    config = tiny(1, num_query_groups=2, kv_channels=4)
-    with fake_world(0, 1):
-        _, model, _, _ = build(config)
-    attention, s = model.chunks[0].sublayers[0], config.seq_length
-    qkv = torch.randn(3, s, config.qkv_size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    bias = attention_bias(document_ids(torch.randint(0, 3, (3, s), generator=torch.Generator().manual_seed(2)), 0),
-                          torch.float64) if documents else None
-    by_hand = attention.core(qkv, AttentionInputs(torch.ones(3, 8, s, s, dtype=torch.float64), None, bias))
-    assert torch.allclose(by_hand, attention.core(qkv, AttentionInputs(None, None, bias)), rtol=1e-12, atol=1e-13)

@@ -1,51 +1,36 @@
 """The parts of an expert layer that other tests do not reach on a CPU."""
 
-from unittest import mock
-
 import torch
+from support.fake_world import fake_world
 from support.harness import build, random_data, tiny, train_rank, weights_and_data
 
 from nanodomino.domino import run_to_end
 from nanodomino.layers import moe
 
 
-def gradients(config, data):
+def gradients(config):
     """Return the gradients of one microbatch on one process."""
-    _, model, _, stage = build(config)
-    batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
-    losses, tape = run_to_end(stage.forward(batch))
-    run_to_end(stage.backward(tape, torch.ones_like(losses)))
-    return [weight.main_grad.clone() for weight in model.parameters()]
+    with fake_world(0, 1):
+        _, model, _, stage = build(config)
+        batch = random_data(config, 1).batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
+        losses, tape = run_to_end(stage.forward(batch))
+        run_to_end(stage.backward(tape, torch.ones_like(losses)))
+    return [weight.main_grad for weight in model.parameters()]
 
 
-def test_the_grouped_kernel_is_called_as_torch_defines_it(pool):
+def test_the_grouped_kernel_is_called_as_torch_defines_it(monkeypatch):
     """It runs on CPUs too, in float32. Expert 0 gets no tokens, so one group is empty."""
-    pool.run(compare_with_kernel, world_size=1)
-
-
-def compare_with_kernel():
     config = tiny(num_experts=4, disable_bias_linear=True, dtype="float32", swiglu=True, init_method_std=0.3)
-    data, calls = random_data(config, 1), []
+    calls, plain = [], moe.Router.choose
 
-    def choose(router, logits, plain=moe.Router.choose):
-        experts, _ = plain(router, logits)
-        experts = experts.clamp(min=1)
+    def choose(router, logits):
+        experts = plain(router, logits)[0].clamp(min=1)
         return experts, experts.flatten().bincount(minlength=4)
 
-    def counted(x, weights):
-        calls.append(len(x))
-        return True
-
-    moe.Router.choose, kept = choose, moe.Router.choose
-    try:
-        loop = gradients(config, data)
-        moe.has_grouped_kernel, condition = counted, moe.has_grouped_kernel
-        try:
-            kernel = gradients(config, data)
-        finally:
-            moe.has_grouped_kernel = condition
-    finally:
-        moe.Router.choose = kept
+    monkeypatch.setattr(moe.Router, "choose", choose)
+    loop = gradients(config)
+    monkeypatch.setattr(moe, "has_grouped_kernel", lambda x, weights: calls.append(len(x)) or True)
+    kernel = gradients(config)
     assert len(calls) == 4 * config.num_layers                # twice forward, twice backward
     for one, other in zip(loop, kernel):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
@@ -65,15 +50,11 @@ def test_in_bfloat16_small_steps_of_the_expert_bias_add_up_and_decide(pool):
         assert len(biases) == config.num_layers
 
 
-def test_an_evaluation_computes_no_routing_losses(pool):
-    pool.run(evaluate_without_losses, world_size=1)
-
-
-def evaluate_without_losses():
+def test_an_evaluation_computes_no_routing_losses(monkeypatch):
     config = tiny(num_experts=4, disable_bias_linear=True)
-    data = random_data(config, 1)
-    _, model, _, stage = build(config)
-    batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
-    with mock.patch.object(moe.Router, "loss", side_effect=AssertionError("the routing losses")):
+    monkeypatch.setattr(moe.Router, "loss", None)
+    with fake_world(0, 1):
+        _, model, _, stage = build(config)
+        batch = random_data(config, 1).batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
         run_to_end(stage.forward(batch, training=False))
     assert not model.statistics.any()
