@@ -87,8 +87,9 @@ def test_after_an_update_the_new_weights_are_used(pool, recipe, zero_stage):
     pool.run(check_new_weights, recipe, zero_stage, world_size=1)
 
 
-def test_a_weight_is_converted_at_most_twice_a_step(monkeypatch):
-    """Once as W and once as W^T, however many microbatches use it. The update then frees both."""
+def test_a_weight_is_converted_twice_a_step_and_an_activation_once_for_both_of_its_matmuls(monkeypatch):
+    """A weight once as W and once as W^T, however many microbatches use it. The update then frees both. Each matrix has
+    an activation and a gradient; only attention's output, which stays in the training type, is converted again."""
     config, converted, convert = tiny(1, **FP32, fp8_format="hybrid"), [], Fp8Recipe.convert
     monkeypatch.setattr(Fp8Recipe, "convert", lambda self, x, *given, **options: (
         converted.append(x.dim()) or convert(self, x, *given, **options)))
@@ -97,6 +98,7 @@ def test_a_weight_is_converted_at_most_twice_a_step(monkeypatch):
         train.train_step(1, stage, optimizer, random_data(config, 1), config, mesh)
         assert not any(bucket.derived for bucket in optimizer.buckets)
     assert config.microbatches > 1 and converted.count(2) == 2 * 4 * config.num_layers
+    assert converted.count(3) == (2 * 4 + 1) * config.num_layers * config.microbatches
 
 
 @pytest.mark.parametrize("options, attentions, mlps", [
