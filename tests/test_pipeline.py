@@ -264,7 +264,7 @@ def test_the_bubble_is_printed_relative_to_the_ideal_time_and_to_the_step():
 
 
 @pytest.mark.parametrize("layers, stages, depths, expected", [
-    (8, 2, 0, [4, 4]), (9, 4, 0, [3, 2, 2, 2]), (5, 3, 0, [2, 2, 1]), (7, 1, 0, [7]), (8, 2, 1, [5, 3]),
+    (8, 2, 0, [4, 4]), (9, 4, 0, [3, 2, 2, 2]), (5, 3, 0, [2, 2, 1]), (8, 1, 1, [8]), (7, 2, 1, [4, 3]),
     (8, 4, 1, [3, 2, 2, 1]), (9, 3, 2, [4, 4, 1]), (4, 4, 3, [1, 1, 1, 1]), (5, 2, 4, [4, 1])])
 def test_layers_are_spread_evenly_over_stages_and_none_is_lost(layers, stages, depths, expected):
     """The first stages hold one more, because the last stage also has the head. A depth of multi-token prediction
