@@ -38,8 +38,11 @@ def rows_rank(dtype):
     stream = ShardedResidual(mesh.tp_group)
     rows = stream.own_rows(numbers(99, dtype))
     assert rows.untyped_storage().nbytes() == rows.nbytes, "a view would keep all rows in memory"
-    chunks = [arrive(stream.gather(part)) for part in rows.chunk(2, dim=-1)]
-    return rows, arrive(stream.gather(rows)), chunks, arrive(stream.reduce(numbers(mesh.tp_rank, dtype)))
+    chunks, addend = [arrive(stream.gather(part)) for part in rows.chunk(2, dim=-1)], numbers(mesh.tp_rank, dtype)
+    reduce = stream.reduce(addend)
+    place = addend.flatten().chunk(stream.shards)[mesh.tp_rank]
+    assert reduce.tensor.data_ptr() == place.data_ptr(), "where a GPU's reduce-scatter leaves this rank's sums"
+    return rows, arrive(stream.gather(rows)), chunks, arrive(reduce)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
