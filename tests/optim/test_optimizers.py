@@ -50,10 +50,10 @@ def test_lion_agrees_on_every_layout_but_where_the_true_gradient_is_zero(pool, t
 
 # ---- every setting, against formulas that do not read it from the config
 
-NOT_A_DEFAULT = dict(lr=0.02, min_lr=0.0, lr_decay_style="linear", lr_warmup_fraction=0.25, train_iters=4,
+NOT_A_DEFAULT = dict(lr=0.02, min_lr=0.0, lr_decay_style="linear", lr_warmup_fraction=0.45, train_iters=4,
                      weight_decay=0.3, clip_grad=0.05, adam_beta1=0.6, adam_beta2=0.7, adam_eps=0.01, lion_beta1=0.3,
                      lion_beta2=0.8)
-RATES = 0.02, 0.02 * 2 / 3, 0.02 / 3, 0.0         # one step of warm-up, then linearly down to min_lr
+RATES = 0.02, 0.02 * 2 / 3, 0.02 / 3, 0.0         # int(1.8) steps of warm-up, then linearly down to min_lr
 
 
 def adamw(w, g, state, t, lr, decay):
