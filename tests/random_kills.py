@@ -2,10 +2,10 @@
 
     python tests/random_kills.py --kills 50 --minutes 20
 
-Each round trains a small model under torchrun in a folder of its own. A random rank gets SIGKILL (one time in five
+Each round trains a small model on two ranks in a folder of its own. A random rank gets SIGKILL (one time in five
 SIGTERM), two times in three while a checkpoint is being written and otherwise at a random moment. After one to three
 kills the run is resumed and may finish. Prints a line for each round and a summary; the exit code is 1 if any round
-differed. Only processes of this script's own torchrun get a signal.
+differed. Only the script's own ranks get a signal.
 """
 
 import argparse
@@ -18,7 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from support.jobs import Job, differences, make_corpus, wait_until
+from support.fork_server import ForkServer
+from support.runs import Job, differences, make_corpus, wait_until
 
 
 def strike(job: Job, draw: random.Random, in_save: bool, last_moment: float) -> tuple[str, int]:
@@ -47,21 +48,21 @@ def wait_for_save(job: Job, count: int):
         wait_until(lambda: job.saving() or job.process.poll() is not None, pause=0.001)
 
 
-def run_round(folder: Path, corpus: Path, flags, draw: random.Random, left: int) -> tuple[list[str], int, int, Path]:
-    """Kill and resume a training until it finishes.
+def run_round(start, folder: Path, draw: random.Random, left: int) -> tuple[list[str], int, int, Path]:
+    """Kill and resume a training until it finishes. start(folder, run_dir) starts or resumes it.
 
     Returns (what was done, number of kills, number of kills during a save, the run's folder).
     """
     events, kills, in_saves = [], 0, 0
     for _ in range(min(draw.randint(1, 3), left)):
-        job = Job(folder, corpus, "run", *flags)
+        job = start(folder, "run")
         try:
             text, hit = strike(job, draw, draw.random() < 2 / 3, last_moment=8.0)
             job.end()
             events, kills, in_saves = events + [text], kills + (text != "came too late"), in_saves + hit
         finally:
             job.close()
-    job = Job(folder, corpus, "run", *flags)
+    job = start(folder, "run")
     try:
         assert job.end() == 0, job.output()
     finally:
@@ -79,18 +80,20 @@ def main():
     flags = ["--tp", 1 + arguments.seed % 2, "--train-iters", 40, "--save-interval", 3]
     rounds = same = kills = in_saves = 0
     with tempfile.TemporaryDirectory() as name:
-        corpus = make_corpus(Path(name))
-        alone = Job(Path(name), corpus, "alone", *flags)
+        corpus, server = make_corpus(Path(name)), ForkServer()
+        start = lambda folder, run_dir: Job(folder, corpus, run_dir, *flags, fork_server=server)  # noqa: E731
+        alone = start(Path(name), "alone")
         assert alone.end() == 0, alone.output()
         while kills < arguments.kills and time.monotonic() < end:
             rounds += 1
             folder = Path(name) / f"round-{rounds}"
             folder.mkdir()
-            events, new, hits, run_dir = run_round(folder, corpus, flags, draw, arguments.kills - kills)
+            events, new, hits, run_dir = run_round(start, folder, draw, arguments.kills - kills)
             found = differences(run_dir, alone.run_dir)
             same, kills, in_saves = same + (not found), kills + new, in_saves + hits
             print(f"round {rounds:3d} | {'; '.join(events)} | "
                   f"{'same weights and metrics' if not found else 'DIFFERS: ' + ', '.join(found)}", flush=True)
+        server.close()
     print(f"{same} of {rounds} rounds ended with the same weights; {kills} kills, {in_saves} during a save")
     sys.exit(0 if same == rounds else 1)
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import ROOT
-from support.jobs import TINY, make_corpus
-from support.train_in_pool import main_on_rank
+from support.runs import TINY, main_on_rank, make_corpus
 from torch.distributed.distributed_c10d import _world
 
 from nanodomino import mesh

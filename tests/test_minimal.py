@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.jobs import ROOT, make_corpus
-from support.train_in_pool import metric_points, train_in_pool
+from support import ROOT
+from support.runs import make_corpus, metric_points, train_in_pool
 
 from nanodomino import minimal
 from nanodomino.checkpoint.export import full_weights
@@ -29,7 +29,7 @@ def trained(pool, tmp_path_factory):
     ended = train_in_pool(pool, folder, "--run-dir", folder / "run", "--dtype", "float64", "--train-iters", STEPS,
                           "--num-layers", 5, "--num-attention-heads", 4, "--global-batch-size", 24,
                           "--micro-batch-size", 3, "--hidden-dropout", 0, "--attention-dropout", 0)
-    assert ended.code == 0, ended.error
+    assert ended.code == 0, ended.output
     losses, norms = ([value for _, value in metric_points(folder / "run", name)] for name in ("loss", "grad_norm"))
     (checkpoint,) = checkpoints_of(folder / "run")
     return folder / "tokens", losses, norms, full_weights(checkpoint)

@@ -16,7 +16,6 @@ import torch
 from support import ROOT
 from support.benchmark import ask, within
 from support.harness import tiny
-from support.jobs import listen_to_interrupts
 
 from bench import QUESTIONS
 from benchmarks import checkpoint, comm, scaling, throughput
@@ -413,7 +412,8 @@ def test_nothing_is_left_of_the_wire(wire, ends):
     """The next start removes the namespaces of a killed process."""
     code = HOLD.format("1 / 0" if ends == "exception" else "time.sleep(60)")
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE,
-                               stderr=subprocess.DEVNULL, preexec_fn=listen_to_interrupts)
+                               stderr=subprocess.DEVNULL,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
     assert process.stdout.readline() == b"up\n"
     if ends != "exception":
         assert len([name for name in namespaces() if f"-{process.pid}-" in name]) == 3

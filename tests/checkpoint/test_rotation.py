@@ -6,8 +6,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from support.jobs import TINY, make_corpus
-from support.train_in_pool import main_on_rank, metric_points, train_in_pool
+from support.runs import TINY, main_on_rank, make_corpus, metric_points, train_in_pool
 
 import nanodomino.generate.__main__ as generate
 import train
@@ -65,7 +64,7 @@ def main_while_its_checkpoint_is_deleted(command: str, flags: list[str]) -> tupl
     with mock.patch.object(module, name, load_later):
         if command == "train":
             ended = main_on_rank(flags, ())
-            return ended.code, ended.output + ended.error
+            return ended.code, ended.output
         place = LaunchInfo(dist.get_rank(), 2, dist.get_rank(), 2, launched=True)
         with (mock.patch.object(generate, "start_world", lambda *_: None), contextlib.redirect_stdout(screen),
               mock.patch.object(generate.signal, "signal", lambda *_: None)):

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.slow_network import address, slow_wire
 from support import ROOT
-from support.jobs import TINY, make_corpus
+from support.runs import TINY, make_corpus
 from nanodomino.comm import network_interface
 from nanodomino.errors import UserError
 

@@ -4,8 +4,7 @@ import contextlib
 import io
 import re
 
-from support.jobs import TINY, make_corpus
-from support.train_in_pool import main_on_rank
+from support.runs import TINY, main_on_rank, make_corpus
 
 LINE = re.compile(
     r" *\d+\.\d ms +(\d) ((?:[FBIW]\d+'* )?)(-->|<->) ([\w-]+ \w+)(, [\w.]+ [ab])?, \d+\.\d [kM]B")

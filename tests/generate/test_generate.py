@@ -20,11 +20,10 @@ import pytest
 import tiktoken
 import torch
 import torch.distributed as dist
-from support.jobs import TINY, make_corpus, needs_proc, wait_until
+from support.runs import TINY, make_corpus, needs_proc, train_in_pool, wait_until
 from support.fork_server import launcher_environments
 from support.harness import END_OF_TEXT, FAMILIES, build, plain_text, sizes_of, tiny, weights_and_data
 from support.reference import random_weights
-from support.train_in_pool import train_in_pool
 
 from nanodomino.corpus.tokenizer import TiktokenTokenizer, build_tokenizer
 from nanodomino.generate.draft import Draft
@@ -294,13 +293,12 @@ def test_all_ranks_stop_together_once_rank_0s_output_is_closed(pool):
 @needs_proc
 def test_control_c_ends_it_without_a_traceback(fork_server, folder, tmp_path):
     log = tmp_path / "output.txt"
-    log.touch()
     process = fork_server.start("nanodomino.generate", [(shlex.split(ENDLESS), {})], folder, log)
     wait_until(process.ranks)
     try:
-        wait_until(lambda: len(log.read_text(errors="replace")) > 20 or process.poll() is not None)
+        wait_until(lambda: len(process.output()) > 20 or process.poll() is not None)
     finally:
         os.kill(process.ranks()[0], signal.SIGINT)
     assert process.wait(PATIENCE) == -signal.SIGINT
-    output = log.read_text(errors="replace")
+    output = process.output()
     assert output.startswith("line") and "Traceback" not in output and "Interrupt" not in output, output

@@ -36,8 +36,7 @@ from support.checkpoints import save_steps
 from support.harness import FixedData, build, difference, full_tensors, tiny, train_steps
 from support.huggingface import (GPT2_SIZES, LENGTH, LLAMA3, MODELS, VOCABULARY, change_config, change_tensors,
                                  config_of, published_tensors, same_bits, weights_of, with_exact_norms)
-from support.jobs import make_corpus
-from support.train_in_pool import main_on_rank, metric_points
+from support.runs import main_on_rank, make_corpus, metric_points
 
 LARGE = 10**9            # bytes, above the size of any model here
 BY_DEFAULT = ("gpt2", "llama 3.1", "qwen2", "qwen3", "mixtral", "qwen3-moe")

@@ -20,7 +20,7 @@ from support import ROOT
 from support.harness import build
 from support.huggingface import config_of
 from support.smollm2 import write_smollm2
-from support.train_in_pool import main_on_rank, metric_points
+from support.runs import main_on_rank, metric_points
 
 PROMPT = "The capital of France is"
 

@@ -7,11 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.fake_world import fake_world
-from support.jobs import make_corpus
 from support.harness import (build, difference, full_tensors, random_data, relative, sizes_of, tiny, train_rank,
                              weights_and_data)
 from support.reference import random_weights
-from support.train_in_pool import metric_points, train_in_pool
+from support.runs import make_corpus, metric_points, train_in_pool
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
@@ -174,7 +173,7 @@ def test_a_run_in_three_launches_finds_its_scale_and_skips_on_the_way_do_not_end
         ended = train_in_pool(pool, tmp_path, "--run-dir", tmp_path / "run", "--fp16", "--tp", 2, "--train-iters", 36,
                               "--micro-batch-size", 16, "--max-skipped-steps", 3, "--initial-loss-scale", 2.0**40,
                               "--loss-scale-window", 3, "--log-interval", 1, "--exit-interval", 12, world_size=2)
-        assert ended.code == 0, ended.error
+        assert ended.code == 0, ended.output
         assert ("| skipped: loss" in ended.output) and "| loss scale " in ended.output
     scales, skipped = ([value for _, value in metric_points(tmp_path / "run", name)]
                        for name in ("loss_scale", "skipped"))

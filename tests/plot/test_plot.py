@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
-from support.jobs import TINY, make_corpus
+from support.runs import TINY, make_corpus
 from support.harness import corpus_without_files, tiny
 
 import nanodomino.run.report

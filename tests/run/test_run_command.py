@@ -1,6 +1,5 @@
 """How a command ends: its exit code, errors in one sentence, readers that close the pipe, Ctrl-C, --help."""
 
-import json
 import os
 import signal
 import subprocess
@@ -8,7 +7,8 @@ import sys
 
 import pytest
 from support.fork_server import LAUNCHER
-from support.jobs import ROOT, TINY, make_corpus
+from support import ROOT
+from support.runs import make_corpus, train_in_pool
 
 from bench import QUESTIONS
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of
@@ -133,48 +133,12 @@ def test_every_command_has_help(fork_server, tmp_path, command, flags, says):
     assert not list((tmp_path / "empty").iterdir()), "who asks for help wants nothing done"
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory, fork_server):
-    """A folder with data/ and run/."""
-    folder = tmp_path_factory.mktemp("trained")
-    make_corpus(folder).rename(folder / "data")
-    ended = fork_server.launch("train.py", [(training_flags("run"), {})], folder, PATIENCE)
-    assert ended.code == 0, ended.output
-    return folder
-
-
-def training_flags(run_dir: str) -> list[str]:
-    return [*TINY, *(f"--data-path data --run-dir {run_dir} --train-iters 6 --save-interval 2 --log-interval 1 "
-                     "--sample-tokens 3").split()]
-
-
-@pytest.mark.exhaustive                     # by default test_interrupted_runs.py closes a terminal
-@pytest.mark.parametrize("stdout, stderr", [("closed", None), ("full", None), ("closed", "closed"), ("full", "full")])
-def test_a_run_survives_the_loss_of_its_terminal(trained, closed_pipe, stdout, stderr):
-    """It trains, saves, validates and samples to the end."""
-    with open("/dev/full", "w") as full:
-        streams = {"closed": closed_pipe, "full": full, None: subprocess.PIPE}
-        run_dir = f"{stdout}-{stderr}"
-        code, _, err = end(start(trained, ROOT / "train.py", *training_flags(run_dir), stdout=streams[stdout],
-                                 stderr=streams[stderr]))
-    assert (code, err) == (0, "")
-    lines = [(trained / name / "metrics.jsonl").read_text().splitlines() for name in (run_dir, "run")]
-    ours, theirs = ([json.loads(line).get("loss") for line in each] for each in lines)
-    assert ours == theirs and [folder.name for folder in checkpoints_of(trained / run_dir)] == [
-        folder.name for folder in checkpoints_of(trained / "run")]
-
-
 @pytest.mark.exhaustive
-def test_generated_text_that_cannot_be_written_is_one_error(trained):
-    with open("/dev/full", "w") as full:
-        process = start(trained, "-m", "nanodomino.generate", "--load", "run", "--max-tokens", 3, "--seed", 1,
-                        stdout=full)
-        assert end(process)[::2] == (1, FULL)
-
-
-@pytest.mark.exhaustive
-def test_verify_and_export_report_damage(trained, fork_server):
+def test_verify_and_export_report_damage(fork_server, pool, tmp_path):
     """verify checks every checkpoint of a run; export takes the newest intact one, and names it."""
+    (trained := tmp_path / "trained").mkdir()
+    make_corpus(trained)
+    train_in_pool(pool, trained, "--run-dir", trained / "run", "--train-iters", 6, "--save-interval", 2)
     with open(checkpoints_of(trained / "run")[0] / "rank-00000.bin", "ab") as file:
         file.write(b"x")
     ended = fork_server.launch("nanodomino.checkpoint", [(["verify", "run"], {})], trained, PATIENCE)

@@ -4,8 +4,7 @@ import os
 import subprocess
 
 import pytest
-from support.jobs import make_corpus, needs_proc
-from support.train_in_pool import saved_steps, train_in_pool
+from support.runs import make_corpus, needs_proc, saved_steps, train_in_pool
 
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.config.config import Config
@@ -95,13 +94,13 @@ def test_a_begun_run_refuses_other_weights_to_start_from(pool, tmp_path):
     train_in_pool(pool, tmp_path, "--run-dir", old, "--train-iters", 2, "--save-interval", 1)
     for load in (old, old / "checkpoints" / "step-00000001"):
         ended = train_in_pool(pool, tmp_path, "--run-dir", old, "--load", load, "--finetune", "--train-iters", 3)
-        assert ended.error == (
-            f"--run-dir {old} holds a run that has done 2 steps and continues only from its own checkpoints, not from "
-            f"--load {load}; leave --load and --finetune out to continue it, or give another --run-dir to start a new "
-            "run"), ended
+        assert (
+            f"error: --run-dir {old} holds a run that has done 2 steps and continues only from its own checkpoints, "
+            f"not from --load {load}; leave --load and --finetune out to continue it, or give another "
+            "--run-dir to start a new run\n") in ended.output, ended
     assert saved_steps(old) == [2, 1]
     for steps in (1, 2):
         ended = train_in_pool(pool, tmp_path, "--run-dir", new, "--load", old, "--finetune", "--train-iters", steps)
         assert ended.code == 0 and f"{steps} of {steps} steps done" in ended.output, ended
     ended = train_in_pool(pool, tmp_path, "--run-dir", new, "--no-finetune", "--train-iters", 3)
-    assert "holds a run that has done 2 steps" in ended.error, ended
+    assert "holds a run that has done 2 steps" in ended.output, ended

@@ -8,8 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from support.jobs import make_corpus
-from support.train_in_pool import saved_steps, train_in_pool
+from support.runs import make_corpus, saved_steps, train_in_pool
 
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.config.config import Config

@@ -7,8 +7,7 @@ from unittest import mock
 
 import pytest
 from support.harness import tiny
-from support.jobs import make_corpus
-from support.train_in_pool import saved_steps, train_in_pool
+from support.runs import make_corpus, saved_steps, train_in_pool
 
 import nanodomino.run.tensorboard
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of, delete_checkpoint

@@ -8,8 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from support.harness import tiny
-from support.jobs import TINY, make_corpus
-from support.train_in_pool import main_on_rank
+from support.runs import TINY, main_on_rank, make_corpus
 
 from nanodomino.run import threads
 from nanodomino.run.threads import choose_threads, time_matmuls

@@ -3,9 +3,8 @@
     harness              tiny models, fixed data, train_step on every rank; joins the shards of all ranks
     reference            the plain model in torch.nn, which imports nothing from nanodomino
     pool                 eight processes that live as long as the test session, for tests that need ranks
-    train_in_pool        all of train.py in the pool's workers, from its flags to its exit code
     fork_server          real processes without the seconds that `import torch` takes
-    jobs                 a tiny training under torchrun or the fork server: start it, kill it, compare two runs
+    runs                 a tiny training: in the pool, under the fork server or torchrun; what it leaves
     delayed_collectives  collectives that are carried out at wait() or at the launch
     pitfall_runner       trains with a bug and compares with the right numbers, for tests/pitfalls.py
     fake_world           one rank alone: collectives that move no data, for tests that look at operations
