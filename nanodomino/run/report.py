@@ -38,7 +38,6 @@ from nanodomino.run.step_statistics import StepStatistics
 from nanodomino.run.tensorboard import TensorBoard
 from nanodomino.schedules import simulation
 
-SLOW_STEP = 5.0          # seconds; a step that is expected to take longer is announced
 FEW_SAMPLES = 16         # a loss over fewer samples is noisy
 FEW_EPOCHS = 4           # up to 4 epochs, repeated text is almost as good as new text (2305.16264)
 TOKENS_PER_PARAMETER = 20     # a training run with the best loss for its compute has about as many (2203.15556)
@@ -56,7 +55,7 @@ class Report:
         self.tokens_per_step = config.global_batch_size * config.seq_length
         self.entropies = f"(unigram {corpus.unigram_entropy:.2f}, bigram {corpus.bigram_entropy:.2f})"
         self.metrics = self.tensorboard = None
-        self.first_step, self.statistics = first_step, StepStatistics(config)
+        self.first_step = first_step
         if enabled:
             self.changes = changed_settings(run_dir, config) if first_step else []
             if first_step < config.train_iters or not (run_dir / "config.json").exists():
@@ -105,7 +104,7 @@ class Report:
                   + "".join(f"; {change}" for change in self.changes), flush=True)
 
     def estimate(self, estimate, seconds: float | None):
-        """Say how many epochs the run trains and how long that takes, warn of many epochs, and announce slow steps.
+        """Say how many epochs the run trains, how long that takes and how much memory. Warn of many epochs.
 
         estimate: the Estimate of the run, on rank 0; seconds: estimated time of a step; None: there is no estimate.
         """
@@ -117,14 +116,12 @@ class Report:
         self.say(f"{counted(steps, 'step')} = {epochs:{'.0f' if epochs >= 10 else '.2g'}} epochs of this text, "
                  + (f"{counted(left, 'step')} to go, " if self.first_step else "")
                  + (f"no estimate of memory and time ({estimate.failure})" if seconds is None else
-                    f"about {duration(left * seconds)}"))
+                    f"about {duration(left * seconds)}, the fullest rank needs "
+                    f"{estimate.bytes / 1e9:.1f} GB of memory"))
         if epochs > FEW_EPOCHS:
             enough = max(FEW_EPOCHS * windows // self.config.global_batch_size, 1)
             self.say(f"warning: after about {FEW_EPOCHS} epochs a model gains little from the same text and begins to "
                      f"memorize it; try --train-iters {enough}, a smaller --global-batch-size or more text")
-        if seconds is not None and seconds > SLOW_STEP:
-            self.say(f"a step will take about {seconds:.0f} s (estimate, good to a factor of two), and the fullest "
-                     f"rank needs {estimate.bytes / 1e9:.1f} GB of memory")
 
     def say(self, line: str):
         """Print a line above the bar."""
@@ -146,10 +143,10 @@ class Report:
         speed = self.tokens_per_step / seconds
         mfu = speed * flops_per_token(self.config) / self.peak_flops if self.peak_flops else None
         shown = step % self.config.log_interval == 0 or step == 1
-        self.statistics = StepStatistics(self.config, result.statistics)
+        statistics = StepStatistics(self.config, result.statistics)
         self.record(step=step, loss=result.loss, grad_norm=result.grad_norm, lr=learning_rate,
                     tokens=step * self.tokens_per_step, step_ms=seconds * 1000, tokens_per_second=speed,
-                    mfu=mfu, skipped=result.skipped, loss_scale=result.loss_scale, **self.statistics.metrics(shown))
+                    mfu=mfu, skipped=result.skipped, loss_scale=result.loss_scale, **statistics.metrics(shown))
         self.bar.set_postfix(loss=f"{result.loss:.3f}", tokens_per_second=f"{speed:,.0f}", refresh=False)
         self.bar.update()
         loss_scale = f" | loss scale {result.loss_scale:g}" if self.config.dtype == "float16" else ""
@@ -159,7 +156,7 @@ class Report:
         elif shown:
             self.say(f"step {step:5d} | loss {result.loss:.4f} {self.entropies} | grad norm {result.grad_norm:.3f} | "
                      f"lr {learning_rate:.2e} | {seconds * 1000:.0f} ms | {speed:,.0f} tokens/s | "
-                     f"mfu {'n/a' if mfu is None else f'{mfu:.1%}'}{loss_scale}{self.statistics.in_words()}")
+                     f"mfu {'n/a' if mfu is None else f'{mfu:.1%}'}{loss_scale}{statistics.in_words()}")
 
     def losses(self, step: int, split: str, loss: float):
         """Report the loss on a split, "valid" or "test", and its perplexity and bits per byte."""
@@ -183,8 +180,6 @@ class Report:
 
     def end(self, step: int, seconds: float):
         self.bar.close()
-        if summary := self.statistics.summary():
-            self.say(summary)
         self.say(f"{step} of {max(step, self.config.train_iters)} steps done, {seconds:.1f} s, peak memory of rank 0 "
                  f"{peak_memory(self.mesh.device) / 2**20:,.0f} MiB, everything in {self.run_dir}")
 

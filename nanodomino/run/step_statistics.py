@@ -17,8 +17,8 @@ from nanodomino.config.config import Config
 class StepStatistics:
     """Holds what the statistics of one step say. Without experts and depths, each method returns {} or ""."""
 
-    def __init__(self, config: Config, statistics=()):
-        """statistics: StepResult.statistics; empty before the first step."""
+    def __init__(self, config: Config, statistics):
+        """statistics: StepResult.statistics."""
         layers, width, experts = config.num_layers, config.statistics_per_layer, config.num_experts
         sites = [f"layers.{layer}" for layer in range(layers)]
         sites += [f"mtp.{depth}.layer" for depth in range(config.mtp_num_layers)]
@@ -43,13 +43,3 @@ class StepStatistics:
         """Return, for example, ' | mtp 1 loss 2.6510 | auxiliary loss 0.0851 | busiest expert 1.31 x'."""
         return "".join(f" | mtp {depth} loss {loss:.4f}" for depth, loss in enumerate(self.depth_losses, 1)) + (
             f" | auxiliary loss {self.auxiliary_loss:.4f} | busiest expert {self.busiest:.2f} x" if self.loads else "")
-
-    def summary(self) -> str:
-        """Return a line about the last step that names the least and the most chosen expert, for the end of a run."""
-        named = [(load, f"expert {expert} of {layer}") for layer, loads in self.loads.items()
-                 for expert, load in enumerate(loads)]
-        if not named:
-            return ""
-        (least, idle), (most, busy) = min(named), max(named)
-        return (f"the experts' load in the last step, as a multiple of their layer's mean: {least:.2f} ({idle}) to "
-                f"{most:.2f} ({busy})")

@@ -6,11 +6,9 @@ only enqueues them, and continues until it needs a result or the queue is full:
     host      enqueue enqueue enqueue   .tolist() .......................      no exception, no signal handler, no end
     device    [ work ][ all-reduce with a dead peer .....................
 
-If a GPU dies, NCCL does not notice it on the other GPUs of the same host. If a connection to another host closes, NCCL
-notices, and torch's own watchdog aborts the process without printing our error message. So our thread checks the device
-every POLL_INTERVAL seconds:
+If a GPU dies, NCCL does not notice it on the other GPUs of the same host. So our thread checks the device every
+POLL_INTERVAL seconds:
 
-    NCCL reports an error              ends the process at once
     stop signal, then no progress      ends it after STOP_GRACE      torchrun signals the other ranks when one has died,
                                        seconds                       and kills them soon after
     no progress                        ends it after --timeout       a peer hangs, or its whole host is gone
@@ -29,7 +27,6 @@ import time
 from collections import deque
 
 import torch
-import torch.distributed as dist
 
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.mesh import Mesh
@@ -46,9 +43,6 @@ class Watchdog:
     def __init__(self, launch: LaunchInfo, mesh: Mesh, timeout: float):
         self.launch, self.device, self.timeout = launch, mesh.device, timeout
         self.queue = torch.cuda.current_stream(mesh.device) if mesh.device.type == "cuda" else None
-        groups = [dist.group.WORLD, *(value for name, value in vars(mesh).items() if name.endswith("_group"))]
-        backends = [group._get_backend(mesh.device) for group in groups if group]
-        self.nccl_backends = [backend for backend in backends if backend.name() == "nccl"]
         self.events, self.last_progress = deque(), time.monotonic()
         self.context = {}                                      # attributes for the error: step, signals
         self.finished = threading.Event()
@@ -77,9 +71,6 @@ class Watchdog:
 
     def find_hang(self) -> str | None:
         """Return an error message if the device seems to wait for a lost peer, else None. Call this again and again."""
-        for backend in self.nccl_backends:
-            if (state := backend.get_error().name) != "SUCCESS":
-                return f"NCCL reports {state}: a connection was closed by peer, or a collective has failed"
         now, signals = time.monotonic(), self.context.get("signals")
         while self.events and self.events[0].query():
             self.events.popleft()

@@ -93,20 +93,21 @@ def test_a_small_split_is_announced(report, capsys):
     assert "split holds" not in capsys.readouterr().out
 
 
-def test_epochs_and_time_are_announced_and_slow_steps(report, capsys):
+def test_epochs_time_and_memory_are_announced(report, capsys):
     """5 steps of 24 samples; the text has 124 samples, or 3."""
     shown = report()
     capsys.readouterr()
     shown.estimate(SimpleNamespace(bytes=10**9), 0.3)
-    assert capsys.readouterr().out == "5 steps = 0.97 epochs of this text, about 2 seconds\n"
+    assert capsys.readouterr().out == (
+        "5 steps = 0.97 epochs of this text, about 2 seconds, the fullest rank needs 1.0 GB of memory\n")
     shown.first_step = 3
     shown.estimate(SimpleNamespace(bytes=12_345_678_901), 40_000.2)
     said = capsys.readouterr().out
-    assert said.startswith("5 steps = 0.97 epochs of this text, 2 steps to go, about 22 hours\n")
-    assert "about 40000 s (estimate, good to a factor of two), and the fullest rank needs 12.3 GB of memory" in said
+    assert said.startswith("5 steps = 0.97 epochs of this text, 2 steps to go, about 22 hours, the ")
+    assert said.endswith("the fullest rank needs 12.3 GB of memory\n")
     report(train=25).estimate(SimpleNamespace(bytes=10**9), 0.3)
     said = capsys.readouterr().out
-    assert "5 steps = 40 epochs of this text, about 2 seconds\nwarning: after about 4 epochs" in said
+    assert "5 steps = 40 epochs of this text, about 2 seconds" in said and "\nwarning: after about 4 epochs" in said
     assert "try --train-iters 1, a smaller --global-batch-size or more text" in said
     assert [duration(seconds) for seconds in (0.1, 119, 121, 3 * 3600, 41 * 86400)] == [
         "1 seconds", "119 seconds", "2 minutes", "3 hours", "41 days"]
@@ -185,7 +186,6 @@ def test_the_load_of_experts_is_reported(tmp_path, capsys):
     unused = 2 * 2 * 2 * config.hidden_size * config.ffn_hidden_size               # 2 experts in each of 2 layers
     assert f"{total:,} parameters ({total - unused:,} active), float64 on cpu" in said
     assert said.count(" | auxiliary loss 0.0700 | busiest expert 2.00 x\n") == 2
-    assert "multiple of their layer's mean: 0.50 (expert 0 of layers.2) to 2.00 (expert 3 of layers.2)\n" in said
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()[1:]]
     assert [(line["auxiliary_loss"], line["busiest_expert"]) for line in lines] == [(pytest.approx(0.07), 2.0)] * 3
     loads = {"layers.0": [1.0, 1.0, 1.0, 1.0], "layers.2": [0.5, 1.0, 0.5, 2.0]}

@@ -1,41 +1,18 @@
 """A rank whose GPU waits forever ends in time with a message, and no other rank does. GPU and clock are simulated."""
 
 import threading
-from dataclasses import fields, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nanodomino.comm.world import LaunchInfo, collective_timeout
-from nanodomino.mesh import Mesh, meta_mesh
+from nanodomino.mesh import meta_mesh
 from nanodomino.run import watchdog
 from nanodomino.run.watchdog import POLL_INTERVAL, STOP_GRACE, Watchdog
 
 NEVER = float("inf")
-
-
-class Group:
-    """A group whose backend is its own name."""
-
-    def __init__(self, backend):
-        self.backend = backend
-
-    def _get_backend(self, device):
-        return SimpleNamespace(name=lambda: "nccl", group=self.backend)
-
-
-@pytest.fixture(autouse=True)
-def no_world(monkeypatch):
-    monkeypatch.setattr(watchdog.dist, "group", SimpleNamespace(WORLD=None))
-
-
-def test_the_watchdog_asks_every_group_of_the_mesh_for_errors(monkeypatch):
-    monkeypatch.setattr(watchdog.dist, "group", SimpleNamespace(WORLD=Group("world")))
-    names = [field.name for field in fields(Mesh) if field.name.endswith("_group")]
-    mesh = replace(meta_mesh(1, 1, 1), **{name: Group(name) for name in names})
-    asked = Watchdog(LaunchInfo(), mesh, 1.0).nccl_backends
-    assert [backend.group for backend in asked] == ["world", *names] and {"ep_group", "tp_group"} < {*names}
 
 
 @pytest.fixture
@@ -44,13 +21,13 @@ def hang(monkeypatch):
 
     The queue is busy until `busy_until`; the device reaches the recorded events at the seconds `marks`.
     """
-    def hang(timeout, busy_until=NEVER, marks=(), backends=(), signals=None):
+    def hang(timeout, busy_until=NEVER, marks=(), signals=None):
         clock = [0.0]
         reached = lambda moment: SimpleNamespace(query=lambda: clock[0] >= moment)  # noqa: E731
         monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: clock[0]))
         guard = Watchdog(LaunchInfo(), meta_mesh(1, 1, 1), timeout)
         marks = list(marks)
-        guard.queue, guard.nccl_backends, guard.context = reached(busy_until), backends, dict(signals=signals)
+        guard.queue, guard.context = reached(busy_until), dict(signals=signals)
         guard.queue.record_event = lambda: reached(marks.pop(0))
         for number in range(len(marks)):
             guard.mark(number, 2)
@@ -78,14 +55,6 @@ def test_after_a_stop_signal_the_timeout_is_short(hang):
     assert hang(600, signals=SimpleNamespace(number=15, received_at=7.0))[0] == 7.0 + STOP_GRACE + POLL_INTERVAL
     signals = SimpleNamespace(number=15, received_at=0.0)
     assert hang(600, busy_until=70, marks=[15, 30, 45, 60], signals=signals)[0] is None
-
-
-def test_an_error_reported_by_nccl_ends_the_rank_at_once(hang):
-    sound, broken = (SimpleNamespace(get_error=lambda name=name: SimpleNamespace(name=name))
-                     for name in ("SUCCESS", "COMM_ERROR"))
-    assert hang(600, busy_until=0.0, backends=[sound])[0] is None
-    second, text = hang(600, backends=[sound, broken])
-    assert second == 0.0 and "NCCL reports COMM_ERROR" in text
 
 
 def test_the_thread_queries_its_own_gpu_and_ends_the_rank(monkeypatch):
