@@ -100,6 +100,7 @@ TABLE = [Bad(flags, says, processes=(n,)) for n, flags, *says in [
     (3, "--pp 1", "global-batch-size 16", "4 x 3 = 12; try --global-batch-size 24"),
     # experts, depths, fp8
     (4, f"{MOE} --dp 4 --ep 3", "expert-model-parallel-size 3 must divide num-experts 6", "4 x 1; try --ep 1, 2"),
+    (16, "--model nano-moe --ep 3", "expert-model-parallel-size 3 must divide num-experts 8 and the data x context"),
     (1, f"{MOE} --moe-router-topk 7", "moe-router-topk 7 must be at most num-experts 6; try --moe-router-topk 6"),
     (1, f"{MOE} --moe-router-topk 1", "moe-router-topk must be at least 2", "add --moe-router-pre-softmax"),
     (1, "--num-experts 6", "experts have no biases, so --num-experts needs --disable-bias-linear; add it"),
@@ -109,6 +110,8 @@ TABLE = [Bad(flags, says, processes=(n,)) for n, flags, *says in [
     (1, "--fp8-format hybrid --num-layers 2 --first-last-layers-bf16", "num-layers 2 must be at least 3 with --first"),
     (1, "--fp8-format hybrid --dtype float64", "adds up in fp32, so --dtype must not be float64; try --bf16"),
     # sizes
+    (2, "--pp 2 --schedule interleaved --virtual-stages 2 --micro-batch-size 1 --global-batch-size 16385",
+     "16385 microbatches per replica", "virtual-stages 2) = 16384; try --global-batch-size 16384"),
     (4, "--micro-batch-size 1 --slices 2", "slices 2 must be at most micro-batch-size 1", "--columns"),
     (1, "--columns 97", "columns 97 must be at most hidden-size 96; try 2 or 4"),
     (1, "--seq-length 64 --max-position-embeddings 63", "seq-length 64", "try --max-position-embeddings 64"),
@@ -283,6 +286,12 @@ TABLE += [Bad(flags, says, damage, what) for flags, what, damage, *says in [
     ("--run-dir run", "without its checkpoint", remove(STEP), "no intact one now (0 damaged)", "restore a checkpoint"),
     ("--run-dir run", "with a file named checkpoints", write("run/checkpoints", b""),
      "run can't be written to (File exists)", "choose another folder")]]
+TABLE += [Bad("--config text.txt", says, write("text.txt", text), f"with {text[:20]}") for text, *says in [
+    (b'{"lr": "fast"}', "--config text.txt gives 'fast' as lr, but must give a value of type float", "correct it"),
+    (b'{"lr": true}', "gives True as lr", "of type float"), (b'{"num_layers": 2.5}', "gives 2.5", "of type int"),
+    (b'{"given": 5, "min_lr": 0.1}', "gives 5 as given, but must give a value of type list"),
+    (b'{"layers": 3}', "settings that this version does not know (layers)"), (b"[1]", "must hold one JSON object"),
+    (b"{", "can't be read"), (b"[" * 99999, "can't be read", "give a JSON file such as a run's config.json")]]
 TABLE += [Bad("--load run" + flags, says, damage, what, "nanodomino.generate") for flags, what, damage, *says in [
     (" --data-path data", "with a larger tokenizer", change_meta(vocab_size=300),
      "tokenizer of data has 300 tokens, but the model has only 257", "give the data folder that the model was trained"),
@@ -473,8 +482,9 @@ PROCESS_TABLE = [
         ["the {more} processes cannot connect", "and start all {more}"], environment=dict(WORLD_SIZE="{more}")),
     Bad("--timeout 9", ["GLOO_SOCKET_IFNAME=dead0, which does not exist", "unset it, or name one of lo"],
         environment=dict(GLOO_SOCKET_IFNAME="dead0")),
-    Bad("--seed {rank}", ["rank 1 has a different seed than rank 0", "give all hosts the same flags"],
-        processes=(4,))]
+    Bad("--seed {rank} --data-path data-{rank}", ["rank 1 has a different seed than rank 0", "give all hosts the same"],
+        lambda folder: [shutil.copytree(folder / "data", folder / f"data-{rank}") for rank in range(4)],
+        "but equal data", processes=(4,))]
 
 
 @pytest.mark.parametrize("bad", PROCESS_TABLE, ids=lambda bad: f"{bad} {''.join(bad.environment)}")

@@ -58,6 +58,9 @@ def test_what_a_killed_run_left_behind_is_deleted_at_the_next_start(open_folder,
     open_folder("run")
     assert sorted(path.name for path in run.iterdir()) == [".mine", "checkpoints", "lock"]
     assert not list((run / "checkpoints").iterdir())
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / ".mine").touch()
+    assert open_folder("new").checkpoint is None, "hidden files do not make it another program's folder"
 
 
 def test_a_restart_returns_to_the_folder_of_its_own_launch(open_folder, tmp_path, monkeypatch):
