@@ -10,7 +10,6 @@ So `train.py --run-dir runs/mine` alone resumes a run as it was. Some settings m
 
 import argparse
 import json
-import re
 from pathlib import Path
 
 from nanodomino.checkpoint.find_checkpoints import recorded_settings
@@ -18,7 +17,7 @@ from nanodomino.config.config import Config
 from nanodomino.config.flags import Parser, add_flags
 from nanodomino.config.rules import check_needs
 from nanodomino.config.saved_settings import check_record, remembered_settings
-from nanodomino.config.setting import flag_name, flag_settings, names_affecting
+from nanodomino.config.setting import flag_settings, names_affecting
 from nanodomino.errors import UserError, require
 from nanodomino.files import read_file
 
@@ -35,8 +34,7 @@ def command_line_parser() -> Parser:
 def from_command_line(arguments: list[str], world_size: int) -> Config:
     """Return the resolved Config of a command line.
 
-    Raises UserError for an unknown flag, for a bad value or file, and for settings that contradict each other. If one
-    of these settings was not given now but is remembered, the message says so.
+    Raises UserError for an unknown flag, for a bad value or file, and for settings that contradict each other.
     """
     flags = vars(command_line_parser().parse_args(arguments))
     requested = read_settings(Path(flags["config"])) | flags if "config" in flags else flags
@@ -51,15 +49,9 @@ def from_command_line(arguments: list[str], world_size: int) -> Config:
         remembered = {name: value for name, value in check_record(loaded, requested["load"]).items() if name in names}
         given |= remembered.keys()
     given -= set(names_affecting(Config, "launch"))
-    try:
-        config = Config(**remembered | requested, given=tuple(sorted(given))).resolve(world_size)
-        check_needs(config, flags)
-        return config
-    except UserError as error:
-        rule = re.findall(r"\w[\w-]*", str(error).partition(";")[0])
-        named = [f"{flag_name(name)} {remembered[name]}" for name in sorted(remembered.keys() - requested)
-                 if flag_name(name)[2:] in rule]
-        raise UserError(f"{error} (remembered, not given now: {', '.join(named)})" if named else str(error)) from None
+    config = Config(**remembered | requested, given=tuple(sorted(given))).resolve(world_size)
+    check_needs(config, flags)
+    return config
 
 
 def read_settings(path: Path) -> dict:
