@@ -15,8 +15,8 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
-from support.runs import TINY, make_corpus
 from support.harness import corpus_without_files, tiny
+from support.runs import TINY, make_corpus
 
 import nanodomino.run.report
 from nanodomino.errors import UserError, sentence_and_code
