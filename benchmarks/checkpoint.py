@@ -6,7 +6,8 @@
     resume        verifying every byte of the checkpoint, then loading model and optimizer
 
 Replicas hold the same values, so they share the work: with --dp N each rank copies and writes about 1/N of the values.
-The benchmark also prints the bytes that the busiest rank copies.
+The benchmark also prints the bytes that the busiest rank copies. It writes into the system's folder for temporary
+files; to measure another disk, set TMPDIR to a folder on it.
 
     python bench.py checkpoint --processes 2 --dp 2
 """
@@ -16,17 +17,16 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.common import Times, add_config_flags, bytes_text, config_here, gathered, progress, ratios, table
+from benchmarks.common import (Times, about, add_config_flags, bytes_text, config_here, gathered, join, progress,
+                               ratios, table)
 from nanodomino.analysis.formulas import parameter_count
 from nanodomino.analysis.machine import slowest, synchronize_ranks
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of
 from nanodomino.checkpoint.load import restore
 from nanodomino.checkpoint.manifest import verify
 from nanodomino.checkpoint.save import Saver
-from nanodomino.comm.world import find_device, start_world
 from nanodomino.config.config import Config
 from nanodomino.errors import UserError, require
-from nanodomino.mesh import make_mesh
 from nanodomino.model import GPT
 from nanodomino.run.agreement import from_rank_0
 from nanodomino.zero import ZeroOptimizer
@@ -37,13 +37,9 @@ def add_flags(parser):
                         help="processes in total; --processes divided by --dp is the tensor-parallel size (default 2)")
     add_config_flags(parser, ("num_layers", "hidden_size", "num_attention_heads", "data_parallel_size", "zero_stage"),
                      num_layers=8, hidden_size=512, num_attention_heads=8, data_parallel_size=1)
-    parser.add_argument("--folder", metavar="FOLDER",
-                        help="an existing folder to write in (default: the system's folder for temporary files)")
 
 
 def processes(flags) -> int:
-    require(flags.folder is None or Path(flags.folder).is_dir(),
-            f"--folder {flags.folder} is not a folder; give a folder on the disk to be measured")
     require(flags.processes >= 1, f"--processes must be at least 1, but is {flags.processes}; try 2")
     settle(flags)
     return flags.processes
@@ -57,10 +53,7 @@ def settle(flags) -> Config:
 
 
 def answer(flags, launch):
-    config = settle(flags)
-    device = find_device(config, launch)
-    start_world(launch, device)
-    mesh = make_mesh(1, config.dp, config.tp, device)
+    config, mesh = join(settle(flags), launch)
     model = GPT(config, mesh)
     optimizer = ZeroOptimizer(model, config, mesh)
     for bucket in optimizer.buckets:                          # an update creates the moments, which are saved too
@@ -68,29 +61,25 @@ def answer(flags, launch):
     optimizer.optimizer.step()
     optimizer.updates = 1
 
-    inside = Path(tempfile.gettempdir()).resolve()
-    require(flags.folder is None or Path(flags.folder).resolve() in (inside, inside.parent),
-            "--folder works only if bench.py starts the processes itself; run it without torchrun, or without --folder")
     folder = Path(from_rank_0(tempfile.mkdtemp() if launch.rank == 0 else None))
     try:
         saver = Saver(folder, mesh, keep_last=1)
         measured, size, largest = measure(saver, model, optimizer, flags.repeats + 1)
     finally:
-        synchronize_ranks(device)
+        synchronize_ranks(mesh.device)
         if launch.rank == 0:
             shutil.rmtree(folder)
     times = {name: Times(tuple(seconds[1:])) for name, seconds in measured.items()}
     share = ratios(times["stall"], times["synchronous"], most=1.0)
     copied = max(gathered(sum(copy.values.nbytes for copy in saver.copies)))
     text = (f"{parameter_count(config):,} parameters on dp {config.dp} x tp {config.tp}, ZeRO stage "
-            f"{config.zero_stage}; checkpoint of {bytes_text(size)} in {inside}; the busiest rank copies "
+            f"{config.zero_stage}; checkpoint of {bytes_text(size)} in {folder.parent}; the busiest rank copies "
             f"{bytes_text(copied)}, the largest file has {bytes_text(largest)}\n"
             + table(["", "median [min .. max]"], [*map(list, times.items())])
             + f"\nstall / synchronous: {share:.1%}")
-    return text, dict(question="checkpoint", parameters=parameter_count(config), dp=config.dp, tp=config.tp,
-                      zero_stage=config.zero_stage, bytes=size, copied_bytes=copied, largest_file_bytes=largest,
-                      synchronous_s=times["synchronous"].median, stall_s=times["stall"].median,
-                      resume_s=times["resume"].median, **share.record("stall_share"))
+    return text, dict(parameters=parameter_count(config), **about(config), bytes=size, copied_bytes=copied,
+                      largest_file_bytes=largest, **{f"{name}_s": time.median for name, time in times.items()},
+                      **share.record("stall_share"))
 
 
 def measure(saver: Saver, model: GPT, optimizer: ZeroOptimizer, rounds: int) -> tuple[dict[str, list[float]], int, int]:

@@ -18,7 +18,7 @@ all-to-alls the calls are compared rank by rank, but the bytes in total over all
 from collections import Counter
 
 from benchmarks import measured
-from benchmarks.common import add_config_flags, bytes_text, describe, gathered, layout_of, table
+from benchmarks.common import about, add_config_flags, bytes_text, describe, gathered, table
 from benchmarks.measured import alike, processes, text_of  # noqa: F401, common.main calls processes
 from nanodomino.analysis.formulas import bytes_sent
 from nanodomino.config.config import Config
@@ -65,8 +65,7 @@ def report(config: Config, predicted: list, counted: list[dict]):
               rows),
         "every count equals the dry run's" + ", if the bytes of all-to-alls are added up over all ranks" * any(
             row[-1] == "in total" for row in rows) if exact else "some counts do not equal the dry run's"])
-    return text, {"question": "comm", "exact": exact, "world_size": config.world_size, **layout_of(config),
-                  "rows": records}
+    return text, {"exact": exact, **about(config), "rows": records}
 
 
 def comparable(found: list[dict]) -> list[dict]:

@@ -4,7 +4,8 @@ Each question of bench.py is a module in this folder with three functions:
 
     add_flags(parser)                       adds the question's flags; --repeats is added for it
     processes(flags) -> int                 returns the number of processes; raises UserError if a flag is wrong
-    answer(flags, launch) -> (text, dict)   runs on every process; rank 0 prints the text, then the dict as a JSON line
+    answer(flags, launch) -> (text, dict)   runs on every process; rank 0 prints the text, then a JSON line: the dict
+                                            with the question, --repeats and the number of cores
 
 A module that times nothing sets ROUNDS = False and gets no --repeats. A result that is measured in several rounds, such
 as a speed-up, is a `Figure`. If noise makes it meaningless, "too noisy to tell" is printed.
@@ -15,6 +16,7 @@ processes and starts no others.
 """
 
 import argparse
+import dataclasses
 import importlib
 import json
 import math
@@ -27,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,14 +38,16 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import train
+from benchmarks.slow_network import exit_on_signals, slow_wire
 from nanodomino.analysis.machine import slowest, synchronize_ranks
-from nanodomino.comm.world import LaunchInfo, read_launch_environment
+from nanodomino.comm.world import LaunchInfo, find_device, read_launch_environment, start_world
 from nanodomino.config.config import Config
 from nanodomino.config.flags import Parser, add_flags
 from nanodomino.config.rules import check_needs
 from nanodomino.config.setting import flag_settings
 from nanodomino.data import Batch, EndOfText
 from nanodomino.errors import UserError, counted, require
+from nanodomino.mesh import Mesh, make_mesh
 from nanodomino.overlap import recompute, sequence_parallel
 from nanodomino.run.estimates import require_memory
 
@@ -65,10 +69,9 @@ def main(questions, text: str, arguments: list[str]) -> int:
         flags = parse(question, arguments)
         launch_info = read_launch_environment()
         world_size = question.processes(flags)
-        if not launch_info.launched:
-            tempfile.tempdir = getattr(flags, "folder", None)  # where start_processes() makes the processes' TMPDIR
         if world_size > 1 and not launch_info.launched:
-            return start_processes(arguments, world_size, wire_for(flags, world_size))
+            rate = getattr(flags, "wire", None)
+            return start_processes(arguments, world_size, slow_wire(rate, world_size) if rate else nullcontext())
         require(launch_info.world_size == world_size,
                 f"bench.py {arguments[0]} needs {counted(world_size, 'process')} with these flags, but torchrun has "
                 f"started {launch_info.world_size}; run it without torchrun, or with torchrun --nproc_per_node "
@@ -77,7 +80,8 @@ def main(questions, text: str, arguments: list[str]) -> int:
         text, record = question.answer(flags, launch_info)
         if launch_info.rank == 0:
             print(text + (f"\n{TOO_NOISY}: {WHAT_IS_TOO_NOISY}" if TOO_NOISY in text else ""))
-            print(json.dumps(record), flush=True)
+            print(json.dumps({"question": arguments[0], **record, "cores": os.cpu_count(),
+                              "repeats": getattr(flags, "repeats", None)}), flush=True)
         if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
@@ -137,17 +141,13 @@ def config_here(flags, world_size: int, **settings) -> Config:
     return config
 
 
-def shape_of(config: Config) -> dict:
-    """Return the model's sizes for the JSON line."""
-    return {name: getattr(config, name) for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length",
-                                                     "vocab_size", "micro_batch_size", "dtype")}
-
-
-def layout_of(config: Config) -> dict:
-    """Return the layout and the memory options for the JSON line."""
-    return {name: getattr(config, name) for name in ("tp", "pp", "dp", "cp", "ep", "slices", "columns", "zero_stage",
-                                                     "schedule", "virtual_stages", "sequence_parallel",
-                                                     "recompute_granularity", "checkpoint_in_cpu")}
+def about(config: Config) -> dict:
+    """Return the layout, the memory options and the sizes of the model for the JSON line."""
+    return {name: getattr(config, name) for name in (
+        "tp", "pp", "dp", "cp", "ep", "slices", "columns", "zero_stage", "schedule", "virtual_stages",
+        "sequence_parallel", "cp_comm_type", "recompute_granularity", "checkpoint_in_cpu", "model", "num_layers",
+        "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "micro_batch_size", "global_batch_size",
+        "microbatches", "dtype", "device", "compile")}
 
 
 def describe(config: Config) -> str:
@@ -159,34 +159,23 @@ def describe(config: Config) -> str:
             f"columns {config.columns}, ZeRO stage {config.zero_stage}, {config.schedule}{chunks}"
             f"{sequence_parallel.in_words(config)}{recompute.in_words(config)}; "
             f"{counted(config.microbatches, 'microbatch')} of {config.micro_batch_size} x {config.seq_length} tokens "
-            f"per replica; {config.num_layers} layers of {config.hidden_size}, {config.dtype}")
+            f"per replica; {config.num_layers} layers of {config.hidden_size}, {config.dtype} on {config.device}"
+            f"{', compiled' if config.compile else ''}")
 
 
 # ---- processes
 
-def wire_for(flags, world_size: int):
-    """Return a context manager that builds the slow network of --wire and removes it at the end.
-
-    It yields a list with one (command prefix, environment) per rank; the rank must be started with both. Without --wire
-    it builds nothing and yields None.
-    """
-    if getattr(flags, "wire", None) is None:
-        return nullcontext(None)
-    from benchmarks.slow_network import slow_wire
-    return slow_wire(flags.wire, world_size)
-
-
-def start_processes(arguments: list[str], world_size: int, wire=nullcontext(None), output=None) -> int:
+def start_processes(arguments: list[str], world_size: int, wire=nullcontext(), output=None) -> int:
     """Start `world_size` processes of bench.py, wait for them, and return the first nonzero exit code, or 0. If one
     fails, the others are ended.
 
-    wire: the context manager of wire_for(). output: a file for rank 0's standard output; None: rank 0 uses this
-    process's standard output.
+    wire: the context manager of slow_network.slow_wire(), which yields for each rank what starts it there. output: a
+    file for rank 0's standard output; None: rank 0 uses this process's standard output.
     """
     if sys.stderr.isatty():
         print(f"starting {counted(world_size, 'process')}", file=sys.stderr)
-    with (wire as places, tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder,
-          collect_signals() as received):
+    with (exit_on_signals(), wire as places,
+          tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder):
         processes = []
         try:
             port = str(free_port())
@@ -200,8 +189,7 @@ def start_processes(arguments: list[str], world_size: int, wire=nullcontext(None
                 processes.append(subprocess.Popen([*prefix, sys.executable, str(BENCH), *arguments], env=environment,
                                                   stdout=output if rank == 0 else subprocess.DEVNULL,
                                                   start_new_session=True))
-            while ((codes := [process.poll() for process in processes]) and None in codes and not any(codes)
-                   and not received):
+            while None in (codes := [process.poll() for process in processes]) and not any(codes):
                 time.sleep(0.05)
         finally:
             for process in processes:
@@ -209,27 +197,7 @@ def start_processes(arguments: list[str], world_size: int, wire=nullcontext(None
                     os.killpg(process.pid, signal.SIGTERM)     # the process and its own child processes
             for process in processes:
                 process.wait()
-    if received:
-        raise KeyboardInterrupt if received[0] == signal.SIGINT else SystemExit(128 + received[0])
     return next((code for code in codes if code), 0)
-
-
-@contextmanager
-def collect_signals():
-    """Yield a list to which each received SIGINT, SIGTERM and SIGHUP is appended.
-
-    A handler that raised an exception could interrupt Popen just after it has started a process, and nobody would end
-    that process. Signals that were ignored before, such as SIGHUP under nohup, stay ignored.
-    """
-    received = []
-    previous = {number: signal.signal(number, lambda number, _: received.append(number))
-                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-                if signal.getsignal(number) != signal.SIG_IGN}
-    try:
-        yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def free_port() -> int:
@@ -255,12 +223,24 @@ def bind_to_cores(launch: LaunchInfo):
     torch.set_num_threads(len(cores))
 
 
-def bind_to_one_core(device):
-    """If the device is the CPU, bind this process to a single core, with one thread."""
-    if device.type == "cpu":
-        if hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-        torch.set_num_threads(1)
+def bind_to_one_core():
+    """Bind this process to a single core, with one thread."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    torch.set_num_threads(1)
+
+
+def join(config: Config, launch: LaunchInfo, one_core=False) -> tuple[Config, Mesh]:
+    """Join the process groups. Return the Config with its device, and the mesh, whose device is this process's own.
+
+    one_core: bind this process to a single core, if the device is the CPU
+    """
+    device = find_device(config, launch)
+    if one_core and device.type == "cpu":
+        bind_to_one_core()
+    start_world(launch, device)
+    return (dataclasses.replace(config, device=device.type).with_device(device),
+            make_mesh(config.pp, config.dp, config.tp, device, ep=config.ep, cp=config.cp))
 
 
 # ---- work
@@ -288,6 +268,16 @@ class RandomTokens:
 # Alternatives do the same work if their losses and gradient norms differ by at most this much, relative to the value.
 # In 16 bit the alternatives round at different points, and plain torch also sums gradients in 16 bit.
 SAME = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2, "float16": 2.5e-3}
+
+
+def require_same_work(config: Config, what: str, values: dict[str, list[float]]):
+    """Raise UserError if the alternatives' values differ from the first one's. values: {alternative: such as losses}"""
+    first, tolerance = next(iter(values)), SAME[config.dtype]
+    for name, found in values.items():
+        require(all(abs(value - expected) <= tolerance * max(abs(expected), 1e-30)          # false for NaN
+                    for value, expected in zip(found, values[first])),
+                f"the {what} of {name} are {found}, and those of {first} {values[first]}; they must agree to "
+                f"{tolerance:.0e} relative, so the times can't be compared; this is a bug")
 
 
 @dataclass(frozen=True)

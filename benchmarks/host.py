@@ -23,7 +23,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import Times, add_config_flags, compare, config_here, ratio_text, ratios, table
+from benchmarks.common import Times, about, add_config_flags, compare, config_here, describe, ratio_text, ratios, table
 from nanodomino.comm.world import find_device
 from nanodomino.config.config import Config
 from nanodomino.data import Batch
@@ -75,7 +75,7 @@ def answer(flags, launch):
                 for name, compiler in compilers.items()}}
     alternatives = {(name, passes): repeated(getattr(side, passes)) for name, side in sides.items()
                     for passes in ("forward", "both")}
-    return report(config, device, compare(alternatives, flags.repeats, device))
+    return report(replace(config, device=device.type), compare(alternatives, flags.repeats, device))
 
 
 def repeated(run_microbatch):
@@ -114,12 +114,11 @@ class DominoSide:
         run_to_end(self.stage.backward(self.forward(), self.batch.loss_mask))
 
 
-def report(config: Config, device, times: dict[tuple[str, str], Times]):
+def report(config: Config, times: dict[tuple[str, str], Times]):
     """Return (text, record). times[name, "forward" or "both"]: seconds of MICROBATCHES microbatches."""
     microseconds = 1e6 / (MICROBATCHES * config.num_layers * config.slices)
     names = list(dict.fromkeys(name for name, _ in times))
-    rows, record = [], {"question": "host", "tp": config.tp, "slices": config.slices, "columns": config.columns,
-                        "num_layers": config.num_layers, "dtype": config.dtype, "device": device.type}
+    rows, record = [], about(config)
     for name in names:
         forward, both = times[name, "forward"], times[name, "both"]
         gain = ratios(times["autograd", "both"], both)
@@ -128,7 +127,6 @@ def report(config: Config, device, times: dict[tuple[str, str], Times]):
                      ratio_text(gain) if name != "autograd" else ""])
         record |= {f"{key}_forward_us": forward.median * microseconds, f"{key}_us": both.median * microseconds,
                    **(gain.record(f"{key}_gain") if name != "autograd" else {})}
-    text = (f"host time per layer and slice at tp {config.tp}, {config.slices} slices, {config.columns} columns, "
-            f"{config.dtype} on {device.type}\n"
+    text = (f"host time per layer and slice; {describe(config)}\n"
             + table(["", "forward", "forward and backward", "speed / autograd's"], rows))
     return text, record

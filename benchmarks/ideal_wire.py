@@ -16,18 +16,31 @@ The clock counts the processor time of this thread, plus the time for which it h
 sleep: it moves the clock forward. So a measurement takes no longer than its matmuls, and other processes on the machine
 hardly disturb it.
 
+A balanced router takes the place of the model's: every expert gets the same number of rows, so the rank knows what the
+ranks that do not exist would send.
+
 The slices take strict turns, so the order of launches and waits does not depend on the bandwidth. Hence the log of one
 step is enough: replay() computes from it how long the step takes on any wire.
 """
 
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from nanodomino.comm.trace import Event, Trace
+from benchmarks.common import RandomTokens
+from nanodomino import pipeline
+from nanodomino.domino import Domino
+from nanodomino.errors import require
+from nanodomino.layers.router import Router
+from nanodomino.mesh import make_mesh
+from nanodomino.model import GPT
+from nanodomino.schedules.placement_and_messages import timetable
+from nanodomino.zero import ZeroOptimizer
+from train import forward_step
 
 
 class Wire:
@@ -44,7 +57,7 @@ class Wire:
         self.waited, self.not_counted = 0.0, 0.0            # seconds
         self.last_done = 0.0                                # when the last message will have arrived
         self.log = []                                       # of Launch and Wait
-        self.rows_per_expert = 0                            # that each rank sends, see ideal_overlap.balanced_choice()
+        self.rows_per_expert = 0                            # that each rank sends, see balanced_choice()
 
     def worked(self) -> float:
         return self.clock() - self.not_counted
@@ -162,21 +175,6 @@ class IdealGroup(dist.ProcessGroup):
         return self.wire.carry(tensors[0].nbytes, *["in"] * (tensors[0].dtype != torch.int64))
 
 
-class IdealTrace(Trace):
-    """Records events on the wire's clock. Watched collectives are recorded at their launch, with the wire's end."""
-
-    def __init__(self, wire: Wire, recording=True):
-        super().__init__(recording=recording)
-        self.wire = wire
-
-    def mark(self):
-        return int(1e9 * self.wire.now())
-
-    def watch(self, kind, work, **args):
-        if self.recording:
-            self.events.append(Event(kind, self.mark(), int(1e9 * self.wire.last_done), args))
-
-
 def start_ideal_world(ranks: int, clock=time.thread_time) -> Wire:
     """Make this process rank 0 of `ranks` on an ideal wire, and return the wire."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -194,3 +192,60 @@ def log_of(wire: Wire, step) -> Log:
     step()
     log, wire.log = wire.log, []
     return Log(log, begin, wire.worked())
+
+
+# ---- steps of one rank
+
+def pipeline_step(stage: Domino, batches, schedule="1f1b", chunks=1, only_forward=False) -> float:
+    """Run a step on a single stage as train.py does, and return the mean loss."""
+    table = timetable(schedule, 1, len(batches), chunks)
+    totals = pipeline.run(table.forwards if only_forward else table, stage, stage.mesh, lambda i, chunk: batches[i],
+                          forward_step, None, None)
+    return (totals.loss_sum / totals.tokens).item()
+
+
+class IdealStage:
+    """Runs steps of one rank on an ideal wire."""
+
+    def __init__(self, config, **clock):
+        self.wire = start_ideal_world(config.world_size, **clock)
+        self.config = config
+        self.mesh = make_mesh(1, config.dp, config.tp, torch.device("cpu"), ep=config.ep, cp=config.cp)
+        tokens = RandomTokens(config)
+        self.batches = [tokens.batch(0, i, 0, config.dp, config.micro_batch_size, config.global_batch_size)
+                        .at_own_places(self.mesh) for i in range(config.microbatches)]
+
+    def model(self, config) -> GPT:
+        model = GPT(config, self.mesh)
+        for module in model.modules():
+            if isinstance(module, Router):
+                module.choose = partial(balanced_choice, module, self.wire)
+        ZeroOptimizer(model, config, self.mesh)                # gives each parameter its main_grad
+        return model
+
+    def alternatives(self) -> dict:
+        """Return {name: function that runs a step}."""
+        config, model, compiler = self.config, self.model(self.config), self.config.compiler
+        one_slice, domino, columns = (Domino(model, *cut, compiler) for cut in (
+            (1, 1), (config.slices, config.columns), (1, 2)))
+        steps = {"forward": partial(pipeline_step, domino, self.batches, only_forward=True),
+                 "one slice": partial(pipeline_step, one_slice, self.batches),
+                 "domino": partial(pipeline_step, domino, self.batches),
+                 "columns": partial(pipeline_step, columns, self.batches),
+                 "paired": partial(pipeline_step, domino, self.batches, "paired")}
+        if config.num_layers > 1:
+            two = self.model(replace(config, schedule="interleaved", virtual_stages=2))
+            chunked = Domino(two, config.slices, config.columns, compiler)
+            steps |= {name: partial(pipeline_step, chunked, self.batches, name, chunks=2)
+                      for name in ("interleaved", "zb-v")}
+        return steps
+
+
+def balanced_choice(router: Router, wire: Wire, logits):
+    """Return what router.choose() returns, with the same number of tokens for each expert."""
+    b, s, count = logits.shape
+    rows, left = divmod(b * s * router.topk, count)
+    require(not left, f"a slice's {b} x {s} tokens x moe-router-topk {router.topk} must be divisible by num-experts "
+                      f"{count}, because the rows are balanced here; change one of them")
+    wire.rows_per_expert = rows
+    return torch.arange(b * s * router.topk).remainder(count).view(b, s, -1), torch.full((count,), rows)

@@ -11,15 +11,14 @@ from unittest import mock
 import torch
 
 import train
-from benchmarks.common import RandomTokens, config_here
+from benchmarks.common import RandomTokens, config_here, join
 from nanodomino.comm import scatter_and_gather
 from nanodomino.comm.scatter_and_gather import TAGS
-from nanodomino.comm.world import find_device, start_world
+from nanodomino.comm.world import find_device
 from nanodomino.config.config import Config
 from nanodomino.domino import Domino
 from nanodomino.dry_run.accounts import Accounts, storage
 from nanodomino.dry_run.rank import RankRun, dry_run, groups_of, measured_step
-from nanodomino.mesh import make_mesh
 from nanodomino.zero import ZeroOptimizer
 
 
@@ -44,12 +43,10 @@ def dry_runs(config: Config, launch) -> list[RankRun]:
 
 def build(config: Config, launch):
     """Join the process groups and return (optimizer, stage, dataset) of this process, built as in train.py."""
-    device = find_device(config, launch)
-    start_world(launch, device)
-    mesh = make_mesh(config.pp, config.dp, config.tp, device, ep=config.ep, cp=config.cp)
+    config, mesh = join(config, launch)
     model = train.model_builder(config, mesh)
     return (ZeroOptimizer(model, config, mesh), Domino(model, config.slices, config.columns),
-            RandomTokens(config, device))
+            RandomTokens(config, mesh.device))
 
 
 class RealAccounts(Accounts):

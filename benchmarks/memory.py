@@ -13,7 +13,7 @@
 """
 
 from benchmarks import measured
-from benchmarks.common import add_config_flags, describe, gathered, layout_of, table
+from benchmarks.common import about, add_config_flags, describe, gathered, table
 from benchmarks.measured import processes  # noqa: F401, called by common.main
 from nanodomino.config.config import Config
 from nanodomino.dry_run.rank import RankRun
@@ -59,6 +59,5 @@ def report(config: Config, predicted: list[dict], found: list[dict]):
         table(["ranks", "", *found[0]], rows),
         f"parameters, gradients and optimizer {'equal' if exact else 'DO NOT equal'} the dry run's; activations "
         f"differ by at most {max(errors['activations'], errors.get('host', 0.0)):.2%}, peaks by {errors['peak']:.2%}"])
-    return text, {"question": "memory", "exact": exact, "activations_error": errors["activations"],
-                  "peak_error": errors["peak"], **layout_of(config), "dtype": config.dtype, "device": config.device,
-                  "predicted": predicted, "measured": found}
+    return text, {"exact": exact, "activations_error": errors["activations"],
+                  "peak_error": errors["peak"], **about(config), "predicted": predicted, "measured": found}

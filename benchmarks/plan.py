@@ -9,59 +9,39 @@
 
     python bench.py plan --search --model llama3-8b --gpus 8 --gpu H100
 
-If the model does not fit, the plan shows the largest terms and the single changes that would make it fit, each with its
-step time. If the model fits and another schedule, more slices or more columns are faster, the plan names them. A preset
-gets the vocabulary of its published weights.
+If the model does not fit, the plan names its largest terms. A preset gets the vocabulary of its published weights.
 
     python bench.py plan --model gpt3-13b --gpus 64 --tp 8 --pp 4 --gpu A100
-
-`--gpu here` plans for this machine and checks the plan. It measures the rates of matmuls, communication and memory,
-predicts a step, trains, and prints the predicted and the measured time:
-
-    python bench.py plan --gpu here --gpus 2 --tp 2 --pp 1 --model nano --hidden-size 256 --dtype float32
 
 `--published` predicts the runs of three papers and prints their measurements beside the predictions (published.py).
 """
 
 import dataclasses
-import operator
-import statistics
-import time
 from functools import partial
 
-import torch
-
 import train
-from benchmarks import comm, measured, memory, plan_search, published
-from benchmarks.common import (CONFIG_FLAGS, Times, add_config_flags, bytes_text, config_here, config_of, describe,
-                               gathered, layout_of, ratio_text, ratios, seconds_text, table)
-from benchmarks.plan_search import CHANNELS, CONNECTION_BYTES, FURTHER, LAYOUT, Search, communicator_bytes, flags_text
+from benchmarks import plan_search, published
+from benchmarks.common import about, add_config_flags, bytes_text, config_of, describe, seconds_text, table
+from benchmarks.plan_search import CHANNELS, CONNECTION_BYTES, communicator_bytes
 from nanodomino.analysis.formulas import (active_parameter_count, bytes_sent, mfu, parameter_count,
                                           state_bytes_per_parameter)
 from nanodomino.analysis.hardware import FP8_SPEEDUP, GPUS, PEAK_FLOPS, WITHOUT_FP8, Gpu
-from nanodomino.analysis.machine import Machine, measure_machine, slowest, synchronize_ranks
+from nanodomino.analysis.machine import Machine
 from nanodomino.config.config import Config
 from nanodomino.config.presets import DTYPES, PUBLISHED_VOCABULARIES
 from nanodomino.config.setting import flag_name
 from nanodomino.dry_run.stages import Stage, stage_memory, step_seconds
 from nanodomino.errors import counted, require
-from nanodomino.run.estimates import Estimate
 from nanodomino.schedules.simulation import peak_microbatches
 
 GPT2_VOCABULARY = PUBLISHED_VOCABULARIES["gpt2"]
 MEMORY_TERMS = ("parameters", "gradients", "optimizer", "activations", "working", "communicators")
-# Settings that belong together, in the order in which why_not() changes them.
-REMEDIES = (("zero_stage",), ("schedule", "virtual_stages"), ("sequence_parallel",),
-            ("recompute_granularity", "checkpoint_in_cpu"), ("micro_batch_size", "slices", "columns"),
-            ("tensor_model_parallel_size",), ("pipeline_model_parallel_size",), ("expert_model_parallel_size",),
-            ("context_parallel_size", "cp_comm_type"))
 
 
 def add_flags(parser):
     add_config_flags(parser, model="gpt3-13b", dtype="bfloat16")
     parser.add_argument("--gpus", type=int, default=64, help="number of GPUs, one per process (default 64)")
-    parser.add_argument("--gpu", choices=(*GPUS, "here"), default="H100",
-                        help="model of the GPUs, or `here` for this machine (default H100)")
+    parser.add_argument("--gpu", choices=GPUS, default="H100", help="model of the GPUs (default H100)")
     parser.add_argument("--gpus-per-host", type=int, default=8,
                         help="GPUs per host, joined by NVLink or PCIe (default 8)")
     parser.add_argument("--network", type=float, default=400.0,
@@ -96,17 +76,15 @@ def processes(flags) -> int:
             f"--published has no use for {', '.join(map(flag_name, sorted(others)))}; leave that out")
     if flags.vocab_size is None:
         flags.vocab_size = PUBLISHED_VOCABULARIES.get(flags.model, GPT2_VOCABULARY)
-    measures_here = flags.gpu == "here"
-    flags.device = flags.device if measures_here else "cuda"
-    require(not (flags.search and measures_here), f"--search needs a --gpu of {', '.join(GPUS)}, but it is `here`")
+    flags.device = "cuda"
     if not flags.search:
-        (config_here if measures_here else config_of)(flags, flags.gpus)
+        config_of(flags, flags.gpus)
     require(not (flags.fp8_format and flags.gpu in WITHOUT_FP8), f"--fp8-format needs a GPU with fp8, but --gpu "
             f"{flags.gpu} has none; try --gpu H100")
-    require(flags.gpu == "here" or DTYPES[flags.dtype].itemsize == 2,
+    require(DTYPES[flags.dtype].itemsize == 2,
             f"--gpu {flags.gpu} needs --dtype bfloat16 or float16, because only its 16-bit FLOP/s are known, but "
             f"--dtype is {flags.dtype}; try --dtype bfloat16")
-    return flags.gpus if measures_here else 1
+    return 1
 
 
 def answer(flags, launch):
@@ -115,18 +93,8 @@ def answer(flags, launch):
     if flags.search:
         return plan_search.answer(flags, machine_of(flags, flags.gpu, flags.network, flags.gpus_per_host),
                                   GPUS[flags.gpu].memory * (1 - flags.reserve), PEAK_FLOPS[flags.gpu])
-    if flags.gpu != "here":
-        return plan(dataclasses.replace(config_of(flags, flags.gpus), device="cuda"), flags)
-    config = measured.config_for(flags, launch)
-    dry, estimate = measured.dry_runs(config, launch), None
-    if launch.rank == 0:
-        estimate = Estimate(train, config, torch.device(config.device))
-        if estimate.failure:
-            raise estimate.failure
-    return here_text(config, run_here(config, dry, estimate, measured.build(config, launch), flags.repeats))
+    return plan(config_of(flags, flags.gpus), flags)
 
-
-# ---- for GPUs from data sheets
 
 def machine_of(flags, name: str, network: float, per_host: int) -> Machine:
     """Return the rates that a GPU reaches: those of its data sheet times the efficiencies in `flags`.
@@ -154,7 +122,6 @@ def plan(config: Config, flags):
     used, ideal = mfu(config, seconds, peak), sum(part for name, part in parts.items() if name not in (
         "bubble", "pp exposed") and not name.endswith("at the end"))
     alive = peak_microbatches(config.timetable.rows[0]) / config.virtual_stages
-    change = partial(changed, config, flags, machine, usable)
     text = "\n".join([
         f"{config.model}: {parameter_count(config):,} parameters, {config.dtype}, on {config.world_size} x {flags.gpu}",
         *([f"{config.num_experts} experts in a layer, assumed to be chosen equally often: a token uses "
@@ -166,22 +133,20 @@ def plan(config: Config, flags):
         f"usable {bytes_text(usable)}; model state {state_bytes_per_parameter(config):.2f} bytes per parameter; stage "
         f"0 keeps the activations of up to {counted(alive, 'microbatch', '.3g')}",
         *([f"host memory for each GPU of stage 0: {bytes_text(found[0]['host'])}"] if found[0]["host"] else []),
-        *([] if fits else why_not(needs, usable, alive, change)), "",
+        *([] if fits else [why_not(needs, usable)]), "",
         table(["communication of a GPU in a step", "collective", "ranks", "calls", "bytes", "sent", "time"],
               communication_rows(config, machine)), "",
         table(["a step", "", ""],
               [[label(name), seconds_text(part), f"{part / seconds:.1%}"]
                for name, part in [*sorted(parts.items(), key=place_of), ("total", seconds)] if part]),
-        *(f"{words} would take {seconds_text(other)} per step" for words, other, _ in
-          (change(("schedule", "virtual_stages", "slices", "columns")) if fits else []) if other < 0.99 * seconds),
         f"the bubble is {parts['bubble'] / ideal:.1%} of the ideal time, which is the sum of the lines above it, and "
         f"{parts['bubble'] / seconds:.1%} of the step; it would be (p - 1)/m of the ideal time in 1F1B if stages are "
         "equal, so more microbatches shrink it",
         f"{tokens / seconds:,.0f} tokens/s; MFU {used:.1%} (6 N + 12 L n d s FLOPs per token, relative to "
         f"{peak / 1e12:g} TFLOP/s per GPU)", "", *assumptions(flags, gpu)])
-    return text, {"question": "plan", "model": config.model, "parameters": parameter_count(config),
+    return text, {"parameters": parameter_count(config),
                   "active_parameters": active_parameter_count(config), "gpu": flags.gpu, "gpus": config.world_size,
-                  **layout_of(config), "microbatches": config.microbatches, "fits": fits, "usable_bytes": usable,
+                  **about(config), "fits": fits, "usable_bytes": usable,
                   "memory": needs, "host_memory": [one["host"] for one in found],
                   "communication": [[{"group": group, "kind": kind, "calls": calls, "bytes": size}
                                      for (group, kind), (calls, size) in traffic(config, stage)[0].items()]
@@ -252,79 +217,11 @@ def assumptions(flags, gpu: Gpu) -> list[str]:
             f"{bytes_text(CONNECTION_BYTES)}; trees and in-network reduction would need more"]
 
 
-# ---- what would be better
-
-def changed(config: Config, flags, machine: Machine, usable: float, names) -> list[tuple[str, float, float]]:
-    """Return [(flags, seconds of a step, bytes)] of the fastest change of the settings `names` that fits; or []."""
-    given, fixed = (set(found) & set(CONFIG_FLAGS) - set(names) for found in (flags.given, CONFIG_FLAGS))
-    search = Search(dataclasses.replace(config, data_parallel_size=None), config.world_size, given, machine, usable,
-                    fixed)
-    return [(flags_text({name: getattr(other, name) for name in (*LAYOUT, *FURTHER)
-                         if getattr(other, name) != getattr(config, name)}), seconds, needed)
-            for seconds, needed, other in search.run(1)]
-
-
-def why_not(needs: list[dict], usable: float, alive: float, change) -> list[str]:
-    """Return two lines: by how much the fullest GPU exceeds its memory, with its two largest terms; what would help.
-
-    needs: bytes of each stage; usable: bytes of memory; alive: microbatches on stage 0; change: see changed()
-    """
+def why_not(needs: list[dict], usable: float) -> str:
+    """Say by how much the fullest GPU exceeds its memory, and name its two largest terms. needs: bytes of each stage;
+    usable: bytes of memory."""
     worst = max(range(len(needs)), key=lambda stage: sum(needs[stage].values()))
     need, total = needs[worst], sum(needs[worst].values())
-    details = {"activations": f" (of up to {counted(alive, 'microbatch', '.3g')})"} if worst == 0 else {}
-    largest = [f"{name} {bytes_text(need[name])}{details.get(name, '')}"
-               for name in sorted(need, key=need.get, reverse=True)[:2]]
-    found = [f"{words} ({bytes_text(most)}, {seconds_text(seconds)} per step)"
-             for names in REMEDIES for words, seconds, most in change(names)]
-    return [f"does not fit: stage {worst} needs {bytes_text(total)}, {bytes_text(total - usable)} too much; the "
-            f"largest terms are {' and '.join(largest)}",
-            f"would fit with {', or '.join(found)}" if found else
-            "no single change makes it fit; `bench.py plan --search` tries all of them together, and more GPUs"]
-
-
-# ---- for this machine
-
-def run_here(config: Config, dry, estimate: Estimate | None, training, repeats: int) -> dict:
-    """Predict and measure a step, `repeats` times in turn, and return the record. Every rank must call it.
-
-    Each prediction measures the machine's rates right before the step, so both see the same load.
-    dry: each rank's RankRun; estimate: of a step; both only on rank 0. training: optimizer, stage and dataset
-    """
-    optimizer, stage, dataset = training
-    mesh = stage.mesh
-    measured.first_update(*training, config)
-    run = measured.measure(*training, config)
-    held, counts = gathered(memory.memory_of(run)), gathered(run.traffic)
-    machines, predicted, times = [], [], []
-    for step in range(4, 4 + repeats):
-        machines.append(measure_machine(config, mesh))
-        predicted.append(estimate.seconds(machines[-1]) if estimate else 0.0)
-        synchronize_ranks(mesh.device)
-        start = time.perf_counter()
-        train.train_step(step, stage, optimizer, dataset, config, mesh)
-        times.append(slowest(time.perf_counter() - start))
-    if estimate is None:
-        return {}
-    return {"question": "plan", "gpu": "here", "gpus": config.world_size, **layout_of(config),
-            "machine": {name: statistics.median(getattr(machine, rate) for machine in machines) for name, rate in
-                        (("products", "matmul_rate"), ("near", "intra_host_rate"), ("memory", "memory_rate"))},
-            "predicted_s": predicted, "measured_s": times,
-            "measured_over_predicted": statistics.median(map(operator.truediv, times, predicted)),
-            "memory_errors": memory.errors_of([*map(memory.memory_of, dry)], held),
-            "comm_exact": comm.comparable(counts) == comm.comparable([one.traffic for one in dry])}
-
-
-def here_text(config: Config, found: dict):
-    """Return (text, record). The record is `found`, the result of run_here(), unchanged."""
-    if not found:
-        return "", found
-    machine, predicted, times = found["machine"], *(Times(tuple(found[name])) for name in ("predicted_s", "measured_s"))
-    return "\n".join([
-        f"tp {config.tp}, pp {config.pp}, dp {config.dp}, slices {config.slices}, {config.dtype} on {config.device}",
-        f"each process, while all are busy: matmuls {machine['products'] / 1e9:.3g} GFLOP/s, communication "
-        f"{bytes_text(machine['near'])}/s",
-        table(["a step", "median [min .. max]"],
-              [["predicted", predicted], ["measured", times],
-               ["measured / predicted", ratio_text(ratios(times, predicted))]]),
-        f"collectives and bytes {'equal' if found['comm_exact'] else 'DO NOT equal'} the dry run's; memory differs by "
-        + ", ".join(f"{error:.1%} ({name})" for name, error in found["memory_errors"].items())]), found
+    largest = " and ".join(f"{name} {bytes_text(need[name])}" for name in sorted(need, key=need.get, reverse=True)[:2])
+    return (f"does not fit: stage {worst} needs {bytes_text(total)}, {bytes_text(total - usable)} too much; the "
+            f"largest terms are {largest}; `bench.py plan --search` finds layouts that fit")

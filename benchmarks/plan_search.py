@@ -34,7 +34,7 @@ import math
 import sys
 
 import train
-from benchmarks.common import CONFIG_FLAGS, bytes_text, layout_of, progress, seconds_text, table
+from benchmarks.common import CONFIG_FLAGS, about, bytes_text, progress, seconds_text, table
 from nanodomino.analysis.formulas import flops_per_token, mfu, parameter_count, state_bytes_per_parameter
 from nanodomino.analysis.hardware import FP8_SPEEDUP
 from nanodomino.analysis.machine import Machine
@@ -236,14 +236,12 @@ def like(schedule: str) -> str:
 class Search:
     """Finds the fastest layouts of a model.
 
-    config: the settings, not resolved; given: the names of those that were given
+    config: the settings, not resolved; given: the names of those that were given, which keep their values
     usable: bytes of a GPU's memory
-    fixed: the names of settings that must keep their values; None: those that were given
     """
 
-    def __init__(self, config: Config, gpus: int, given, machine: Machine, usable: float, fixed=None):
+    def __init__(self, config: Config, gpus: int, given, machine: Machine, usable: float):
         self.config, self.gpus, self.given, self.machine, self.usable = config, gpus, given, machine, usable
-        self.fixed = given if fixed is None else fixed
         self.free = dataclasses.replace(machine, intra_host_rate=math.inf, inter_host_rate=math.inf, latency=0.0,
                                         host_copy_rate=math.inf)
         self.recomputation = [option for option in RECOMPUTATION if all(
@@ -346,14 +344,14 @@ class Search:
 
     def choices(self, name: str, values):
         """Return the values to try for a setting: only its own value if it must keep that."""
-        return [getattr(self.config, name)] if name in self.fixed else values
+        return [getattr(self.config, name)] if name in self.given else values
 
     def chunk_counts(self, schedule: str, config: Config) -> list[int]:
         """Return the numbers of chunks per stage to try with a schedule: those that divide the layers evenly or, if
         none does, the smallest."""
         counts = [count for count in SCHEDULES[schedule].chunks if config.pp * count <= config.num_layers
-                  and (count <= MOST_CHUNKS or "virtual_stages" in self.fixed)]
-        if config.pp == 1 and "schedule" not in self.fixed:
+                  and (count <= MOST_CHUNKS or "virtual_stages" in self.given)]
+        if config.pp == 1 and "schedule" not in self.given:
             counts = [count for count in counts if count == 1]
         even = [count for count in counts if config.num_layers % (config.pp * count) == 0]
         return [count for count in self.choices("virtual_stages", even or counts[:1])
@@ -398,7 +396,7 @@ class Search:
         from the host's memory, sequence parallelism and the best tp, pp, cp and ZeRO stage, for a micro batch of 1."""
         def lean(config):
             settings = {"sequence_parallel": config.tp > 1, **self.recomputation[-1]}
-            return self.accepted(config, **{name: value for name, value in settings.items() if name not in self.fixed})
+            return self.accepted(config, **{name: value for name, value in settings.items() if name not in self.given})
 
         configs = (lean(other) for config in self.accepted_layouts((1,)) for other in self.zero_stages(config))
         return min(((Costs(config, self.free).bytes(), config) for config in configs if config),
@@ -435,7 +433,7 @@ def answer(flags, machine: Machine, usable: float, peak: float):
         rows.append([rank, found.tp, found.pp, found.cp, found.dp, found.micro_batch_size, seconds_text(seconds),
                      f"{used:.1%}", bytes_text(memory), *(f"{abs(share):.1%}" for share in shares.values()),
                      flags_text(differences(found, FURTHER))])
-        layouts.append({**layout_of(found), "micro_batch_size": found.micro_batch_size, "step_s": seconds, "mfu": used,
+        layouts.append({**about(found), "step_s": seconds, "mfu": used,
                         "bytes": memory, "parts_s": parts, "command": command(found, flags.gpus_per_host)})
     text = nothing_fits(search) if not rows else "\n".join([
         f"the fastest layouts of {flags.model} ({parameter_count(found):,} parameters, {found.dtype}) on {flags.gpus} "
@@ -446,7 +444,7 @@ def answer(flags, machine: Machine, usable: float, peak: float):
         "that nothing hides; end is all that follows the last backward, such as the optimizer. "
         f"{search.counts['simulated']} combinations were simulated. `bench.py plan` with the flags "
         "of a row prints its memory, its communication and the assumptions.", "", layouts[0]["command"]])
-    return text, {"question": "plan", "search": True, "model": flags.model, "gpu": flags.gpu, "gpus": flags.gpus,
+    return text, {"search": True, "model": flags.model, "gpu": flags.gpu, "gpus": flags.gpus,
                   "usable_bytes": usable, "counts": search.counts, "layouts": layouts}
 
 

@@ -201,7 +201,7 @@ def answer(machine_of, flags):
     head = ["", "layers", "hidden", "heads", "tp", "pp", "dp", "GPUs", "batch", "schedule", "recomputed", "published",
             "plan", "ratio"]
     text = "\n".join([table(head, rows), "", *assumptions(flags)])
-    return text, {"question": "plan", "published": True, "rows": record}
+    return text, {"published": True, "rows": record}
 
 
 def assumptions(flags) -> list[str]:

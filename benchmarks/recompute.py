@@ -14,7 +14,6 @@ turn (none, selective, full), always with the same weights. The gradients must h
 """
 
 import dataclasses
-import os
 from functools import partial
 from types import SimpleNamespace
 
@@ -22,8 +21,8 @@ import torch
 
 import train
 from benchmarks import measured
-from benchmarks.common import (CONFIG_FLAGS, Times, add_config_flags, bytes_text, compare, describe, gathered,
-                               layout_of, ratio_text, ratios, shape_of, table)
+from benchmarks.common import (CONFIG_FLAGS, Times, about, add_config_flags, bytes_text, compare, describe, gathered,
+                               ratio_text, ratios, table)
 from benchmarks.measured import processes  # noqa: F401, called by common.main
 from nanodomino.analysis.machine import slowest
 from nanodomino.dry_run.accounts import Operation
@@ -71,7 +70,7 @@ def with_granularity(config, granularity: str):
 def report(config, times: dict[str, Times], predicted: dict, found: list[dict]):
     """Return (text, record). predicted: {granularity: each rank's RankRun}; found: for each rank {granularity: measured
     bytes of activations}."""
-    rows, record = [], {"question": "recompute"}
+    rows, record = [], about(config)
     for granularity, time in times.items():
         ratio, flops = ratios(time, times["none"]), most_flops(predicted[granularity]) / most_flops(predicted["none"])
         dry, real = [run.activations for run in predicted[granularity]], [by_rank[granularity] for by_rank in found]
@@ -81,13 +80,10 @@ def report(config, times: dict[str, Times], predicted: dict, found: list[dict]):
                    f"{granularity}_products": flops, f"{granularity}_activations": max(real),
                    f"{granularity}_activations_error": max(abs(one / other - 1) for one, other in zip(real, dry))}
     text = "\n".join([
-        f"{describe(config)} on {config.device}",
+        describe(config),
         table(["", "step: median [min .. max]", "x none", "FLOPs", "activations", "dry run"], rows),
         "the gradients are bit-equal"])
-    layout = {name: value for name, value in layout_of(config).items() if name in FLAGS or name in ("tp", "pp", "dp")}
-    return text, record | layout | shape_of(config) | {
-        "global_batch_size": config.global_batch_size, "device": config.device, "cores": os.cpu_count(),
-        "repeats": len(times["none"].seconds)}
+    return text, record
 
 
 def most_flops(runs: list) -> float:

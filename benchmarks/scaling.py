@@ -20,16 +20,16 @@ Processes that share a core gain nothing. With more processes than cores, the fi
     python bench.py scaling --processes 4         only one world; also under torchrun and on several hosts
 """
 
+import dataclasses
 import json
 import tempfile
 from argparse import Namespace
 
 import torch
 
-from benchmarks.common import (Figure, RandomTokens, Times, add_config_flags, bind_to_one_core, compare, config_here,
-                               cores_of, ratio_text, start_processes, table)
+from benchmarks.common import (Figure, RandomTokens, Times, about, add_config_flags, compare, config_here, cores_of,
+                               describe, join, ratio_text, start_processes, table)
 from benchmarks.throughput import OurTraining
-from nanodomino.comm.world import LaunchInfo, find_device, start_world
 from nanodomino.errors import counted, require
 from nanodomino.mesh import make_mesh
 
@@ -79,10 +79,8 @@ def answer(flags, launch):
 
 def measure(flags, launch):
     """Return (text, record) of this world, with seconds and tokens/s of each variant."""
-    device = find_device(settle(flags, launch.world_size, *VARIANTS[0]), launch)
-    bind_to_one_core(device)
-    start_world(launch, device)
     configs = {"_".join(variant): settle(flags, launch.world_size, *variant) for variant in VARIANTS}
+    device = join(configs["dp_weak"], launch, one_core=True)[1].device
     times = compare({name: training(config, device) for name, config in configs.items()}, flags.repeats, device,
                     about=f"world of {launch.world_size}, ")
     rows, variants = [], {}
@@ -91,7 +89,7 @@ def measure(flags, launch):
         variants[name] = {"step_s": times[name].median, "tokens_per_s": speed, "seconds": times[name].seconds}
         rows.append([name.replace("_", " "), config.global_batch_size, times[name], f"{speed:,.0f}"])
     text = table([f"{launch.world_size} processes", "samples", "step: median [min .. max]", "tokens/s"], rows)
-    return text, {"question": "scaling", "processes": launch.world_size, "variants": variants}
+    return text, {"processes": launch.world_size, "variants": variants}
 
 
 def training(config, device):
@@ -103,12 +101,10 @@ def training(config, device):
 
 def compare_worlds(flags):
     """Start worlds of 1, 2, 4, ... processes and return (text, record)."""
-    config = settle(flags, 1, *VARIANTS[0])
-    device, units = find_device(config, LaunchInfo()).type, len(cores_of(0, 1))
-    sizes = worlds(flags)
-    if device == "cuda":                                       # NCCL allows one process per GPU
-        units = torch.cuda.device_count()
-        sizes = [size for size in sizes if size <= units]
+    config, units, sizes = settle(flags, 1, *VARIANTS[0]), len(cores_of(0, 1)), worlds(flags)
+    if gpus := torch.cuda.device_count() if config.device != "cpu" else 0:       # NCCL allows one process per GPU
+        units, sizes = gpus, [size for size in sizes if size <= gpus]
+    config = dataclasses.replace(config, device="cuda" if gpus else "cpu")
     records = [start(flags, size) for size in sizes]
     # On one process all variants are the same, so their rounds are pooled.
     alone = [second for variant in records[0]["variants"].values() for second in variant["seconds"]]
@@ -124,17 +120,12 @@ def compare_worlds(flags):
         rows += [[name.replace("_", " "), size, Times(tuple(world["seconds"])), f"{world['tokens_per_s']:,.0f}",
                   ratio_text(gain), "" if gain.value is None else f"{gain.value / size:.0%}"]
                  for world, gain, size in zip(mine, gains, sizes)]
-    kind = "GPUs" if device == "cuda" else "cores"
     text = "\n".join([
-        f"{config.num_layers} layers of {config.hidden_size}, samples of {config.seq_length} tokens, "
-        f"{flags.global_batch_size} samples per process (weak) or in total (strong), {config.dtype}",
+        f"{describe(config)}; {flags.global_batch_size} samples per process (weak) or in total (strong)",
         table(["", "processes", "step: median [min .. max]", "tokens/s", "speed-up", "efficiency"], rows),
-        f"this machine has {units} {kind}"
+        f"this machine has {counted(units, 'GPU' if gpus else 'core')}"
         + (f"; more than {units} processes share cores and gain nothing" if sizes[-1] > units else "")])
-    return text, {"question": "scaling", "device": device, kind.lower(): units, "processes": sizes, **figures,
-                  "model": config.model, "num_layers": config.num_layers, "hidden_size": config.hidden_size,
-                  "seq_length": config.seq_length, "micro_batch_size": config.micro_batch_size,
-                  "global_batch_size": config.global_batch_size, "dtype": config.dtype, "repeats": flags.repeats}
+    return text, {"processes": sizes, **figures, **about(config)}
 
 
 def speedup(seconds: list[float], alone: list[float], world_size: int, work: int) -> Figure:

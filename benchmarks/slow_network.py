@@ -35,6 +35,18 @@ LARGEST_PACKET = 65536                     # bytes: Linux splits data into small
 QUEUE = 0.1                                # seconds that a packet may wait before it is dropped
 
 
+@contextmanager
+def exit_on_signals():
+    """Make SIGTERM and SIGHUP raise SystemExit inside the block, so that its `finally` clauses run, as after Ctrl-C."""
+    previous = {number: signal.signal(number, lambda number, _: sys.exit(128 + number))
+                for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
 def parse_rate(text: str) -> int:
     """Convert '500mbit' to 500000000 bits per second. Raises UserError if it is not such a rate."""
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)(kbit|mbit|gbit)", text)
@@ -117,19 +129,11 @@ def slow_wire(rate: str, world_size: int):
     hub, *ranks = namespaces(os.getpid(), world_size)
     environment = {"MASTER_ADDR": address(0), "GLOO_SOCKET_IFNAME": INTERFACE, "TP_SOCKET_IFNAME": INTERFACE,
                    "TORCH_CPP_LOG_LEVEL": "ERROR"}             # silences c10d's warning about unknown host names
-    # Without handlers, these signals would end Python before it deletes the namespaces.
-    previous = {number: signal.signal(number, lambda number, _: sys.exit(128 + number))
-                for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        remove(is_dead)
-        for command in build(hub, ranks, bits):
-            run(command)
-        yield [(["ip", "netns", "exec", name], environment) for name in ranks]
-    finally:
-        # A second Ctrl-C must interrupt neither the removal nor its commands, which inherit the ignored signals.
-        previous[signal.SIGINT] = signal.getsignal(signal.SIGINT)
-        for number in previous:
-            signal.signal(number, signal.SIG_IGN)
-        remove(lambda pid: pid == os.getpid())
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    with exit_on_signals():
+        try:
+            remove(is_dead)
+            for command in build(hub, ranks, bits):
+                run(command)
+            yield [(["ip", "netns", "exec", name], environment) for name in ranks]
+        finally:
+            remove(lambda pid: pid == os.getpid())

@@ -19,10 +19,10 @@ from support.harness import tiny
 
 from bench import QUESTIONS
 from benchmarks import checkpoint, comm, scaling, throughput
-from benchmarks.common import Figure, RandomTokens, Times, compare, main, parse, ratios
+from benchmarks.common import Figure, RandomTokens, Times, compare, main, parse, ratios, require_same_work
 from benchmarks.overlap import figures_of
 from benchmarks.plain import Plain
-from benchmarks.scaling import speedup, worlds
+from benchmarks.scaling import speedup
 from benchmarks.slow_network import LARGEST_PACKET, build, parse_rate, slow_wire
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.errors import UserError
@@ -67,7 +67,7 @@ def states_read_by_resume(arguments):
         states.update(box.name.split(".")[0] for box in boxes)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "start_world", lambda *_: None)              # the pool has joined the ranks
+        patch.setattr("benchmarks.common.start_world", lambda *_: None)        # the pool has joined the ranks
         patch.setattr("benchmarks.common.read_launch_environment", LaunchInfo)
         patch.setattr("nanodomino.checkpoint.load.read_boxes", read)
         checkpoint.answer(parse(checkpoint, arguments), LaunchInfo())
@@ -83,10 +83,10 @@ def test_checkpoint_also_times_how_the_optimizers_moments_are_read(pool):
 def test_overlap(slow_if_possible):
     """An all-reduce per sublayer and direction, one at each end of the model, two in the loss; three slices."""
     record = ask("overlap", *TINY, "--micro-batch-size", "6", "--slices", "3", "--repeats", "2", *slow_if_possible)
-    times = ("blocking_s", "megatron_s", "domino_s", "no_comm_s", "comm_s", "dtensor_s")
+    times = ("blocking_s", "megatron_s", "domino_s", "compute_s", "wires_s", "dtensor_s")
     assert all(0 < record[name] < 60 for name in times)
     assert all(within(record[name], spread) for name, spread in record["spread"].items())
-    assert 0 < record["hideable"] <= 1 and 0 < record["core_s"] < 60
+    assert 0 < record["hideable"] <= 1
     assert (record["hidden_size"], record["num_layers"], record["repeats"]) == (32, 2, 2)
     tokens, layers = 6 * 16, 2
     assert record["collectives"] == 3 * (4 * layers + 2 + 2)
@@ -117,14 +117,11 @@ def test_host_times_per_layer_and_slice():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("others, flags", [(["plain"], ["--num-layers", "1", "--compile"]),
-                                           (["nanogpt", "transformers"], ["--nanogpt", "clone"])],
-                         ids=["plain, compiled", "nanogpt, transformers"])
-def test_throughput(tmp_path, others, flags):
+@pytest.mark.parametrize("others, flags", [(["plain"], ["--num-layers", "1", "--compile"]), (["transformers"], [])],
+                         ids=["plain, compiled", "transformers"])
+def test_throughput(others, flags):
     """Only one of them is compiled, and with one layer, because compilation takes most of the time."""
-    (tmp_path / "model.py").write_text(NANOGPT)
-    record = ask("throughput", *TINY, "--global-batch-size", "8", "--repeats", "3", "--against", *others,
-                 *(str(tmp_path) if flag == "clone" else flag for flag in flags))
+    record = ask("throughput", *TINY, "--global-batch-size", "8", "--repeats", "3", "--against", *others, *flags)
     assert list(record["ratio"]) == others
     losses = record["nanodomino_losses"]
     assert len(losses) == throughput.COMPARED_STEPS and losses[-1] < losses[0] < 7, "the steps must train"
@@ -142,64 +139,18 @@ def test_throughput_with_experts():
     assert record["transformers_losses"] == pytest.approx(record["nanodomino_losses"], rel=1e-4)
 
 
-# A stand-in for nanoGPT's model.py, with the same names and the same forward.
-NANOGPT = """
-from dataclasses import dataclass
-import torch
-from torch import nn
-from torch.nn import functional as F
-
-@dataclass
-class GPTConfig:
-    block_size: int
-    vocab_size: int
-    n_layer: int
-    n_head: int
-    n_embd: int
-    dropout: float
-    bias: bool
-
-def pair(**modules):
-    return nn.ModuleDict(modules)
-
-class Block(nn.Module):
-    def __init__(self, heads, h):
-        super().__init__()
-        self.heads, self.ln_1, self.ln_2 = heads, nn.LayerNorm(h), nn.LayerNorm(h)
-        self.attn = pair(c_attn=nn.Linear(h, 3 * h), c_proj=nn.Linear(h, h))
-        self.mlp = nn.Module()
-        self.mlp.c_fc, self.mlp.gelu, self.mlp.c_proj = nn.Linear(h, 4 * h), nn.GELU(), nn.Linear(4 * h, h)
-
-    def forward(self, x):
-        q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2)
-                   for part in self.attn["c_attn"](self.ln_1(x)).chunk(3, dim=2))
-        context = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + self.attn["c_proj"](context)
-        return x + self.mlp.c_proj(self.mlp.gelu(self.mlp.c_fc(self.ln_2(x))))
-
-class GPT(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        h = config.n_embd
-        self.transformer = nn.ModuleDict(dict(
-            wte=nn.Embedding(config.vocab_size, h), wpe=nn.Embedding(config.block_size, h),
-            h=nn.ModuleList(Block(config.n_head, h) for _ in range(config.n_layer)), ln_f=nn.LayerNorm(h)))
-        self.lm_head = nn.Linear(h, config.vocab_size, bias=False)
-        self.transformer.wte.weight = self.lm_head.weight
-
-    def forward(self, idx, targets):
-        x = self.transformer.wte(idx) + self.transformer.wpe(torch.arange(idx.size(1)))
-        for block in self.transformer.h:
-            x = block(x)
-        logits = self.lm_head(self.transformer.ln_f(x))
-        return logits, F.cross_entropy(logits.flatten(0, 1), targets.view(-1))
-"""
+def test_throughput_compares_speeds():
+    """An implementation that takes three times as long means that nanodomino has three times its speed."""
+    times = {"nanodomino": Times((1.0, 1.0)), "plain": Times((3.0, 3.0))}
+    config, mesh = tiny(device="cpu"), SimpleNamespace(device=torch.device("cpu"))
+    _, record = throughput.report(config, mesh, times, {"nanodomino": [5.0], "plain": [5.0]})
+    assert record["ratio"]["plain"] == 3 and record["plain_tokens_per_s"] == 8 * config.global_batch_size / 3
 
 
-def test_throughput_refuses_to_compare_different_work():
-    losses = {"nanodomino": [5.0, 4.9], "plain": [5.0, 4.8]}
-    with pytest.raises(UserError, match="can't be compared"):
-        throughput.report(tiny(dtype="float32"), None, {}, losses)
+@pytest.mark.parametrize("other", [[5.0, 4.8], [5.0, float("nan")]])
+def test_different_work_is_not_compared(other):
+    with pytest.raises(UserError, match="losses of plain are .* those of nanodomino .* can't be compared"):
+        require_same_work(tiny(dtype="float32"), "losses", {"nanodomino": [5.0, 4.9], "plain": other})
 
 
 @pytest.mark.exhaustive
@@ -232,15 +183,10 @@ def test_perfect_scaling_is_a_speed_up_of_n_in_every_variant(monkeypatch):
                                                  "seconds": [seconds[way]] * 3} for layout, way in scaling.VARIANTS}}
 
     monkeypatch.setattr(scaling, "start", start)
-    flags = parse(scaling, ["scaling", *TINY, "--max-processes", "4", "--device", "cpu"])
+    flags = parse(scaling, ["scaling", *TINY, "--max-processes", "5", "--device", "cpu"])
     _, record = scaling.compare_worlds(flags)
     for layout, way in scaling.VARIANTS:
         assert record[f"{layout}_{way}"]["speedup"] == [1, 2, 4] and record[f"{layout}_{way}"]["efficiency"] == [1] * 3
-
-
-def test_worlds_double():
-    for largest, sizes in [(1, [1]), (2, [1, 2]), (3, [1, 2]), (8, [1, 2, 4, 8])]:
-        assert worlds(type("Flags", (), dict(max_processes=largest))) == sizes
 
 
 def test_stages_of_the_plain_model_make_the_whole():
@@ -285,7 +231,7 @@ def test_recompute(capsys):
     assert record["none_products"] == 1 < record["selective_products"] < record["full_products"] < 1.34
     assert all(record[f"{one}_activations_error"] <= 1e-3 for one in GRANULARITIES)
     assert record["none_activations"] > record["selective_activations"] > record["full_activations"] > 0
-    assert "the gradients are bit-equal" in text and "recompute_granularity" not in record
+    assert "the gradients are bit-equal" in text
 
 
 def test_a_count_that_differs_is_found_and_all_to_alls_are_compared_in_total():
@@ -309,13 +255,8 @@ def test_a_count_that_differs_is_found_and_all_to_alls_are_compared_in_total():
     (["overlap", "--wire", "fast"], "--wire must be a rate"),
     (["overlap", "--ideal-wire", "--wire", "1gbit"], "--ideal-wire and --wire exclude each other"),
     (["overlap", "--ideal-wire", "--device", "cuda"], "--ideal-wire needs --device cpu"),
-    (["overlap", "--latency", "3"], "--latency needs --ideal-wire"),
-    (["overlap", "--ideal-wire", "--latency", "-3"], "--latency must be from 0 to 1000000 us, but is -3"),
-    (["overlap", "--hidden-size", "some"], "invalid int value: 'some'"),
     (["throughput", "--model", "huge"], "invalid choice: 'huge'"),
     (["throughput", "--repeats", "0"], "--repeats must be from 1 to 10000"),
-    (["throughput", "--against", "nanogpt"], "--against nanogpt and --nanogpt FOLDER belong together"),
-    (["throughput", "--against", "nanogpt", "--nanogpt", "tests"], "but tests has no model.py"),
     (["throughput", "--dtype", "float16"], "--dtype must not be float16, because the other implementations"),
     (["scaling", "--max-processes", "0"], "--max-processes must be at least 1"),
     (["scaling", "--global-batch-size", "6", "--micro-batch-size", "2"], "must be divisible by micro-batch-size x"),
@@ -323,15 +264,10 @@ def test_a_count_that_differs_is_found_and_all_to_alls_are_compared_in_total():
     (["pipeline", "--microbatches", "8", "1"], "--microbatches must be at least --pp 2"),
     (["pipeline", "--microbatches", "7"], "--microbatches 7 must be divisible by the 3 rounds"),
     (["pipeline", "--pp", "16", "--microbatches", "16"], "num-layers 8 must be at least"),
-    (["pipeline", "--hidden-size", "100"], "hidden-size 100 must be divisible by num-attention-heads 8"),
-    (["pipeline", "--schedule", "gpipe"], "unrecognized arguments: --schedule gpipe"),
     (["comm", "--tp", "3"], "num-attention-heads 8 must be divisible by tensor-model-parallel-size 3"),
     (["comm", "--dp", "0"], "--data-parallel-size must be at least 1 and at most 2147483647, but is 0"),
-    (["memory", "--slices", "9"], "slices 9 must be at most micro-batch-size 4"),
     (["zero", "--dp", "1"], "--dp must be at least 2"),
-    (["zero", "--dp", "0"], "--dp must be at least 2"),
     (["zero", "--microbatches", "0"], "--microbatches must be at least 1"),
-    (["zero", "--num-layers", "0"], "--num-layers must be at least 1"),
     (["zero", "--dtype", "float16"], "--dtype must not be float16, because the other implementations")])
 def test_bad_input_is_refused_in_one_sentence(capsys, arguments, rule):
     assert main(QUESTIONS, "", arguments) == 2
@@ -341,30 +277,24 @@ def test_bad_input_is_refused_in_one_sentence(capsys, arguments, rule):
 
 # ---- the slow wire
 
-@pytest.mark.parametrize("text, bits", [("500mbit", 500e6), ("10gbit", 10e9), ("1.5gbit", 1.5e9), ("2000kbit", 2e6)])
-def test_a_rate_is_read_as_tc_reads_it(text, bits):
-    assert parse_rate(text) == bits
-
-
-@pytest.mark.parametrize("text", ["", "500", "mbit", "-5mbit", "500mbps", "500 mbit", "1e3mbit", "nan", "0mbit",
-                                  "10kbit", "999gbit", "5mbit; reboot"])
-def test_invalid_rates_are_refused(text):
-    with pytest.raises(UserError, match="must be a rate from 1mbit to 100gbit"):
-        parse_rate(text)
-
-
-def test_every_rank_gets_a_limit_of_its_own():
-    commands = build("hub", ["a", "b", "c"], 500_000_000)
-    limits = [line for line in commands if line.startswith("tc ")]
-    assert [line.split()[2] for line in limits] == ["a", "b", "c"]
-    assert all("tbf rate 500000000bit" in line for line in limits)
-    assert len({line.split()[5] for line in commands if "address add" in line}) == 3
+@pytest.mark.parametrize("text, bits", [("500mbit", 500e6), ("1.5gbit", 1.5e9), ("2000kbit", 2e6), *(
+    (wrong, None) for wrong in ("500", "-5mbit", "500mbps", "1e3mbit", "0mbit", "999gbit", "5mbit; reboot"))])
+def test_a_rate_is_read_as_tc_reads_it_or_refused(text, bits):
+    if bits:
+        assert parse_rate(text) == bits
+    else:
+        with pytest.raises(UserError, match="must be a rate from 1mbit to 100gbit"):
+            parse_rate(text)
 
 
 @pytest.mark.parametrize("rate, burst", [(500_000_000, 2 * LARGEST_PACKET), (8_000_000_000, 1_000_000)])
-def test_a_burst_takes_a_millisecond_but_holds_two_packets_and_a_queue_takes_a_tenth_of_a_second(rate, burst):
-    (limit,) = (line for line in build("hub", ["a"], rate) if line.startswith("tc "))
-    assert limit.endswith(f"burst {burst} limit {burst + rate // 80}")
+def test_every_rank_gets_a_limit_of_its_own(rate, burst):
+    """A burst takes a millisecond but holds two packets, and a queue takes a tenth of a second."""
+    commands = build("hub", ["a", "b", "c"], rate)
+    limits = [line for line in commands if line.startswith("tc ")]
+    assert [line.split()[2] for line in limits] == ["a", "b", "c"]
+    assert all(f"tbf rate {rate}bit burst {burst} limit {burst + rate // 80}" in line for line in limits)
+    assert len({line.split()[5] for line in commands if "address add" in line}) == 3
 
 
 RECEIVE = """
@@ -403,21 +333,19 @@ import sys, time
 from benchmarks.slow_network import slow_wire
 with slow_wire("1gbit", 2):
     print("up", flush=True)
-    {}
+    time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("ends", ["SIGTERM", "SIGINT", "SIGHUP", "exception", "SIGKILL"])
+@pytest.mark.parametrize("ends", ["SIGTERM", "SIGINT", "SIGHUP", "SIGKILL"])
 def test_nothing_is_left_of_the_wire(wire, ends):
     """The next start removes the namespaces of a killed process."""
-    code = HOLD.format("1 / 0" if ends == "exception" else "time.sleep(60)")
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE,
+    process = subprocess.Popen([sys.executable, "-c", HOLD], cwd=ROOT, stdout=subprocess.PIPE,
                                stderr=subprocess.DEVNULL,
                                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
     assert process.stdout.readline() == b"up\n"
-    if ends != "exception":
-        assert len([name for name in namespaces() if f"-{process.pid}-" in name]) == 3
-        process.send_signal(getattr(signal, ends))
+    assert len([name for name in namespaces() if f"-{process.pid}-" in name]) == 3
+    process.send_signal(getattr(signal, ends))
     assert process.wait(20) != 0
     if ends == "SIGKILL":
         with wire("1gbit", 1):

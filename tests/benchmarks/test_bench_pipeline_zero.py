@@ -17,6 +17,7 @@ from benchmarks.common import parse
 from nanodomino.comm.trace import Event
 from nanodomino.dry_run.rank import dry_run
 from nanodomino.errors import UserError
+from nanodomino.mesh import make_mesh
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.schedules.placement_and_messages import timetable
 from nanodomino.schedules.simulation import bubble, simulate, step_time
@@ -29,29 +30,18 @@ TINY = ["--num-layers", "2", "--hidden-size", "32", "--seq-length", "16", "--dev
 @pytest.mark.exhaustive
 def test_pipeline():
     record = ask("pipeline", *TINY, "--num-layers", "4", "--microbatches", "2", "3", "--repeats", "2")
-    rows = {(row["microbatches"], row["schedule"], row["side"]): row for row in record["rows"]}
-    runner = {"1f1b", "gpipe", "interleaved"}
-    assert set(rows) == {(m, schedule, side) for m in (2, 3) for schedule in SCHEDULES
-                         for side in ("domino", "runner", "torch")
-                         if side == "domino" or schedule in (runner if side == "runner" else pipeline.TORCH_CLASSES)}
-    for (m, schedule, side), row in rows.items():
+    rows = {(row["microbatches"], row["schedule"]): row for row in record["rows"]}
+    assert set(rows) == {(m, schedule) for m in (2, 3) for schedule in SCHEDULES}
+    for (m, schedule), row in rows.items():
         assert row["even"] == pytest.approx(1 / (m + 1)) or schedule not in ("1f1b", "gpipe", "paired")
         assert 0 < row["idle_spread"][0] < 1 and within(row["idle"], row["idle_spread"])
-        assert len(row["idle_of_stages"]) == 2 and 1 <= row["imbalance"] < 2
         assert 0 < row["step_s"] < 60 and within(row["of_1f1b"], row["of_1f1b_spread"])
-        assert (row["speed"] is None) or within(row["speed"], row["speed_spread"])
-        assert side != "torch" or row["speed"] == 1 and row["simulated"] is None
-        assert side == "torch" or 0 < row["simulated"] < 1 and row["simulated_of_1f1b"] > 0
-        assert schedule != "1f1b" or row["of_1f1b"] == 1 and row["simulated_of_1f1b"] in (1, None)
+        assert ("speed_spread" in row) == (schedule in pipeline.TORCH_CLASSES)
+        assert 0 < row["simulated"] < 1 and row["simulated_of_1f1b"] > 0 and 1 <= row["imbalance"] < 2
+        assert schedule != "1f1b" or row["of_1f1b"] == row["simulated_of_1f1b"] == 1
         assert 5 < row["loss"] < 7, "of 256 words drawn at random"
-    kinds = {name for stage in rows[3, "paired", "domino"]["seconds"] for name in stage}
-    assert kinds == {"forward 0", "pair 0", "backward 0"}
-    assert [len(stage) for stage in rows[3, "zb-v", "domino"]["seconds"]] == [5, 6], "F, I, W of each chunk, or F, B"
-    for key in ("1f1b_domino", "1f1b_runner", "gpipe_domino", "interleaved_runner", "zb-h1_domino", "zb-v_domino"):
-        least, (schedule, side) = record[f"speed_{key}"], key.split("_")
-        assert least in [rows[m, schedule, side]["speed"] for m in (2, 3)]
-        assert all(least is None or rows[m, schedule, side]["speed"] in (None, least)
-                   or rows[m, schedule, side]["speed"] > least for m in (2, 3))
+    assert {name for stage in rows[3, "paired"]["seconds"] for name in stage} == {"forward 0", "pair 0", "backward 0"}
+    assert [len(stage) for stage in rows[3, "zb-v"]["seconds"]] == [5, 6], "F, I, W of each chunk, or F, B"
 
 
 def worked(row) -> dict:
@@ -100,10 +90,10 @@ def test_pipeline_refuses_to_compare_different_work(monkeypatch, other):
     monkeypatch.setattr(pipeline, "gathered", lambda value: [value])
     sides = {("1f1b", "domino"): Side(5.0, 3.0), ("zb-v", "domino"): Side(5.0, 2.0, "folded"),
              ("1f1b", "torch"): Side(*other)}
-    with pytest.raises(UserError, match="1f1b torch has .* must have the loss of 1f1b domino.* norms of 1f1b domino"):
+    with pytest.raises(UserError, match="of 1f1b torch are .* those of 1f1b domino"):
         pipeline.check_same_work(tiny(dtype="float32"), sides)
     sides["zb-v", "domino"].step, _ = lambda: 5.01, sides.pop(("1f1b", "torch"))
-    with pytest.raises(UserError, match="zb-v domino has .* must have the loss of 1f1b domino.* norms of zb-v domino"):
+    with pytest.raises(UserError, match="loss of zb-v domino are .* those of 1f1b domino"):
         pipeline.check_same_work(tiny(dtype="float32"), sides)
 
 
@@ -111,7 +101,7 @@ def test_pipeline_refuses_to_compare_different_work(monkeypatch, other):
 
 @pytest.mark.exhaustive
 def test_zero():
-    wider = [*TINY, "--hidden-size", "256", "--microbatches", "2"]       # 19 MB of state: resident memory must show it
+    wider = [*TINY, "--hidden-size", "256", "--microbatches", "2"]       # so that padding hardly counts
     record = ask("zero", *wider, "--repeats", "2")
     sides = record["sides"]
     assert list(sides) == ["zero-1", "zero-0", "zero-2", "ddp-zero", "ddp", "fsdp2", "fsdp2-keep"]
@@ -122,7 +112,7 @@ def test_zero():
         # A rank may own a parameter more than another.
         assert side["bytes_per_parameter"] == pytest.approx(side["formula"], rel=0.2)
         assert side["bytes_per_parameter"] == side["state_bytes"] / record["parameters"]
-        assert 0 < side["step_s"] < 60 and side["peak_bytes"] > side["state_bytes"] / 2
+        assert 0 < side["step_s"] < 60
         assert within(side["step_over_zero_1"], side["spread"])
     assert sides["zero-1"]["step_over_zero_1"] == 1
     assert record["speed_over_ddp_zero"] == sides["ddp-zero"]["step_over_zero_1"]
@@ -145,7 +135,20 @@ def test_expected_bytes_of_state_per_parameter(dtype, expected):
     assert [zero.formula_bytes(name, config) for name in zero.ABOUT] == expected
 
 
-@pytest.mark.parametrize("losses", [[5.0, 4.8], [5.0, float("nan")]])
-def test_zero_refuses_to_compare_different_work(losses):
-    with pytest.raises(UserError, match="can't be compared"):
-        zero.check_same_work(tiny(dtype="float32"), {"zero-1": losses, "ddp": [5.0, 4.9]})
+def losses_of(config):
+    """Train three steps on each of two sides, and return their losses, averaged over the replicas."""
+    mesh, losses = make_mesh(1, config.dp, 1, torch.device("cpu")), {}
+    for name in ("zero-1", "ddp"):
+        side = zero.make(name, config, mesh)
+        for _ in range(3):
+            side.step()
+        losses[name] = zero.mean_over_replicas(side.losses)
+    return losses
+
+
+def test_the_plain_side_trains_as_nanodomino_does_on_replicas_with_several_microbatches(pool):
+    config = tiny(2, dtype="float32", global_batch_size=12, device="cpu", compile=False, lr_decay_style="constant",
+                  lr_warmup_fraction=0.0)
+    assert config.microbatches == 2
+    losses = pool.run(losses_of, config, world_size=2)[0]
+    assert losses["ddp"] == pytest.approx(losses["zero-1"], rel=1e-5) and losses["ddp"][2] < losses["ddp"][0]

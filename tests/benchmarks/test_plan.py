@@ -66,39 +66,15 @@ def test_a_plan_has_the_bytes_and_collectives_of_a_whole_dry_run(capsys):
         assert said in text
 
 
-def test_a_plan_proposes_a_faster_schedule_that_fits(capsys):
-    """With its time, and then none is better."""
-    flags = [*SMALL, "--tp", 1, "--pp", 4]
-    _, text, before, _ = bench(capsys, *flags)
-    told = re.search(r"(--schedule \S+(?: --virtual-stages \d+)?) would take ([\d.]+) ms per step", text)
-    _, text, after, _ = bench(capsys, *flags, *told[1].split())
-    assert after["step_s"] < 0.95 * before["step_s"] and "would take" not in text
-    assert 1000 * after["step_s"] == pytest.approx(float(told[2]), abs=0.1)
-
-
-@pytest.mark.parametrize("flags, reason, remedy", [
-    (["--tp", 4, "--pp", 1, "--micro-batch-size", 16, "--gpu", "A100"], "activations", "--recompute-granularity"),
-    (["--tp", 8, "--pp", 1, "--zero-stage", 0, "--gpu", "A10"], "optimizer", "--zero-stage 1")])
-def test_a_plan_that_does_not_fit_says_why_and_what_helps(capsys, monkeypatch, flags, reason, remedy):
-    monkeypatch.setattr(plan, "REMEDIES", [names for names in plan.REMEDIES if names[0] in (
-        "recompute_granularity", "zero_stage")])               # the others take as long
+@pytest.mark.parametrize("flags, terms", [
+    (["--tp", 4, "--pp", 1, "--micro-batch-size", 16, "--gpu", "A100"], "activations [0-9.]+ GB and "),
+    (["--tp", 8, "--pp", 1, "--zero-stage", 0, "--gpu", "A10"], "optimizer [0-9.]+ GB and gradients")])
+def test_a_plan_that_does_not_fit_says_why(capsys, flags, terms):
     code, text, record, _ = bench(capsys, *flags)
     assert code == 0 and record["fits"] is False
     most = max(sum(need.values()) for need in record["memory"])
-    told = re.search(r"does not fit: stage \d needs [\d.]+ GB, ([\d.]+) GB too much; the largest terms are (\w+)", text)
-    assert float(told[1]) == pytest.approx((most - record["usable_bytes"]) / 1e9, rel=0.01) and told[2] == reason
-    words = re.search(rf"would fit with.*?({remedy}[^(]*) \(", text)[1]
-    assert bench(capsys, *flags, *words.split())[2]["fits"] is True
-
-
-def test_a_plan_for_this_machine_is_compared_with_real_steps(capsys):
-    """Bytes and collectives are equal; the step time depends on who else uses the machine."""
-    flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 128".split()
-    code, text, record, _ = bench(capsys, "--gpu", "here", "--gpus", 1, "--model", "nano", "--dtype", "float32",
-                                  "--device", "cpu", "--repeats", 3, *flags)
-    assert code == 0 and record["comm_exact"] and "measured / predicted" in text
-    assert max(record["memory_errors"].values()) <= 0.01 and record["memory_errors"]["optimizer"] == 0
-    assert 0.02 < record["measured_over_predicted"] < 50
+    told = re.search(rf"fit: stage \d needs [\d.]+ GB, ([\d.]+) GB too much; the largest terms are {terms}", text)
+    assert float(told[1]) == pytest.approx((most - record["usable_bytes"]) / 1e9, rel=0.01)
 
 
 @pytest.mark.parametrize("arguments, words", [
