@@ -44,10 +44,10 @@ from nanodomino.config.rules import check_needs
 from nanodomino.config.setting import flag_name
 from nanodomino.dry_run.clock import Clock
 from nanodomino.dry_run.rank import kinds_of
-from nanodomino.dry_run.stages import add_up, fullest_rank_bytes, message_seconds, small_run, step_seconds
+from nanodomino.dry_run.stages import (add_up, extrapolate, fullest_rank_bytes, layers_of, message_seconds, small_run,
+                                       step_seconds)
 from nanodomino.errors import UserError, require
 from nanodomino.mesh import PIPELINE_THREAD_BLOCKS
-from nanodomino.model import stage_layers
 from nanodomino.overlap.recompute import GRANULARITIES
 from nanodomino.schedules import simulation
 from nanodomino.schedules.actions import Backward
@@ -105,11 +105,8 @@ class Costs:
 
     def __init__(self, config: Config, machine: Machine):
         self.config, self.machine = config, machine
-        placement = config.placement
-        self.last = placement.location(placement.last)
-        self.layers = [[len(stage_layers(config.num_layers, placement.virtual_stage(stage, chunk), placement.last + 1,
-                                         config.mtp_num_layers)) for chunk in range(placement.chunks)]
-                       for stage in range(config.pp)]
+        self.last = config.placement.location(config.placement.last)
+        self.layers = [layers_of(config, stage) for stage in range(config.pp)]
         self.runs, self.parts = {}, {}         # {kinds of the halves: (parts of a layer, parts of the head)}
         self.after = [sum(clock.after.values()) for clock in self.add("1f1b")]
 
@@ -118,8 +115,8 @@ class Costs:
         self.runs[schedule] = self.small_runs(schedule)
         one, two = clocks = [Clock(run, self.machine) for run in self.runs[schedule]]
         for kinds, parts in one.actions.items():
-            layer = {name: (two.actions[kinds][name] - parts[name]) / self.depth for name in one.parts}
-            head = {name: parts[name] - self.first * layer[name] for name in layer}
+            layer, head = ({name: extrapolate(parts[name], two.actions[kinds][name], *self.depths, *count)
+                            for name in one.parts} for count in ((1, 0), (0, 1)))
             self.parts[tuple(kind for kind, _ in kinds)] = layer, head
         return clocks
 
@@ -134,13 +131,12 @@ class Costs:
             zero_stage=1, world_size=config.tp * config.cp * replicas,
             global_batch_size=count * config.micro_batch_size * replicas)
         runs = [small_run(train, small, depth, 1, 2) for depth in (1, 2)]
-        self.first, self.depth = runs[0].layers[0], runs[1].layers[0] - runs[0].layers[0]
+        self.depths = [run.layers[0] for run in runs]
         return [dataclasses.replace(run, ranks_of=run.ranks_of | {"dp": (0,), "expert_dp": (0,)}) for run in runs]
 
     def linear(self, value, layers: float, heads=1.0, runs=None) -> float:
         """Return value(run) for this many layers and heads. runs: by default those of 1F1B."""
-        one, two = map(value, runs or self.runs["1f1b"])
-        return (two - one) / self.depth * layers + (one - (two - one) / self.depth * self.first) * heads
+        return extrapolate(*map(value, runs or self.runs["1f1b"]), *self.depths, layers, heads)
 
     def action_seconds(self, stage: int, action) -> float:
         layer, head = self.parts[tuple(half.kind for half in action.halves)]
@@ -391,17 +387,6 @@ class Search:
     def may_fit(self, config: Config) -> bool:
         return Costs(config, self.free).bytes() <= self.usable
 
-    def leanest(self) -> tuple[float, Config | None]:
-        """Return (estimated bytes of the fullest GPU, Config) of the choice that needs least: with full recomputation
-        from the host's memory, sequence parallelism and the best tp, pp, cp and ZeRO stage, for a micro batch of 1."""
-        def lean(config):
-            settings = {"sequence_parallel": config.tp > 1, **self.recomputation[-1]}
-            return self.accepted(config, **{name: value for name, value in settings.items() if name not in self.given})
-
-        configs = (lean(other) for config in self.accepted_layouts((1,)) for other in self.zero_stages(config))
-        return min(((Costs(config, self.free).bytes(), config) for config in configs if config),
-                   default=(math.inf, None), key=lambda pair: pair[0])
-
 
 def recomputation_of(config: Config) -> dict:
     return {name: getattr(config, name) for name in RECOMPUTATION[0]}
@@ -475,14 +460,9 @@ def command(config: Config, gpus_per_host: int) -> str:
 
 
 def nothing_fits(search: Search) -> str:
-    """Return the sentence that names the least memory found and what would help."""
-    needed, config = search.leanest()
-    require(config is not None, f"no layout for --gpus {search.gpus} obeys the rules together with the given flags; "
+    """Return the sentence for a search without results. Raises UserError if the rules left no layout to try."""
+    require(next(search.accepted_layouts((1,)), None) is not None,
+            f"no layout for --gpus {search.gpus} obeys the rules together with the given flags; "
             f"the first that was tried breaks this one: {search.broken_rule}")
-    layout = {name: value for name, value in layout_flags(config).items() if name != "micro_batch_size"}
-    more = next((gpus for gpus in (search.gpus * factor for factor in (2, 4, 8, 16, 32))
-                 if Search(search.config, gpus, search.given, search.machine, search.usable).leanest()[0]
-                 <= search.usable), None)
-    return (f"nothing fits into the usable {bytes_text(search.usable)} per GPU: the least memory found is "
-            f"{bytes_text(needed)}, with {flags_text(layout | differences(config, FURTHER))}; try "
-            + (f"--gpus {more}" if more else "a --gpu with more memory"))
+    return (f"nothing fits into the usable {bytes_text(search.usable)} per GPU, even with full recomputation; try more "
+            "--gpus, a --gpu with more memory, or fewer of the given flags")

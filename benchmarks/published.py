@@ -17,8 +17,9 @@ A ratio far from 1 points to a wrong assumption.
 
 import dataclasses
 import math
+from collections import Counter
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import train
 from benchmarks.common import table
@@ -26,9 +27,8 @@ from nanodomino.analysis.machine import Machine
 from nanodomino.config.config import Config
 from nanodomino.dry_run.accounts import Launch, Operation, Wait
 from nanodomino.dry_run.clock import clock_of
-from nanodomino.dry_run.rank import RankRun, kinds_of
-from nanodomino.dry_run.stages import Stage, linear_in_microbatches, message_seconds, small_run
-from nanodomino.schedules import simulation
+from nanodomino.dry_run.rank import RankRun
+from nanodomino.dry_run.stages import Stage, small_run, step_seconds
 
 SEQ_LENGTH = 2048
 
@@ -99,29 +99,27 @@ SCORES = {"attention": 13, "attention backward": 19}
 def seconds(config: Config, machine: Machine, recomputed="nothing", blocks=False) -> float:
     """Return the seconds of a step. recomputed: as in Run; blocks: the GPU waits for each tp collective right after its
     launch."""
-    return sum(parts(train, config, machine, recomputed, blocks).values())
+    return sum(step_seconds(train, config, machine, partial(
+        MegatronStage, recomputed=recomputed, blocks=blocks)).values())
 
 
-@linear_in_microbatches
-def parts(program, config: Config, machine: Machine, recomputed: str, blocks: bool) -> dict[str, float]:
-    """Return {part of the step: seconds}, as dry_run.stages.step_seconds() does."""
-    def changed(runs):
-        return [as_megatron(run, recomputed != "nothing", blocks) for run in runs]
+class MegatronStage(Stage):
+    """A stage as Megatron-LM ran it. recomputed, blocks: see seconds()."""
 
-    lengths, ends = [], []
-    depths = changed([small_run(program, config, depth, 0, 1) for depth in (1, 2)]) if recomputed == "layers" else []
-    for stage in (Stage(program, config, number, quick=True) for number in range(config.pp)):
-        stage.sides = [*map(changed, stage.sides)]
-        actions, after = stage.seconds(machine)
-        found = {kinds: sum(spent.values()) for kinds, spent in actions.items()}
-        for chunk in range(config.virtual_stages) if depths else ():     # backward repeats the layers, but not the head
-            found[("backward", chunk),] += stage.linear(lambda run, forward=(("forward", chunk),): sum(
-                clock_of(run, machine).actions[forward].values()), depths, chunk, whole=False)
-        lengths.append(found)
-        ends.append(sum(after.values()))
-    rows = simulation.simulate(config.timetable, lambda stage, action: lengths[stage][kinds_of(action)],
-                               message_seconds(config, machine))
-    return {"schedule": simulation.step_time(rows), "end": max(ends)}
+    def __init__(self, program, config: Config, stage: int, quick: bool, recomputed: str, blocks: bool):
+        super().__init__(program, config, stage, quick)
+        whole_layers = [small_run(program, config, depth, 0, 1) for depth in (1, 2)] if recomputed == "layers" else []
+        *self.sides, self.recomputed_runs = ([as_megatron(run, recomputed != "nothing", blocks) for run in runs]
+                                             for runs in (*self.sides, whole_layers))
+
+    def seconds(self, machine: Machine) -> tuple[dict, dict]:
+        actions, after = super().seconds(machine)
+        for (kind, chunk), in actions if self.recomputed_runs else ():
+            if kind == "backward":                             # repeats the forward of the layers, but not of the head
+                repeated = self.linear(lambda run, forward=(("forward", chunk),): clock_of(run, machine).actions[
+                    forward], self.recomputed_runs, chunk, whole=False)
+                actions[(kind, chunk),] = Counter(actions[(kind, chunk),]) + Counter(repeated)
+        return actions, after
 
 
 @cache

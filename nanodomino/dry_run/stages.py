@@ -48,6 +48,20 @@ def small_run(program, config: Config, depth: int, stage: int, stages: int) -> R
     return run_of(program, small, stage * small.world_size // stages)
 
 
+def layers_of(config: Config, stage: int) -> list[int]:
+    """Return the number of layers in each chunk of a stage."""
+    placement = config.placement
+    return [len(stage_layers(config.num_layers, placement.virtual_stage(stage, chunk), placement.last + 1,
+                             config.mtp_num_layers)) for chunk in range(placement.chunks)]
+
+
+def extrapolate(one, two, first: float, second: float, layers: float, whole=1.0):
+    """Return the number for `layers` layers of a quantity that is `one` for `first` layers and `two` for `second`
+    layers. whole: how often what does not grow with the layers counts."""
+    slope = (two - one) / (second - first) if second > first else 0.0
+    return slope * layers + (one - slope * first) * whole
+
+
 def add_up(row, kept: dict, peaks: dict) -> tuple[float, float]:
     """Return (peak bytes between a row's actions, peak bytes at any time). kept, peaks: as in RankRun."""
     held = most = peak = 0.0
@@ -69,8 +83,7 @@ class Stage:
         self.all_actions = config.timetable.rows[stage]
         self.row = tuple(map(kinds_of, self.all_actions))
         self.actions = dict(zip(self.row, self.all_actions))   # {kinds: an action of these kinds}
-        self.layers = [len(stage_layers(config.num_layers, placement.virtual_stage(stage, chunk), placement.last + 1,
-                                        config.mtp_num_layers)) for chunk in range(placement.chunks)]
+        self.layers = layers_of(config, stage)
         stages, last = min(config.pp, 2), stage == config.pp - 1
         between = 0 < stage and not last and not placement.folded
         self.whole, depths = not (between and quick), (2, 3) if config.zero_stage == 2 else (1, 2)
@@ -92,8 +105,7 @@ class Stage:
         def line(one, two):
             if isinstance(one, dict):
                 return {name: line(one.get(name, 0.0), two.get(name, 0.0)) for name in {**one, **two}}
-            slope = (two - one) / (second - first) if second > first else 0.0
-            return slope * layers + (one - slope * first) * whole
+            return extrapolate(one, two, first, second, layers, whole)
         return line(*map(value, runs))
 
     def of_action(self, action, value):
@@ -163,10 +175,10 @@ def message_seconds(config: Config, machine) -> float:
 
 
 @linear_in_microbatches
-def step_seconds(program, config: Config, machine) -> dict[str, float]:
+def step_seconds(program, config: Config, machine, make_stage=Stage) -> dict[str, float]:
     """Return {part of a step: seconds}: the work and the exposed communication of the busiest stage, its idle time
     ("bubble"), the time that messages between stages add, and what follows the last action."""
-    stages = [Stage(program, config, stage, quick=True) for stage in range(config.pp)]
+    stages = [make_stage(program, config, stage, quick=True) for stage in range(config.pp)]
     costs = [stage.seconds(machine) for stage in stages]
     lengths = [{kinds: sum(parts.values()) for kinds, parts in actions.items()} for actions, _ in costs]
     free, real = (simulation.simulate(config.timetable, lambda stage, action: lengths[stage][kinds_of(action)], delay)

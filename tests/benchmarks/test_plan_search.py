@@ -86,15 +86,10 @@ def test_train_accepts_each_command_and_the_table_shows_its_layout(capsys):
         assert config.dtype == "bfloat16" and config.vocab_size == 50257 and config.num_layers == 2
 
 
-def test_a_search_in_too_little_memory_says_what_would_be_enough(capsys):
-    flags = "--model gpt3-13b --num-layers 4 --gpu A10 --seq-length 128 --schedule 1f1b".split()
-    text, record = bench(capsys, *flags, "--gpus", 1)
+def test_a_search_in_too_little_memory_says_so(capsys):
+    text, record = bench(capsys, *"--model gpt3-13b --gpu A10 --seq-length 128 --schedule 1f1b --gpus 1".split())
     assert record["layouts"] == [] and "\n" not in text
-    least, gpus = re.fullmatch(r"nothing fits into the usable 22.8 GB per GPU: the least memory found is ([\d.]+) GB, "
-                               r"with --tensor-model-parallel-size 1 .*; try --gpus (\d+)", text).groups()
-    assert 22.8 < float(least) < 35 and gpus == "2"
-    assert bench(capsys, *flags, "--gpus", gpus)[1]["layouts"]
-    assert "--checkpoint-in-cpu" in text
+    assert text.startswith("nothing fits into the usable 22.8 GB per GPU, even with full recomputation; try more --gpus")
 
 
 def test_a_search_keeps_a_given_number_of_chunks_that_does_not_divide_the_layers(capsys):
