@@ -116,11 +116,4 @@ def alike(found: list) -> list[list[int]]:
 
 
 def text_of(ranks: list[int]) -> str:
-    """Format [0, 1, 2, 5] as '0-2, 5'."""
-    runs = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
+    return " ".join(map(str, ranks))

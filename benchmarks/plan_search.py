@@ -108,6 +108,7 @@ class Costs:
         self.last = config.placement.location(config.placement.last)
         self.layers = [layers_of(config, stage) for stage in range(config.pp)]
         self.runs, self.parts = {}, {}         # {kinds of the halves: (parts of a layer, parts of the head)}
+        self.lengths = {}                      # {kinds of the halves: (seconds of a layer, seconds of the head)}
         self.after = [sum(clock.after.values()) for clock in self.add("1f1b")]
 
     def add(self, schedule: str) -> list[Clock]:
@@ -117,7 +118,8 @@ class Costs:
         for kinds, parts in one.actions.items():
             layer, head = ({name: extrapolate(parts[name], two.actions[kinds][name], *self.depths, *count)
                             for name in one.parts} for count in ((1, 0), (0, 1)))
-            self.parts[tuple(kind for kind, _ in kinds)] = layer, head
+            key = tuple(kind for kind, _ in kinds)
+            self.parts[key], self.lengths[key] = (layer, head), (sum(layer.values()), sum(head.values()))
         return clocks
 
     def small_runs(self, schedule: str) -> list:
@@ -139,16 +141,15 @@ class Costs:
         return extrapolate(*map(value, runs or self.runs["1f1b"]), *self.depths, layers, heads)
 
     def action_seconds(self, stage: int, action) -> float:
-        layer, head = self.parts[tuple(half.kind for half in action.halves)]
+        layer, head = self.lengths[tuple(half.kind for half in action.halves)]
         chunk = action.halves[0].chunk
-        return self.layers[stage][chunk] * sum(layer.values()) + ((stage, chunk) == self.last) * sum(head.values())
+        return self.layers[stage][chunk] * layer + ((stage, chunk) == self.last) * head
 
     def bound(self) -> float:
         """Return seconds that no order of the actions can beat: the work of the stage with the head, and the
         first microbatch's way through the other stages."""
         stage, layers = self.last[0], sum(self.layers[self.last[0]])
-        (forward, head), (backward, other) = ([sum(parts.values()) for parts in self.parts[kinds]]
-                                              for kinds in (("forward",), WHOLE))
+        (forward, head), (backward, other) = self.lengths["forward",], self.lengths[WHOLE]
         way = 0.0 if stage == 0 else min(map(sum, self.layers)) / len(self.layers[0]) * (self.config.pp - 1)
         return (self.config.microbatches * (layers * (forward + backward) + head + other)
                 + way * (forward + backward * (like(self.config.schedule) != "zb-h1")))
@@ -178,7 +179,7 @@ class Costs:
         gathered, reduced = (self.machine.collective_seconds(
             kind, self.linear(lambda run, name=name: run.state[name], layers), ranks)
             for kind, name in (("all_gather", "parameters"), ("reduce_scatter", "gradients")))
-        backward = layers * sum(self.parts[WHOLE][0].values())
+        backward = layers * self.lengths[WHOLE][0]
         exposed = max(0.0, reduced - backward) + self.machine.overlap_slowdown * min(reduced, backward)
         update = self.linear(dict(zip(self.runs["1f1b"], self.after)).get, layers)
         return (gathered + update * (config.ep / config.dp if config.zero_stage else 1.0)

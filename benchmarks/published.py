@@ -210,19 +210,16 @@ columns:
   x speed: two slices compared with blocking communication; % wires: the share of blocking communication in a step
 assumptions:
   {SEQ_LENGTH} tokens per sample, vocabulary {TABLE_1[0].vocab_size:,} (2409.15241: {DOMINO[0].vocab_size:,})
-  the largest tiles of a matmul reach {flags.product_efficiency:.0%} of the peak, 312 TFLOP/s of an A100 and 989 of an
-  H100 (--product-efficiency), smaller tiles and incomplete waves less. Element-wise work is counted in bytes, without
-  torch.compile; before 2409.15241 attention stores its scores
-  hosts of 8 GPUs, joined by NVLink of 300 (A100) and 450 GB/s (H100) each way; each A100 has a card of 200 Gbit/s to
-  other hosts; an all-reduce over whole H100 hosts uses all eight cards of 400 Gbit/s
-  links and GPU memory reach {flags.wire_efficiency:.0%} of these rates (--wire-efficiency), and each collective takes
-  {flags.latency:g} us in addition to sending its bytes (--latency)
-  recomputing layers repeats their all-reduces, which block, but not the head, as in formula (3) of 2104.04473;
-  recomputing attention (and the MLP's activation) needs no communication, and runs with sequence parallelism.
-  Weight gradients hide backward's all-reduces, except in 2409.15241. An all-reduce in flight takes
-  {flags.overlap_slowdown:.0%} of the GPU (--overlap-slowdown). Gradients are reduced in fp32 during the last
-  microbatch's backward; each GPU of a stage sends whole messages; the optimizer is not sharded.
-  Nothing is added for dropout, data, kernel launches and slower ranks
+  the largest tiles of a matmul reach {flags.product_efficiency:.0%} of the peak (--product-efficiency), smaller tiles and
+  incomplete waves less. Element-wise work counts in bytes, without torch.compile; before 2409.15241 attention stores
+  its scores. Nothing is added for dropout, data, kernel launches and slower ranks
+  hosts of 8 GPUs; each A100 has a card of 200 Gbit/s to other hosts; an all-reduce over whole H100 hosts uses all
+  eight cards of 400 Gbit/s. Links and GPU memory reach {flags.wire_efficiency:.0%} of the data sheets' rates
+  (--wire-efficiency), each collective takes {flags.latency:g} us more (--latency), and in flight it takes
+  {flags.overlap_slowdown:.0%} of the GPU (--overlap-slowdown)
+  recomputing layers repeats their all-reduces, which block, but not the head, as in formula (3) of 2104.04473
+  weight gradients hide backward's all-reduces, except in 2409.15241; gradients are reduced in fp32 during the last
+  microbatch's backward; each GPU of a stage sends whole messages; the optimizer is not sharded
 sources:
   2104.04473, table 1: the figures come from a copy (github.com/SotaroKaneda/MLCarbon). The table omits micro batches
   and chunks; they come from Megatron-LM's examples/sc21/run_table_1.sh. It ran float16, as fast as bfloat16

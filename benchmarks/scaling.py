@@ -141,11 +141,8 @@ def start(flags, world_size) -> dict:
     """Start a world of processes that measures itself; return rank 0's record. Raises UserError if it fails."""
     arguments = ["scaling", "--processes", str(world_size), "--repeats", str(flags.repeats)]
     for name in FLAGS:
-        value = getattr(flags, name)
-        if value is True:
-            arguments.append(f"--{name}")
-        elif value not in (None, False):
-            arguments += ["--" + name.replace("_", "-"), str(value)]
+        if getattr(flags, name) is not None:
+            arguments += ["--" + name.replace("_", "-"), str(getattr(flags, name))]
     with tempfile.TemporaryFile("w+") as output:
         code = start_processes(arguments, world_size, output=output)
         require(code == 0, f"a world of {counted(world_size, 'process')} ended with exit code {code}; see its message "

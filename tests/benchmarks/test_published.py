@@ -94,6 +94,5 @@ def test_every_assumption_is_printed_with_its_flags_value(capsys, monkeypatch):
     torch.set_num_threads(threads)
     *text, last = capsys.readouterr().out.splitlines()
     assert len(json.loads(last)["rows"]) == 1 and max(map(len, text)) < 140
-    for said in ("reach 51% of the peak", "reach 73% of these", "21 us", "takes 17% of the GPU", "formula (3)",
-                 "not looked up: layers, widths, heads, samples, vocabulary", "Nothing is added for dropout"):
+    for said in ("reach 51% of the peak", "reach 73% of the data", "21 us", "takes 17% of the GPU", "not looked up"):
         assert said in " ".join(" ".join(text).split())
