@@ -2,7 +2,6 @@
 
     overlap      How much of tensor parallelism's communication does Domino hide?
     throughput   Is the model as fast as the same model in plain torch.nn?
-    host         How long do Python and torch's dispatcher take to launch a layer's work?
     pipeline     Are stages idle for as long as the schedule predicts, and are the schedules as fast as torch's?
     zero         Is ZeRO as fast as torch's sharded optimizers, and does it need as little memory?
     comm         Does a real step launch the collectives of the dry run?
@@ -25,8 +24,7 @@ import sys
 
 from nanodomino.errors import run_command
 
-QUESTIONS = ("overlap", "throughput", "host", "pipeline", "zero", "comm", "checkpoint", "memory", "recompute", "plan",
-             "scaling")
+QUESTIONS = ("overlap", "throughput", "pipeline", "zero", "comm", "checkpoint", "memory", "recompute", "plan", "scaling")
 
 
 def main(arguments: list[str]) -> int:

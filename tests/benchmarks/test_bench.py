@@ -107,15 +107,6 @@ def test_hidden_share_and_bound(domino, compute, wires, hidden, bound):
     assert (figures["speedup"].value, figures["megatron_ratio"].value) == (18 / domino, 16 / domino)
 
 
-def test_host_times_per_layer_and_slice():
-    record = ask("host", "--num-layers", "2", "--slices", "3", "--columns", "2", "--normalization", "RMSNorm",
-                 "--repeats", "2")
-    assert (record["tp"], record["slices"], record["columns"], record["num_layers"]) == (2, 3, 2, 2)
-    for side in ("autograd", "nanodomino"):
-        assert 5 < record[f"{side}_forward_us"] and 5 < record[f"{side}_us"] < 1e5
-    assert "nanodomino_compiled_us" not in record and len(record["nanodomino_gain_spread"]) == 2
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("others, flags", [(["plain"], ["--num-layers", "1", "--compile"]), (["transformers"], [])],
                          ids=["plain, compiled", "transformers"])
