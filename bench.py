@@ -24,7 +24,8 @@ import sys
 
 from nanodomino.errors import run_command
 
-QUESTIONS = ("overlap", "throughput", "pipeline", "zero", "comm", "checkpoint", "memory", "recompute", "plan", "scaling")
+QUESTIONS = ("overlap", "throughput", "pipeline", "zero", "comm", "checkpoint", "memory", "recompute", "plan",
+             "scaling")
 
 
 def main(arguments: list[str]) -> int:

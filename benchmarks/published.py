@@ -211,8 +211,8 @@ columns:
 assumptions:
   {SEQ_LENGTH} tokens per sample, vocabulary {TABLE_1[0].vocab_size:,} (2409.15241: {DOMINO[0].vocab_size:,})
   the largest tiles of a matmul reach {flags.product_efficiency:.0%} of the peak (--product-efficiency), smaller tiles
-  and incomplete waves less. Element-wise work counts in bytes, without torch.compile; before 2409.15241 attention stores
-  its scores. Nothing is added for dropout, data, kernel launches and slower ranks
+  and incomplete waves less. Element-wise work counts in bytes, without torch.compile; before 2409.15241 attention
+  stores its scores. Nothing is added for dropout, data, kernel launches and slower ranks
   hosts of 8 GPUs; each A100 has a card of 200 Gbit/s to other hosts; an all-reduce over whole H100 hosts uses all
   eight cards of 400 Gbit/s. Links and GPU memory reach {flags.wire_efficiency:.0%} of the data sheets' rates
   (--wire-efficiency), each collective takes {flags.latency:g} us more (--latency), and in flight it takes
