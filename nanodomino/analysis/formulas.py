@@ -36,7 +36,6 @@ from collections import Counter
 from nanodomino.config.config import Config
 from nanodomino.model import meta_model
 from nanodomino.optim.optimizers import OPTIMIZERS
-from nanodomino.overlap.recompute import GRANULARITIES
 from nanodomino.parallel import VocabParallelEmbedding
 
 
@@ -95,15 +94,6 @@ def state_bytes_per_parameter(config: Config) -> float:
     stored = len(OPTIMIZERS[config.optimizer].moments) + (element < main)
     return (element + main / (shards if config.zero_stage == 2 else 1)
             + stored * main / (shards if config.zero_stage else 1))
-
-
-def activation_bytes(config: Config) -> float:
-    """Return the bytes that a tape keeps for a GPT-2 layer and microbatch, without norm statistics and log-sum-exp."""
-    x = config.params_dtype.itemsize * config.micro_batch_size * config.seq_length * config.hidden_size
-    dropped, ffn = GRANULARITIES[config.recompute_granularity], config.ffn_hidden_size / config.hidden_size
-    if "h" in dropped:
-        return 2 * x / config.sequence_shards
-    return 4 * x / config.sequence_shards + ((3 + ffn) if "activation" in dropped else (4 + 2 * ffn)) * x / config.tp
 
 
 def bytes_sent(kind: str, payload: float, ranks: int) -> float:

@@ -19,9 +19,8 @@ from support.harness import tiny
 
 from bench import QUESTIONS
 from benchmarks import checkpoint, comm, scaling, throughput
-from benchmarks.common import Figure, RandomTokens, Times, compare, main, parse, ratios, require_same_work
+from benchmarks.common import Figure, Times, compare, main, parse, ratios, require_same_work
 from benchmarks.overlap import figures_of
-from benchmarks.plain import Plain
 from benchmarks.scaling import speedup
 from benchmarks.slow_network import LARGEST_PACKET, build, parse_rate, slow_wire
 from nanodomino.comm.world import LaunchInfo
@@ -47,16 +46,6 @@ def wire():
     return slow_wire
 
 
-@pytest.fixture
-def slow_if_possible() -> list[str]:
-    """Return the flags for a slow wire, or none if it can't be built."""
-    try:
-        with slow_wire("100mbit", 2):
-            return ["--wire", "100mbit", "--device", "cpu"]
-    except UserError:
-        return []
-
-
 # ---- the questions
 
 def states_read_by_resume(arguments):
@@ -80,18 +69,16 @@ def test_checkpoint_also_times_how_the_optimizers_moments_are_read(pool):
 
 
 @pytest.mark.exhaustive
-def test_overlap(slow_if_possible):
+def test_overlap():
     """An all-reduce per sublayer and direction, one at each end of the model, two in the loss; three slices."""
-    record = ask("overlap", *TINY, "--micro-batch-size", "6", "--slices", "3", "--repeats", "2", *slow_if_possible)
+    record = ask("overlap", *TINY, "--micro-batch-size", "6", "--slices", "3", "--repeats", "2")
     times = ("blocking_s", "megatron_s", "domino_s", "compute_s", "wires_s", "dtensor_s")
     assert all(0 < record[name] < 60 for name in times)
     assert all(within(record[name], spread) for name, spread in record["spread"].items())
-    assert 0 < record["hideable"] <= 1
-    assert (record["hidden_size"], record["num_layers"], record["repeats"]) == (32, 2, 2)
+    assert 0 < record["hideable"] <= 1 and record["repeats"] == 2
     tokens, layers = 6 * 16, 2
     assert record["collectives"] == 3 * (4 * layers + 2 + 2)
     assert record["bytes"] == 4 * tokens * ((4 * layers + 2) * 32 + 3)
-    assert record["wire"] == (slow_if_possible[1] if slow_if_possible else None)
 
 
 @pytest.mark.parametrize("domino, compute, wires, hidden, bound", [
@@ -108,26 +95,16 @@ def test_hidden_share_and_bound(domino, compute, wires, hidden, bound):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("others, flags", [(["plain"], ["--num-layers", "1", "--compile"]), (["transformers"], [])],
-                         ids=["plain, compiled", "transformers"])
-def test_throughput(others, flags):
-    """Only one of them is compiled, and with one layer, because compilation takes most of the time."""
-    record = ask("throughput", *TINY, "--global-batch-size", "8", "--repeats", "3", "--against", *others, *flags)
-    assert list(record["ratio"]) == others
+@pytest.mark.parametrize("other, flags", [("plain", ["--num-layers", "1", "--compile"]), ("transformers", []),
+                                          ("transformers", ["--model", "nano-moe"])], ids=str)
+def test_throughput(other, flags):
+    """Only one of them is compiled, and with one layer, because compilation takes most of the time. With experts the
+    losses are equal only without the auxiliary loss, which Transformers does not add."""
+    record = ask("throughput", *TINY, "--global-batch-size", "8", "--repeats", "3", "--against", other, *flags)
     losses = record["nanodomino_losses"]
     assert len(losses) == throughput.COMPARED_STEPS and losses[-1] < losses[0] < 7, "the steps must train"
-    for side in ("nanodomino", *record["ratio"]):
-        assert record[f"{side}_tokens_per_s"] == pytest.approx(8 * 16 / record[f"{side}_s"])
-        assert record[f"{side}_losses"] == pytest.approx(losses, rel=1e-4)
-    assert all(within(ratio, record["spread"][name]) for name, ratio in record["ratio"].items())
-
-
-@pytest.mark.exhaustive
-def test_throughput_with_experts():
-    """The losses are equal only without the auxiliary loss, which Transformers does not add."""
-    record = ask("throughput", *TINY, "--model", "nano-moe", "--global-batch-size", "8", "--repeats", "1", "--against",
-                 "transformers")
-    assert record["transformers_losses"] == pytest.approx(record["nanodomino_losses"], rel=1e-4)
+    assert record[f"{other}_losses"] == pytest.approx(losses, rel=1e-4)
+    assert within(record["ratio"][other], record["spread"][other])
 
 
 def test_throughput_compares_speeds():
@@ -147,16 +124,11 @@ def test_different_work_is_not_compared(other):
 @pytest.mark.exhaustive
 def test_scaling():
     record = ask("scaling", *TINY, "--max-processes", "2", "--repeats", "1")
-    assert record["processes"] in ([1, 2], [1])                # a single GPU can't be shared
-    for layout in ("dp", "tp"):
-        for way in ("weak", "strong"):
-            figures = record[f"{layout}_{way}"]
-            for i, count in enumerate(record["processes"]):
-                samples = 8 * count if way == "weak" else 8
-                assert figures["tokens_per_s"][i] == pytest.approx(samples * 16 / figures["step_s"][i])
-                gain = figures["speedup"][i]
-                assert within(gain, figures["speedup_spread"][i])
-                assert figures["efficiency"][i] == (None if gain is None else pytest.approx(gain / count))
+    for name, samples in (("dp_weak", 8), ("tp_weak", 8), ("dp_strong", 0), ("tp_strong", 0)):
+        figures = record[name]
+        for i, count in enumerate(record["processes"]):
+            assert figures["tokens_per_s"][i] == pytest.approx((samples * count or 8) * 16 / figures["step_s"][i])
+            assert within(figures["speedup"][i], figures["speedup_spread"][i])
 
 
 def test_speed_up_is_measured_in_tokens_per_second():
@@ -178,15 +150,6 @@ def test_perfect_scaling_is_a_speed_up_of_n_in_every_variant(monkeypatch):
     _, record = scaling.compare_worlds(flags)
     for layout, way in scaling.VARIANTS:
         assert record[f"{layout}_{way}"]["speedup"] == [1, 2, 4] and record[f"{layout}_{way}"]["efficiency"] == [1] * 3
-
-
-def test_stages_of_the_plain_model_make_the_whole():
-    config = tiny(dtype="float32")
-    whole = Plain(config)
-    first = Plain(config, range(1), post_process=False).load(whole.state_dict())
-    last = Plain(config, range(1, config.num_layers), pre_process=False).load(whole.state_dict())
-    tokens = RandomTokens(config).batch(0, 0, 0, 1, 2, 24).tokens
-    assert torch.equal(last(first(tokens)), whole(tokens))
 
 
 # ---- real runs beside dry runs
@@ -242,11 +205,9 @@ def test_a_count_that_differs_is_found_and_all_to_alls_are_compared_in_total():
     (["speed"], "there is no question 'speed'"),
     (["overlap", "--fast"], "unrecognized arguments: --fast"),
     (["overlap", "--tp", "1"], "--tp must be at least 2"),
-    (["overlap", "--slices", "9"], "slices 9 must be at most micro-batch-size 8"),
     (["overlap", "--wire", "fast"], "--wire must be a rate"),
     (["overlap", "--ideal-wire", "--wire", "1gbit"], "--ideal-wire and --wire exclude each other"),
     (["overlap", "--ideal-wire", "--device", "cuda"], "--ideal-wire needs --device cpu"),
-    (["throughput", "--model", "huge"], "invalid choice: 'huge'"),
     (["throughput", "--repeats", "0"], "--repeats must be from 1 to 10000"),
     (["throughput", "--dtype", "float16"], "--dtype must not be float16, because the other implementations"),
     (["scaling", "--max-processes", "0"], "--max-processes must be at least 1"),
@@ -254,11 +215,8 @@ def test_a_count_that_differs_is_found_and_all_to_alls_are_compared_in_total():
     (["pipeline", "--pp", "1"], "--pp must be at least 2"),
     (["pipeline", "--microbatches", "8", "1"], "--microbatches must be at least --pp 2"),
     (["pipeline", "--microbatches", "7"], "--microbatches 7 must be divisible by the 3 rounds"),
-    (["pipeline", "--pp", "16", "--microbatches", "16"], "num-layers 8 must be at least"),
     (["comm", "--tp", "3"], "num-attention-heads 8 must be divisible by tensor-model-parallel-size 3"),
-    (["comm", "--dp", "0"], "--data-parallel-size must be at least 1 and at most 2147483647, but is 0"),
     (["zero", "--dp", "1"], "--dp must be at least 2"),
-    (["zero", "--microbatches", "0"], "--microbatches must be at least 1"),
     (["zero", "--dtype", "float16"], "--dtype must not be float16, because the other implementations")])
 def test_bad_input_is_refused_in_one_sentence(capsys, arguments, rule):
     assert main(QUESTIONS, "", arguments) == 2
@@ -354,11 +312,8 @@ def test_ratios_are_taken_round_by_round():
     (Figure((0.6, 1.0, 1.9)), "too noisy to tell [0.60 .. 1.90]"),
     (Figure((1.0,) * 6 + (9.0,)), "1.00 [1.00 .. 9.00]"),                       # one round that was disturbed
     (Figure((1.0, 2.6)), "too noisy to tell [1.00 .. 2.60]"), (Figure((1.8, 2.6)), "2.20 [1.80 .. 2.60]"),
-    (Figure((3.0,)), "3.00 [3.00 .. 3.00]"),
     (Figure((0.02, 0.1, 0.3), most=1.0, size=1.0), "0.10 [0.02 .. 0.30]"),      # a part of a whole is near 0 or not
     (Figure((-0.3, 0.5, 1.6), most=1.0, size=1.0), "too noisy to tell [-0.30 .. 1.60]"),
-    (Figure((-0.2, -0.1, -0.1), most=1.0, size=1.0), "too noisy to tell [-0.20 .. -0.10]"),
-    (Figure((1.02, 1.03, 1.06), most=1.0, size=1.0), "1.03 [1.02 .. 1.06]"),    # as good as 1
     (Figure((1.1, 1.1, 1.2), most=1.0, size=1.0), "too noisy to tell [1.10 .. 1.20]"),
     (Figure((0.9, 0.9, 1.1), least=1.0), "too noisy to tell [0.90 .. 1.10]")], ids=str)
 def test_figures_too_noisy_to_tell(figure, text):

@@ -50,10 +50,11 @@ def runs_of(pool, world_size, *changes):
 
 
 def check(dry, real):
-    """The activations are nearly exact, so that a tensor more or less shows. In 16 bits they are with RMSNorm: meta
-    tensors have the statistics of a GPU's layer norm in fp32, and a CPU has them in 16 bits."""
+    """The activations are nearly exact, so that a tensor more or less shows; only a message that is still in flight may
+    differ. In 16 bits they are with RMSNorm: meta tensors have the statistics of a GPU's layer norm in fp32, and a CPU
+    has them in 16 bits."""
     assert (real.state, real.traffic) == (dry.state, dry.traffic)
-    assert real.activations == pytest.approx(dry.activations, rel=1e-3)
+    assert real.activations == pytest.approx(dry.activations, rel=5e-3)
     assert real.peak == pytest.approx(dry.peak, rel=PEAK)
 
 
