@@ -9,7 +9,6 @@
     memory       Does a rank need the memory that the dry run says?
     recompute    How much time does recomputation cost, and how much memory does it save?
     plan         Would a model fit on given GPUs, how fast would it train, and which layout is fastest? (an estimate)
-    scaling      How much faster are 2, 4 or 8 processes than one?
 
 Each question prints a short table, then one JSON object as the last line. A question that compares alternatives times
 all of them in every round. It prints the median of the rounds with the smallest and the largest. Compare ratios rather
@@ -24,8 +23,7 @@ import sys
 
 from nanodomino.errors import run_command
 
-QUESTIONS = ("overlap", "throughput", "pipeline", "zero", "comm", "checkpoint", "memory", "recompute", "plan",
-             "scaling")
+QUESTIONS = ("overlap", "throughput", "pipeline", "zero", "comm", "checkpoint", "memory", "recompute", "plan")
 
 
 def main(arguments: list[str]) -> int:

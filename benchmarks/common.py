@@ -165,12 +165,11 @@ def describe(config: Config) -> str:
 
 # ---- processes
 
-def start_processes(arguments: list[str], world_size: int, wire=nullcontext(), output=None) -> int:
+def start_processes(arguments: list[str], world_size: int, wire=nullcontext()) -> int:
     """Start `world_size` processes of bench.py, wait for them, and return the first nonzero exit code, or 0. If one
     fails, the others are ended.
 
-    wire: the context manager of slow_network.slow_wire(), which yields for each rank what starts it there. output: a
-    file for rank 0's standard output; None: rank 0 uses this process's standard output.
+    wire: the context manager of slow_network.slow_wire(), which yields for each rank what starts it there
     """
     if sys.stderr.isatty():
         print(f"starting {counted(world_size, 'process')}", file=sys.stderr)
@@ -187,7 +186,7 @@ def start_processes(arguments: list[str], world_size: int, wire=nullcontext(), o
                                "OMP_NUM_THREADS": str(len(cores_of(rank, world_size))), **extra}
                 # In its own session the process does not get Ctrl-C. Only this process gets it, and ends the others.
                 processes.append(subprocess.Popen([*prefix, sys.executable, str(BENCH), *arguments], env=environment,
-                                                  stdout=output if rank == 0 else subprocess.DEVNULL,
+                                                  stdout=None if rank == 0 else subprocess.DEVNULL,
                                                   start_new_session=True))
             while None in (codes := [process.poll() for process in processes]) and not any(codes):
                 time.sleep(0.05)

@@ -18,10 +18,9 @@ from support.benchmark import ask, within
 from support.harness import tiny
 
 from bench import QUESTIONS
-from benchmarks import checkpoint, comm, scaling, throughput
+from benchmarks import checkpoint, comm, throughput
 from benchmarks.common import Figure, Times, compare, main, parse, ratios, require_same_work
 from benchmarks.overlap import figures_of
-from benchmarks.scaling import speedup
 from benchmarks.slow_network import LARGEST_PACKET, build, parse_rate, slow_wire
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.errors import UserError
@@ -121,37 +120,6 @@ def test_different_work_is_not_compared(other):
         require_same_work(tiny(dtype="float32"), "losses", {"nanodomino": [5.0, 4.9], "plain": other})
 
 
-@pytest.mark.exhaustive
-def test_scaling():
-    record = ask("scaling", *TINY, "--max-processes", "2", "--repeats", "1")
-    for name, samples in (("dp_weak", 8), ("tp_weak", 8), ("dp_strong", 0), ("tp_strong", 0)):
-        figures = record[name]
-        for i, count in enumerate(record["processes"]):
-            assert figures["tokens_per_s"][i] == pytest.approx((samples * count or 8) * 16 / figures["step_s"][i])
-            assert within(figures["speedup"][i], figures["speedup_spread"][i])
-
-
-def test_speed_up_is_measured_in_tokens_per_second():
-    """Four times the work in twice the time is a speed-up of 2; the same work in twice the time, of 0.5."""
-    assert speedup([2.0, 2.0], [1.0, 1.0, 1.0], 4, work=4).value == 2
-    assert speedup([2.0, 2.0], [1.0, 1.0, 1.0], 4, work=1).value == 0.5
-    assert speedup([1.0], [1.4], 2, work=2).value is None, "2.8 times as much as one"
-
-
-def test_perfect_scaling_is_a_speed_up_of_n_in_every_variant(monkeypatch):
-    """A weak step then takes as long as on one process, and a strong step 1/N of that."""
-    def start(flags, size):
-        seconds = {"weak": 1.0, "strong": 1.0 / size}
-        return {"variants": {f"{layout}_{way}": {"step_s": seconds[way], "tokens_per_s": 1.0,
-                                                 "seconds": [seconds[way]] * 3} for layout, way in scaling.VARIANTS}}
-
-    monkeypatch.setattr(scaling, "start", start)
-    flags = parse(scaling, ["scaling", *TINY, "--max-processes", "5", "--device", "cpu"])
-    _, record = scaling.compare_worlds(flags)
-    for layout, way in scaling.VARIANTS:
-        assert record[f"{layout}_{way}"]["speedup"] == [1, 2, 4] and record[f"{layout}_{way}"]["efficiency"] == [1] * 3
-
-
 # ---- real runs beside dry runs
 
 SMALL = ["--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "8", "--vocab-size",
@@ -210,8 +178,7 @@ def test_a_count_that_differs_is_found_and_all_to_alls_are_compared_in_total():
     (["overlap", "--ideal-wire", "--device", "cuda"], "--ideal-wire needs --device cpu"),
     (["throughput", "--repeats", "0"], "--repeats must be from 1 to 10000"),
     (["throughput", "--dtype", "float16"], "--dtype must not be float16, because the other implementations"),
-    (["scaling", "--max-processes", "0"], "--max-processes must be at least 1"),
-    (["scaling", "--global-batch-size", "6", "--micro-batch-size", "2"], "must be divisible by micro-batch-size x"),
+    (["throughput", "--global-batch-size", "6", "--micro-batch-size", "4"], "must be divisible by micro-batch-size x"),
     (["pipeline", "--pp", "1"], "--pp must be at least 2"),
     (["pipeline", "--microbatches", "8", "1"], "--microbatches must be at least --pp 2"),
     (["pipeline", "--microbatches", "7"], "--microbatches 7 must be divisible by the 3 rounds"),
