@@ -160,8 +160,8 @@ def prepare(config, mesh, batches):
     steps["dtensor"] = lambda: dtensor_step(plain, batches)
     require_same_work(config, "loss", {name: [step()] for name, step in steps.items()})
     collectives = collectives_of(Domino(model, config.slices, config.columns), batches)
-    wires = CollectivesOnly(collectives, max(2, config.slices * config.columns), mesh)
-    return {**steps, "compute": lambda: pipeline_step(compute, batches), "wires": wires.run}, collectives
+    return {**steps, "compute": lambda: pipeline_step(compute, batches),
+            "wires": only_collectives(collectives, max(2, config.slices * config.columns), mesh)}, collectives
 
 
 def blocking_step(model: GPT, batches) -> float:
@@ -221,26 +221,24 @@ def collectives_of(stage: Domino, batches) -> list[tuple]:
     return collectives
 
 
-class CollectivesOnly:
-    """Runs the collectives of a step, on tensors of zeros and without computation. At most `depth` are in flight."""
+def only_collectives(collectives, depth: int, mesh):
+    """Return a function that runs the collectives of a step, on tensors of zeros and without computation. At most
+    `depth` are in flight."""
+    group, largest = mesh.tp_group, max(count * dtype.itemsize for _, count, dtype in collectives)
+    buffers = [torch.zeros(largest, dtype=torch.uint8, device=mesh.device) for _ in range(depth)]
+    launch = {"all_reduce": lambda tensor: dist.all_reduce(tensor, group=group, async_op=True),
+              "reduce_scatter": lambda tensor: reduce_scatter(tensor, group)[0],
+              "all_gather": lambda tensor: all_gather(tensor, tensor.chunk(group.size())[group.rank()], group)}
 
-    def __init__(self, collectives, depth, mesh):
-        self.collectives, self.depth, self.group = collectives, depth, mesh.tp_group
-        largest = max(count * dtype.itemsize for _, count, dtype in collectives)
-        self.buffers = [torch.zeros(largest, dtype=torch.uint8, device=mesh.device) for _ in range(depth)]
-
-    def run(self):
+    def run():
         works = []
-        send = {"all_reduce": lambda tensor: dist.all_reduce(tensor, group=self.group, async_op=True),
-                "reduce_scatter": lambda tensor: reduce_scatter(tensor, self.group)[0],
-                "all_gather": lambda tensor: all_gather(
-                    tensor, tensor.chunk(self.group.size())[self.group.rank()], self.group)}
-        for i, (kind, count, dtype) in enumerate(self.collectives):
-            if i >= self.depth:
-                works[i - self.depth].wait()
-            works.append(send[kind](self.buffers[i % self.depth][:count * dtype.itemsize].view(dtype)))
-        for work in works[-self.depth:]:
+        for i, (kind, count, dtype) in enumerate(collectives):
+            if i >= depth:
+                works[i - depth].wait()
+            works.append(launch[kind](buffers[i % depth][:count * dtype.itemsize].view(dtype)))
+        for work in works[-depth:]:
             work.wait()
+    return run
 
 
 # ---- the report

@@ -59,8 +59,6 @@ from nanodomino.errors import require
 
 FLAGS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "micro_batch_size",
          "data_parallel_size", "bucket_size", "dtype", "device")
-ABOUT = {"zero-1": "ZeRO-1", "zero-0": "ZeRO-0", "zero-2": "ZeRO-2", "ddp-zero": "DDP, ZeroRedundancyOptimizer",
-         "ddp": "DDP, AdamW", "fsdp2": "FSDP2", "fsdp2-keep": "FSDP2, weights kept"}
 
 
 def add_flags(parser):
@@ -89,13 +87,15 @@ def config_for(flags) -> Config:
 def answer(flags, launch):
     config, mesh = join(config_for(flags), launch, one_core=True)
     config = dataclasses.replace(config, compile=False)
-    sides, peaks = {}, {}
-    for name in ABOUT:
-        before = reset_peak(mesh.device)
-        sides[name] = make(name, config, mesh)
+    sides, peaks, cuda = {}, {}, config.device == "cuda"
+    for name, (_, make) in SIDES.items():
+        if cuda:
+            torch.cuda.reset_peak_memory_stats(mesh.device)
+            before = torch.cuda.memory_allocated(mesh.device)
+        sides[name] = make(config, mesh)
         for _ in range(2):                                     # AdamW's moments exist only after the first step
             sides[name].step()
-        if before is not None:
+        if cuda:
             peaks[name] = max(gathered(torch.cuda.max_memory_allocated(mesh.device) - before))
     times = compare({name: side.step for name, side in sides.items()}, flags.repeats, mesh.device)
     losses = {name: mean_over_replicas(side.losses[:COMPARED_STEPS]) for name, side in sides.items()}
@@ -104,23 +104,7 @@ def answer(flags, launch):
     return report(config, times, peaks, states, losses)
 
 
-def reset_peak(device) -> int | None:
-    """Return the bytes that are allocated now, and measure the peak from here on. None on the CPU."""
-    if device.type == "cpu":
-        return None
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)
-
-
 # ---- the sides
-
-def make(name: str, config: Config, mesh):
-    """Make a new model and optimizer for a side, and return the side. name: such as "zero-1" or "fsdp2"."""
-    if name.startswith("zero"):
-        return OurReplica(config, mesh, stage=int(name[-1]))
-    return {"ddp-zero": DDP, "ddp": partial(DDP, sharded=False), "fsdp2": FSDP,
-            "fsdp2-keep": partial(FSDP, reshard=False)}[name](config, mesh)
-
 
 class OurReplica(OurTraining):
     """Trains with train.py's step. stage: the ZeRO stage, 0, 1 or 2."""
@@ -191,6 +175,12 @@ class FSDP(TorchReplica):
         self.optimizer = adamw(self.model, config)
 
 
+SIDES = {"zero-1": ("ZeRO-1", partial(OurReplica, stage=1)), "zero-0": ("ZeRO-0", partial(OurReplica, stage=0)),
+         "zero-2": ("ZeRO-2", partial(OurReplica, stage=2)), "ddp-zero": ("DDP, ZeroRedundancyOptimizer", DDP),
+         "ddp": ("DDP, AdamW", partial(DDP, sharded=False)), "fsdp2": ("FSDP2", FSDP),
+         "fsdp2-keep": ("FSDP2, weights kept", partial(FSDP, reshard=False))}
+
+
 # ---- memory
 
 def local(tensor):
@@ -229,9 +219,9 @@ def report(config, times: dict[str, Times], peaks, states, losses):
     count = parameter_count(config)
     ratio = {name: ratios(time, times["zero-1"]) for name, time in times.items()}
     speed_of_2 = ratios(times["fsdp2-keep"], times["zero-2"])
-    expected = {name: formula_bytes(name, config) for name in ABOUT}
-    rows = [[ABOUT[name], times[name], ratio_text(ratio[name]), bytes_text(peaks[name]) if peaks else "n/a",
-             f"{states[name] / count:.2f}", f"{expected[name]:.2f}"] for name in ABOUT]
+    expected = {name: formula_bytes(name, config) for name in SIDES}
+    rows = [[SIDES[name][0], times[name], ratio_text(ratio[name]), bytes_text(peaks[name]) if peaks else "n/a",
+             f"{states[name] / count:.2f}", f"{expected[name]:.2f}"] for name in SIDES]
     text = "\n".join([
         f"{count:,} parameters, buckets of {config.bucket_size:,} elements; {describe(config)}",
         table(["", "step: median [min .. max]", "step / ZeRO-1's", "peak", "state/parameter", "formula"], rows),
@@ -240,7 +230,7 @@ def report(config, times: dict[str, Times], peaks, states, losses):
     sides = {name: {"step_s": times[name].median, "step_over_zero_1": ratio[name].value, "spread": ratio[name].spread,
                     "peak_bytes": peaks.get(name), "state_bytes": states[name],
                     "bytes_per_parameter": states[name] / count, "formula": expected[name], "losses": losses[name]}
-             for name in ABOUT}
+             for name in SIDES}
     return text, {"speed_over_ddp_zero": ratio["ddp-zero"].value, "speed_over_fsdp2": ratio["fsdp2"].value,
                   "speed_of_zero_2_over_fsdp2_keep": speed_of_2.value, "sides": sides, "parameters": count,
                   "bucket_size": config.bucket_size, **about(config)}
