@@ -24,7 +24,7 @@ def config_on(gpus, **changes) -> Config:
 
 
 @pytest.mark.parametrize("changes", [
-    dict(tensor_model_parallel_size=2), dict(seq_length=64, global_batch_size=16),
+    dict(tensor_model_parallel_size=2), dict(hidden_size=2048, seq_length=64, global_batch_size=16),
     dict(pipeline_model_parallel_size=4, schedule="interleaved", virtual_stages=2),
     dict(pipeline_model_parallel_size=4, tensor_model_parallel_size=2, schedule="paired"),
     dict(pipeline_model_parallel_size=2, schedule="zb-v", recompute_granularity="full")], ids=str)

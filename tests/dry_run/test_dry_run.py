@@ -263,12 +263,13 @@ def test_an_operation_that_multiplies_and_has_no_flops_is_an_error():
 
 
 def test_what_is_alive_between_two_actions_and_what_is_not():
-    """Real runs are measured by the same code, so this one is by hand. Each action has 400 bytes for itself, the first
-    keeps 1,200, the second frees them, and the update has 4,000 for itself."""
+    """Real runs are measured by the same code, so this one is by hand. Each action has 400 bytes for itself and 200 in
+    the host's memory, the first keeps 1,200, the second frees them, and the update has 4,000 for itself."""
     def train_step(*_, on_action):
         kept = torch.empty(300, device="meta")
         for done in range(4):
             torch.empty(100, device="meta")
+            torch.empty(50, pin_memory=True)
             kept = kept if done == 0 else None
             on_action(done + 1, 4)
         torch.empty(1000, device="meta")
@@ -276,7 +277,7 @@ def test_what_is_alive_between_two_actions_and_what_is_not():
     run = dry_run(SimpleNamespace(model_builder=train.model_builder, train_step=train_step),
                   tiny(1, global_batch_size=6, device="cpu"))
     forward, backward = (("forward", 0),), (("backward", 0),)
-    assert run.row == (forward, backward, forward, backward) and run.activations == 1200
+    assert run.row == (forward, backward, forward, backward) and (run.activations, run.host) == (1200, 200)
     assert (run.first_peak, run.last_peak, run.peak - sum(run.state.values())) == (1600, 4000, 4000)
     assert run.kept == {forward: 0, backward: -1200} and run.peaks == {forward: 1000, backward: 400}
 
