@@ -201,7 +201,7 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
     if run.checkpoint:
         checkpoint, done = with_checkpoint(run.source, partial(restore, model=model, optimizer=optimizer, mesh=mesh,
                                                                weights_only=run.weights_only), run.checkpoint)
-    saver = Saver(run.folder, mesh, config.keep_last, config.timeout, resumed_from=done)
+    saver = Saver(run.folder, mesh, config.keep_last, config.timeout)
     report = Report(config, corpus, mesh, run.folder, done, enabled=dist.get_rank() == 0)
     if run.weights_only:
         why = "" if "lr" in config.given else ", a tenth of the preset's: --lr sets another"

@@ -4,14 +4,18 @@
     python -m nanodomino.checkpoint export DIR OUT    write one plain torch file of full tensors, {name: tensor}
 """
 
+import os
 import sys
 from pathlib import Path
 
-from nanodomino.checkpoint.export import export
+import torch
+
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of, with_checkpoint
+from nanodomino.checkpoint.load import full_weights
 from nanodomino.checkpoint.manifest import verify
 from nanodomino.config.flags import Parser
 from nanodomino.errors import UserError, require, run_command, sentence_and_code
+from nanodomino.files import check_outside_ours, new_file
 
 
 def command_line() -> Parser:
@@ -54,6 +58,22 @@ def verify_all(folders: list[Path]) -> int:
             print(f"error: {sentence_and_code(error)[0]}", file=sys.stderr)
             code = 2
     return code
+
+
+def export(folder: Path, out: Path) -> dict[str, torch.Tensor]:
+    """Write the weights of a checkpoint to a file that torch.load(out, weights_only=True) reads, with the names of the
+    unsharded model, and return them. Raises UserError if the file exists or can't be written."""
+    check_outside_ours(out)
+    require(not os.path.isfile(out), f"{out} already exists, and nothing is overwritten; choose another name, or move "
+            "it away")
+    tensors = full_weights(folder)
+    try:
+        with new_file(out) as file:                            # torch.save(tensors, path) would hide the system's error
+            torch.save(tensors, file)
+    except (OSError, RuntimeError) as error:                   # on a full disk torch's own error hides the OSError
+        cause = error if isinstance(error, OSError) else error.__context__
+        raise UserError(f"{out} can't be written ({getattr(cause, 'strerror', error)}); choose another file") from None
+    return tensors
 
 
 if __name__ == "__main__":

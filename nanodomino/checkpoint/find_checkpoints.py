@@ -18,8 +18,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from nanodomino.checkpoint.index import Index
-from nanodomino.checkpoint.load import open_weights
 from nanodomino.checkpoint.manifest import read_manifest, step_of, verify
 from nanodomino.config.config import Config
 from nanodomino.errors import UserError, require, sentence_and_code
@@ -58,19 +56,12 @@ def find_checkpoint(folder: Path) -> Path:
     Raises UserError if there is none or it is damaged."""
     problem = f"{folder} is a file, not a folder" if os.path.lexists(folder) else f"there is no folder {folder}"
     require(folder.is_dir(), f"{problem} to load from; give a checkpoint or the folder of a run")
-    if (folder / "checkpoints").is_dir():
-        checkpoint = newest_intact_checkpoint(folder)
-        require(checkpoint, f"{folder / 'checkpoints'} holds no intact checkpoint; give another folder")
-    else:
-        checkpoint = folder
-        verify(checkpoint)
-    try:
-        open_weights(checkpoint)                               # raises unless it holds the model of its manifest
-        return checkpoint
-    except UserError:
-        if os.path.lexists(checkpoint):
-            raise
-        return find_checkpoint(folder)                         # a live run has deleted it meanwhile
+    if not (folder / "checkpoints").is_dir():
+        verify(folder)
+        return folder
+    checkpoint = newest_intact_checkpoint(folder)
+    require(checkpoint, f"{folder / 'checkpoints'} holds no intact checkpoint; give another folder")
+    return checkpoint
 
 
 def with_checkpoint(folder: Path, action, found: Path | None = None):
@@ -106,23 +97,16 @@ def recorded_settings(folder: Path) -> dict | None:
 
     If config.json can't be read or lacks settings, they are those of the newest checkpoint.
     """
-    record, candidates = {}, []
-    try:
+    record = {}
+    with suppress(OSError, ValueError, RecursionError):        # not a run, or without its config.json
         found = json.loads(read_file(folder / "config.json"))
         record = found if isinstance(found, dict) else {}
-    except (OSError, ValueError, RecursionError):
-        pass                                                   # not a run, or killed while it wrote config.json
     if record.keys() >= {field.name for field in dataclasses.fields(Config)}:
         return record
     with suppress(OSError):                                    # for example, the name is too long
-        candidates = [folder, *checkpoints_of(folder)]
-    for checkpoint in candidates:
-        try:
-            manifest = read_manifest(checkpoint)
-            Index(checkpoint, manifest)                        # raises if the settings don't belong to the tensors
-            return manifest["config"] | record
-        except (UserError, OSError):
-            pass
+        for checkpoint in [folder, *checkpoints_of(folder)]:
+            with suppress(UserError):
+                return read_manifest(checkpoint)["config"] | record
     return record or None
 
 

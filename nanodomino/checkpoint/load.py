@@ -27,8 +27,9 @@ def restore(folder: Path, model: GPT, optimizer: ZeroOptimizer, mesh: Mesh, weig
     weights_only: load no optimizer state and no counters, and return step 0. Raises UserError."""
     manifest = together(lambda: read_manifest(folder))
     if not weights_only:
-        optimizer.updates, optimizer.skipped_in_a_row = manifest["adam_steps"], manifest["skipped_in_a_row"]
-        optimizer.loss_scale.restore(manifest["loss_scale"])
+        optimizer.updates = manifest["adam_steps"]
+        optimizer.skipped_in_a_row = manifest.get("skipped_in_a_row", 0)
+        optimizer.loss_scale.restore(manifest.get("loss_scale"))
     own = [BucketRange(bucket, state, bucket.own_offset, optimizer.allocate_own_state(bucket, state))
            for bucket in optimizer.buckets
            for state in (optimizer.states_of(bucket) if optimizer.updates else ("weight",))]
@@ -76,25 +77,23 @@ def open_weights(folder: Path) -> tuple[Index, GPT]:
     UserError if the checkpoint does not hold the weights of this model."""
     manifest = read_manifest(folder)
     index = Index(folder, manifest)
-    try:
-        model = meta_model(config_of(folder, manifest))
-    except UserError:
-        raise
-    except Exception as error:                                 # for example, a size above 64 bits
-        raise UserError(f"the settings in {folder / 'manifest.json'} describe no model "
-                        f"({type(error).__name__}); use another checkpoint") from None
+    model = meta_model(config_of(folder, manifest))
     for name, shape in full_shapes(model).items():
         index.find(f"weight.{name}", shape)
     return index, model
 
 
-def read_full_tensor(name: str, shape, index: Index) -> torch.Tensor:
-    """Read one full tensor, in its stored dtype. Raises UserError."""
-    return read_box(name, shape, Box((0,) * len(shape), tuple(shape)), index)
+def full_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Return {name: full weight} of a checkpoint. Raises UserError."""
+    index, model = open_weights(folder)
+    shapes = full_shapes(model)
+    return {name: read_box(f"weight.{name}", shapes[name], index).view(weight.shape)
+            for name, weight in model.named_parameters()}
 
 
-def read_box(name: str, shape, box: Box, index: Index) -> torch.Tensor:
-    """Read a box of a full tensor of this shape, in its stored dtype. Raises UserError."""
+def read_box(name: str, shape, index: Index, box: Box | None = None) -> torch.Tensor:
+    """Read a box of a full tensor of this shape (None: all of it), in its stored dtype. Raises UserError."""
+    box = box or Box((0,) * len(shape), tuple(shape))
     values = torch.empty(box.size, dtype=index.find(name, shape).dtype)
     index.fill([LocalBox(name, shape, box, values)])
     return values

@@ -17,7 +17,6 @@ folder named step-... is complete.
 """
 
 import dataclasses
-import math
 import os
 import threading
 from datetime import timedelta
@@ -26,14 +25,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nanodomino.checkpoint import pinned_memory
 from nanodomino.checkpoint.find_checkpoints import SAVED_MARKER, checkpoints_of, delete_checkpoint
 from nanodomino.checkpoint.index import FORMAT, Share, write_boxes
 from nanodomino.checkpoint.manifest import flush_folder, step_of, write_manifest
 from nanodomino.checkpoint.shards import BucketRange, LocalBox, local_boxes, range_to_save
 from nanodomino.comm.world import TIMEOUT
 from nanodomino.config.config import Config
-from nanodomino.files import delete, make_folder, write_file
+from nanodomino.files import delete, write_file
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
 from nanodomino.zero import ZeroOptimizer
@@ -41,14 +39,12 @@ from nanodomino.zero import ZeroOptimizer
 
 def allocate_host_copies(optimizer: ZeroOptimizer, mesh: Mesh) -> list[BucketRange]:
     """Allocate host memory for this rank's share of a checkpoint. copy_to_host() fills it at each save."""
-    ranges = [(bucket, state, *range_to_save(bucket, mesh))
-              for bucket in optimizer.buckets for state in optimizer.states_of(bucket)]
-    like, copies = optimizer.buckets[0].own_grad, []
-    memory = pinned_memory.allocate([end - start for *_, start, end in ranges], like.dtype, like.is_cuda)
-    for (bucket, state, start, _), tensors in zip(ranges, memory):
-        for values in tensors:
+    copies = []
+    for bucket in optimizer.buckets:
+        start, end = range_to_save(bucket, mesh)
+        for state in optimizer.states_of(bucket):
+            values = torch.empty(end - start, dtype=bucket.own_grad.dtype, pin_memory=bucket.own_grad.is_cuda)
             copies.append(BucketRange(bucket, state, start, values))
-            start += len(values)
     return copies
 
 
@@ -65,18 +61,12 @@ def copy_to_host(optimizer: ZeroOptimizer, copies: list[BucketRange]):
 
 
 class Saver:
-    """Writes the checkpoints of a run, one at a time, on a thread of each rank.
+    """Writes the checkpoints of a run, one at a time, on a thread of each rank."""
 
-    resumed_from: the step from which this run resumed. Checkpoints of later steps must be damaged, because otherwise
-    the run would have resumed from one of them.
-    """
-
-    def __init__(self, run_dir: Path, mesh: Mesh, keep_last: int, timeout: int = TIMEOUT,
-                 resumed_from: float = math.inf):
+    def __init__(self, run_dir: Path, mesh: Mesh, keep_last: int, timeout: int = TIMEOUT):
         self.run_dir, self.mesh, self.keep_last = run_dir, mesh, keep_last
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self.thread, self.error = None, None
-        self.damaged = {folder for folder in checkpoints_of(run_dir) if step_of(folder) > resumed_from}
         self.copies = []                   # allocated once, because the first use of new memory is slow
 
     def save(self, step: int, model: GPT, optimizer: ZeroOptimizer, config: Config):
@@ -107,32 +97,23 @@ class Saver:
 
     def write_or_note_error(self, step: int, boxes: list[LocalBox], manifest: dict):
         """Call write(), and keep the text of its error for failure(). The exception itself would be lost."""
-        try:
-            error = self.write(step, boxes, manifest)
-        except BaseException as failed:                        # for example, another rank has died
-            error = text_of(failed)
-        self.error = error and f"the checkpoint of step {step} could not be written: {error}"
+        error, failed = attempt(self.write, step, boxes, manifest)
+        if error := error or failed:                           # failed: for example, another rank has died
+            self.error = f"the checkpoint of step {step} could not be written: {error}"
 
     def write(self, step: int, boxes: list[LocalBox], manifest: dict) -> str | None:
         """Write and flush this rank's boxes; rank 0 completes the checkpoint. Return the first error of any rank, the
         same text on all ranks, or None."""
-        parent, rank, share, error = self.run_dir / "checkpoints", dist.get_rank(), None, None
+        parent, rank = self.run_dir / "checkpoints", dist.get_rank()
         temporary, final = parent / f".step-{step:08d}.unfinished", parent / f"step-{step:08d}"
-        try:
-            make_folder(temporary)
-            share = write_boxes(temporary / f"rank-{rank:05d}.bin", boxes)
-        except BaseException as failed:
-            error = text_of(failed)
-        results = [None] * dist.get_world_size() if rank == 0 else None
-        dist.gather_object((share, error), results, dst=0, group=self.group)
+        result = attempt(write_boxes, temporary / f"rank-{rank:05d}.bin", boxes)
+        results, outcome = [None] * dist.get_world_size() if rank == 0 else None, [None]
+        dist.gather_object(result, results, dst=0, group=self.group)
         if rank == 0:
-            error = next((error for _, error in results if error), None)
-            try:
-                error or self.complete(temporary, final, manifest, [share for share, _ in results])
-            except BaseException as failed:
-                error = text_of(failed)
+            shares, errors = zip(*results)
+            error = next(filter(None, errors), None)
+            outcome = [error or attempt(self.complete, temporary, final, manifest, shares)[1]]
             delete(temporary)                                  # after an error: otherwise a full disk would stay full
-        outcome = [error]
         dist.broadcast_object_list(outcome, src=0, group=self.group)
         return outcome[0]
 
@@ -147,13 +128,15 @@ class Saver:
         temporary.rename(final)
         flush_folder(final.parent)
         write_file(self.run_dir / SAVED_MARKER, b"")
-        self.damaged.discard(final)
-        if not manifest["skipped_in_a_row"]:
-            older = [folder for folder in checkpoints_of(self.run_dir) if step_of(folder) <= step_of(final)]
-            oldest_kept = [folder for folder in older if folder not in self.damaged][:self.keep_last][-1]
-            for folder in older[older.index(oldest_kept) + 1:]:
+        if not manifest["skipped_in_a_row"]:                   # a later checkpoint is damaged, or the run had used it
+            until_now = [folder for folder in checkpoints_of(self.run_dir) if step_of(folder) <= step_of(final)]
+            for folder in until_now[self.keep_last:]:
                 delete_checkpoint(folder)
 
 
-def text_of(error: BaseException) -> str:
-    return f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
+def attempt(function, *arguments) -> tuple:
+    """Return (the function's result, None), or (None, the text of its error)."""
+    try:
+        return function(*arguments), None
+    except BaseException as error:
+        return None, f"rank {dist.get_rank()}: {type(error).__name__}: {error}"

@@ -40,7 +40,7 @@ def command_line(arguments: list[str]) -> argparse.Namespace:
                     description="Let a trained model continue a text.")
     parser.add_argument("--load", required=True, metavar="DIR",
                         help="a checkpoint, or a run's folder, whose newest checkpoint is then used")
-    parser.add_argument("--prompt", default="", metavar="TEXT", type=without_surrogates,
+    parser.add_argument("--prompt", default="", metavar="TEXT",
                         help="the text to continue (default: start a new text)")
     parser.add_argument("--prompts", default=None, metavar="FILE",
                         help="a file with one prompt per line, instead of --prompt (default: none)")
@@ -65,27 +65,19 @@ def command_line(arguments: list[str]) -> argparse.Namespace:
                         "the training data was prepared with this flag)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"),
                         help="where to compute; auto is cuda if there is a GPU, else cpu (default auto)")
-    parser.add_argument("--cache", action=argparse.BooleanOptionalAction, default=True,
-                        help="cache the keys and values of earlier tokens: the same text, faster (default: on)")
     parser.add_argument("--draft", action="store_true",
                         help="guess tokens with the first depth of multi-token prediction: the same text in fewer "
-                        "steps; needs --temperature 0 and the cache (default: off)")
+                        "steps; needs --temperature 0 (default: off)")
     flags = parser.parse_args(arguments)
     for name, least in (("num_samples", 1), ("max_tokens", 0), ("top_k", 0), ("seed", 0)):
         if (value := getattr(flags, name)) is not None:
             check_range(flag_name(name), value, at_least=least)
     check_range("--temperature", flags.temperature, type=float)
-    require(not flags.draft or flags.temperature == 0.0 and flags.cache,
-            f"--draft needs --temperature 0 and --cache, but the temperature is {flags.temperature:g} and the cache is "
-            f"{'on' if flags.cache else 'off'}; change that, or leave out --draft")
+    require(not flags.draft or flags.temperature == 0.0, f"--draft needs --temperature 0, but the temperature is "
+            f"{flags.temperature:g}; change that, or leave out --draft")
     require(not (flags.prompt and flags.prompts), "--prompt and --prompts contradict each other; give only one")
     flags.prompts = [flags.prompt] if flags.prompts is None else read_prompts(flags.prompts)
     return flags
-
-
-def without_surrogates(text: str) -> str:
-    """Return the text with "?" for each byte of the command line that is not UTF-8: no tokenizer can encode it."""
-    return text.encode(errors="replace").decode()
 
 
 def read_prompts(path: str) -> list[str]:

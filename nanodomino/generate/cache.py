@@ -26,19 +26,18 @@ class KeyValueCache:
 
     size: the number of positions that the cache can hold; the first `length` of them are filled.
     end_of_text: the token after which a new document starts, used if the model was trained with document boundaries.
-    chunks: the chunks whose layers need keys and values.
 
     The layers are given this cache instead of a MasksAndPositions, so it defines the methods that layers call.
     """
 
-    def __init__(self, model: GPT, size: int, end_of_text: int | None, chunks: list[Chunk]):
+    def __init__(self, model: GPT, size: int, end_of_text: int | None):
         config = model.config
         self.model, self.length, self.document_start = model, 0, 0
         self.end_of_text = end_of_text if config.uses_document_boundaries else None
         shape = (1, config.num_query_groups // model.mesh.tp, size, config.kv_channels)
         self.keys_and_values = {
             sublayer.site: torch.zeros(2, *shape, device=model.mesh.device, dtype=config.params_dtype)
-            for chunk in chunks for sublayer in chunk.sublayers if sublayer.attends}
+            for chunk in [*model.chunks, *model.depth_chunks[:1]] for sublayer in chunk.sublayers if sublayer.attends}
 
     def start(self, tokens):
         """Compute the positions and the attention bias of the new tokens [1, m]. Only the first call after the cache

@@ -27,26 +27,22 @@ KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacken
 @sdpa_kernel(KERNELS)
 @torch.no_grad()
 def generate(model: GPT, mesh: Mesh, tokens: list[int], max_tokens: int, vocab_size: int, temperature=0.8, top_k=0,
-             seed=0, use_cache=True, sample=0, show=lambda token: True, end_of_text=None, draft=None) -> list[int]:
+             seed=0, sample=0, show=lambda token: True, end_of_text=None, draft=None) -> list[int]:
     """Return the prompt `tokens` (at least one token), followed by up to max_tokens new tokens. If end_of_text is
     sampled, the text ends without it. Every rank of a replica must call this with the same arguments.
 
     vocab_size: the number of tokens that the tokenizer knows. The model may have more, but they are never chosen.
-    use_cache=False: recompute all tokens of the context for each new token, which gives the same text more slowly.
     sample: the number of this text; texts with the same seed but different numbers use different random numbers.
     show(token): called on every rank after each token; must return whether to continue, the same on all ranks.
     draft: a Draft, which gives the text of temperature 0 in fewer steps.
     """
     generator, longest = seeded_generator("cpu", seed, "generate", sample), model.config.context_length
     tokens, window, wanted = list(tokens), tokens[-longest:], len(tokens) + max_tokens
-    new_cache = partial(KeyValueCache, model, min(longest, len(window) + max_tokens), end_of_text,
-                        [*model.chunks, *(model.depth_chunks[:1] if draft else [])])
+    new_cache = partial(KeyValueCache, model, min(longest, len(window) + max_tokens), end_of_text)
     cache = new_cache()
     while len(tokens) < wanted:
         if len(window) > longest:
             window, cache = window[-(longest // 2 or 1):], new_cache()
-        if not use_cache:
-            cache = new_cache()
         if draft:
             chosen = draft.next_tokens(cache, window, vocab_size)
         else:

@@ -72,7 +72,7 @@ def write_texts(flags: argparse.Namespace, model: GPT, mesh: Mesh, tokenizer: To
                   f"({context_name})", file=sys.stderr)
         writer.write((SEPARATOR if number else "") + text)
         tokens = generate(model, mesh, prompt, flags.max_tokens, tokenizer.vocab_size, flags.temperature, flags.top_k,
-                          seed, flags.cache, number, writer.write_token, tokenizer.end_of_text, draft)
+                          seed, number, writer.write_token, tokenizer.end_of_text, draft)
         written += len(tokens) - len(prompt)
         if not writer.end_text():
             return

@@ -21,7 +21,7 @@ imported model by default, so it restores the original bits. Import pads the voc
 leaves out.
 
 **Complete or absent.** Names, shapes and dtypes are checked in the files' headers before any tensor is read. The output
-is written to a hidden folder and flushed to disk; only then is this folder renamed to its final name.
+is written to a hidden folder. Only when all of it is there, this folder is renamed to its final name.
 
 safetensors files hold only numbers. A file written by torch.save, such as pytorch_model.bin, can run code when it is
 loaded, so it is never read.

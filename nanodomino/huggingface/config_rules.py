@@ -1,8 +1,7 @@
 """Reads the entries of a config.json, and refuses an entry that might change the logits in an unknown way.
 
 A model that differs a little from the original would load and train without an error, but its losses would be worse. So
-an entry that no family reads must be off (null, false, 0, empty), or match HARMLESS. Import ignores any other entry and
-names it, unless its name matches MAY_MATTER: then import refuses the model.
+an entry that no family reads must be off (null, false, 0, empty) or match HARMLESS. Otherwise the model is refused.
 
 Most entries correspond to one setting with another name; families.py lists them. The functions below translate the
 others, such as the scaling of RoPE: read_x(ConfigReader) returns {setting: value}, and write_x(Config) returns
@@ -18,18 +17,14 @@ from nanodomino.config.setting import MAX_INT
 from nanodomino.errors import require
 from nanodomino.layers.positions import HIGH_FREQUENCY, LOW_FREQUENCY, ORIGINAL_LENGTH
 
-# Entries for training, generation or bookkeeping, which most files have.
+# Entries for training, generation or bookkeeping.
 HARMLESS = re.compile(
-    r"architectures|model_type|transformers.*|.*name_or_path|_commit_hash|(torch_)?dtype|use_cache|.*token_id|prefix|"
-    r"tokenizer_class|initializer_range|pretraining_tp|.*dropout|.*pdrop|summary_\w+|task_specific_params|.*label.*|"
-    r"predict_special_tokens|return_dict.*|chunk_size_feed_forward|n_ctx|max_window_layers|_?attn_implementation.*|"
-    r"do_sample|temperature|top_[kp]|max_length|output_(attentions|hidden_states|scores|logits|past|router_logits)|"
-    r"router_(aux_loss_coef|jitter_noise)")
-# Parts of names of what a model computes, such as a scale, a limit, a window, or experts, without a tensor of its own.
-MAY_MATTER = re.compile(
-    r"quant|auto_map|scal|multipl|softcap|clip|clamp|limit|mup|bias|rope|rotary|alibi|position|window|sliding|"
-    r"bidirectional|sink|attn|attention|norm|(^|_)act(_|ivation|$)|gate|glu|expert|moe|router|dense|sparse|parallel|"
-    r"residual|layer|embed|logit|head")
+    r"architectures|model_type|transformers.*|unsloth.*|.*name_or_path|_commit_hash|(torch_)?dtype|use_cache|.*token_id|"
+    r"prefix|tokenizer_class|initializer_range|pretraining_tp|.*dropout|.*pdrop|summary_\w+|task_specific_params|"
+    r".*label.*|predict_special_tokens|return_dict.*|chunk_size_feed_forward|n_ctx|max_window_layers|"
+    r"_?attn_implementation.*|is_llama_config|is_decoder|gradient_checkpointing|torchscript|problem_type|"
+    r"finetuning_task|do_sample|temperature|top_[kp]|(min|max)_length|num_beams|num_return_sequences|.*_penalty|"
+    r"output_(attentions|hidden_states|scores|logits|past|router_logits)|router_(aux_loss_coef|jitter_noise)")
 
 
 class ConfigReader:
@@ -61,21 +56,12 @@ class ConfigReader:
         require(value in supported, f"{self.source} has {name} {shown(value)}, but nanodomino supports only "
                 f"{' or '.join(map(shown, supported))}; import another model")
 
-    def ignored(self, parent="") -> list[str]:
-        """Return the names of the entries that were not read and are not HARMLESS. Raises UserError if one may matter.
-
-        A text that was read under another name does not: hidden_act and activation. parent: the name of the object that
-        holds the entries.
-        """
-        texts = [value for value in map(self.get, [*self.read]) if isinstance(value, str)]
-        names = [name for name, value in self.values.items() if not (
-            name in self.read or HARMLESS.fullmatch(name) or value in (None, False, "", [], {}, *texts))]
-        for name in names:
-            require(not MAY_MATTER.search(parent + name.lower()),
-                    f"{self.source} has {name[:80]} {shown(self.values[name])}, which may change the logits and which "
-                    "nanodomino does not know; import another model, or remove the entry if you know that it has no "
-                    "effect")
-        return names
+    def check_all_read(self):
+        """Raise UserError if an entry was not read, is not HARMLESS and is not off."""
+        for name, value in self.values.items():
+            require(name in self.read or HARMLESS.fullmatch(name) or value in (None, False, "", [], {}),
+                    f"{self.source} has {name[:80]} {shown(value)}, which may change the logits and which nanodomino "
+                    "does not know; import another model, or remove the entry if you know that it has no effect")
 
 
 def shown(value) -> str:
@@ -105,7 +91,7 @@ def read_rope(reader: ConfigReader) -> dict:
         rope.require_in("high_freq_factor", int(HIGH_FREQUENCY))
         rope.require_in(original, ORIGINAL_LENGTH)
         reader.require_in(original, None, ORIGINAL_LENGTH)     # Transformers prefers it to the one in rope_scaling
-    rope.ignored("rope_")
+    rope.check_all_read()
     return settings
 
 

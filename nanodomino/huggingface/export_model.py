@@ -1,7 +1,6 @@
 """Exports a checkpoint to a folder that Transformers can load, with one weight file in memory at a time."""
 
 import dataclasses
-import os
 from pathlib import Path
 
 import torch
@@ -24,13 +23,14 @@ from nanodomino.huggingface.tensor_mapping import TensorMapping, element_count, 
 
 def split_into_files(mappings: list[TensorMapping], dtype: torch.dtype, max_bytes: int) -> list[list[TensorMapping]]:
     """Return the mappings in one list per weight file. A file has at most max_bytes, or a single larger parameter."""
-    files, size = [[]], 0
+    files, space = [], 0
     for mapping in mappings:
-        size += element_count([mapping]) * dtype.itemsize
-        if files[-1] and size > max_bytes:
+        size = element_count([mapping]) * dtype.itemsize
+        if size > space:
             files.append([])
-            size = element_count([mapping]) * dtype.itemsize
+            space = max_bytes
         files[-1].append(mapping)
+        space -= size
     return files
 
 
@@ -38,7 +38,7 @@ def convert_to_hf(mapping: TensorMapping, index: Index, config: Config,
                   dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Read one parameter, or one expert's part, and return {Hugging Face name: tensor}. Raises UserError if a value
     overflows `dtype`."""
-    values, tensors = read_box(f"weight.{mapping.name}", mapping.shape, mapping.box, index).view(mapping.size), {}
+    values, tensors = read_box(f"weight.{mapping.name}", mapping.shape, index, mapping.box).view(mapping.size), {}
     for name, part in zip(mapping.hf_shapes, mapping.conversion.to_hf(values, config)):
         tensors[name] = part.to(dtype).contiguous()
         largest, limit = float(part.abs().max()), torch.finfo(dtype).max
@@ -74,7 +74,7 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype_name: str | None, max_b
             for mapping in mappings_of_file:
                 tensors |= convert_to_hf(mapping, index, config, dtype)
             package.torch.save_file(tensors, temporary / name, metadata={"format": "pt"})
-            flush_and_share(temporary / name)
+            (temporary / name).chmod(temporary.stat().st_mode & 0o666)         # safetensors lets only its owner read it
         if len(files) > 1:
             write_json(temporary / INDEX, dict(
                 metadata=dict(total_size=element_count(mappings) * dtype.itemsize),
@@ -86,13 +86,6 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype_name: str | None, max_b
     return (f"{out}: {family.architecture}, {counted(len(names), 'weight file')}, "
             f"{element_count(mappings):,} elements in {dtype_name}, {tokenizer_summary(copied)}"
             + (f"; without the {counted(depths, 'depth')} of multi-token prediction" if depths else ""))
-
-
-def flush_and_share(path: Path):
-    """Flush a file to disk, and give it the permissions of its folder: safetensors lets only its owner read it."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-    path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def tokenizer_folder(checkpoint: Path, config: Config) -> Path:

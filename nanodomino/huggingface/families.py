@@ -106,42 +106,20 @@ QWEN3_MOE = dataclasses.replace(
 # {model_type: family}
 FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3, "mixtral": MIXTRAL,
             "qwen3_moe": QWEN3_MOE}
-# {start of a model_type or architecture, without "_": why it can't be imported}
-REFUSED = {
-    "phi3": "q, k and v, and gate and up, are fused projections", "olmoe": "its norms of q and k span all heads",
-    "olmo2": "its norms follow attention and MLP, and those of q and k span all heads",
-    "olmo3": "its norms follow attention and MLP, and most layers have a sliding window",
-    "smollm3": "every fourth layer has no rope",
-    "gemma": "it scales embeddings, adds 1 to norm weights and, from Gemma 2 on, has norms after each sublayer and "
-             "sliding windows in some layers",
-    "gptoss": "its attention has sinks and, in every second layer, a sliding window, and its experts have biases",
-    "qwen2moe": "its shared expert has a gate", "qwen3next": "most layers have linear attention",
-    "llama4": "some layers have no rope and attend within chunks", "deepseekv": "it has multi-head latent attention",
-    "gptneox": "attention and MLP of a layer run in parallel"}
 
 
 # ---- import
 
 def family_of_json(values: dict, source) -> Family:
     """Return the family that a config.json names. Raises UserError."""
-    architectures, model_type = values.get("architectures"), values.get("model_type")
-    one = isinstance(architectures, list) and len(architectures) == 1
-    name = (architectures[0] if one else architectures) or model_type
-    for start, reason in REFUSED.items():
-        require(not str(name).lower().replace("_", "").startswith(start),
-                f"{source} describes a model of type {name}, which can't be imported: {reason}; import another model")
-    known = {family.architecture: family for family in FAMILIES.values()} if architectures else FAMILIES
-    require(isinstance(name, str) and name in known, f"{source} describes a model of type {shown(name)}, but only "
-            f"{', '.join(known)} can be imported; import one of these")
-    require(model_type is None or FAMILIES.get(str(model_type)) is known[name],
-            f"{source} has the architecture {name} and model_type {shown(model_type)}, which contradict each other; "
-            "correct one")
-    return known[name]
+    name = values.get("model_type")
+    require(isinstance(name, str) and name in FAMILIES, f"{source} describes a model of type {shown(name)}, but only "
+            f"{', '.join(FAMILIES)} can be imported; import one of these")
+    return FAMILIES[name]
 
 
-def read_config(values: dict, source, most_layers=math.inf) -> Config:
-    """Return the Config that a config.json describes, resolved for one process. Names the entries that it ignored on
-    stdout. Raises UserError. most_layers: the number of tensors in the weight files."""
+def read_config(values: dict, source) -> Config:
+    """Return the Config that a config.json describes, resolved for one process. Raises UserError."""
     family = family_of_json(values, source)
     values = {family.aliases.get(name, name): value for name, value in values.items()}
     defaults = {entry: supported[0] for entry, supported in family.supported.items()} | family.defaults
@@ -149,8 +127,6 @@ def read_config(values: dict, source, most_layers=math.inf) -> Config:
     for entry, (setting, default) in family.sizes.items():
         missing = reader.get(entry) is None and default
         setattr(sizes, setting, default(sizes) if missing else reader.number(entry, int))
-    require(sizes.num_layers <= most_layers, f"{source} describes a model with {sizes.num_layers} layers, but the "
-            f"weight files hold only {most_layers} tensors; import a model whose files belong together")
     for entry, supported in family.supported.items():
         reader.require_in(entry, *supported)
     reader.require_in("tie_word_embeddings", True, False)
@@ -159,10 +135,7 @@ def read_config(values: dict, source, most_layers=math.inf) -> Config:
                      untie_embeddings_and_output_weights=not reader.get("tie_word_embeddings"))
     for read in family.read:
         settings |= read(reader)
-    if ignored := reader.ignored():
-        print(f"{source}: ignored {', '.join(ignored)}, which should not change the logits")
-    std = reader.get("initializer_range")
-    settings |= dict(init_method_std=float(std)) if type(std) in (int, float) and 0 < std < math.inf else {}
+    reader.check_all_read()
     settings |= dict(model=nearest_preset(settings), seq_length=min(sizes.max_position_embeddings, IMPORTED_SEQ_LENGTH))
     try:
         config = Config(**settings, given=tuple(sorted(settings))).resolve(1)
@@ -218,7 +191,6 @@ def write_config(config: Config, dtype: str) -> dict:
     values |= {entry: getattr(config, setting) for entry, (setting, _) in family.sizes.items()}
     values |= {family.epsilon: config.layernorm_epsilon}
     values |= {entry: supported[0] for entry, supported in family.supported.items()}
-    values |= {"initializer_range": config.init_method_std}
     for write in family.write:
         values |= write(config)
     return values

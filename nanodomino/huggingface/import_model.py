@@ -3,65 +3,62 @@
 import dataclasses
 import re
 from collections.abc import Iterator
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 
 import torch
 
 from nanodomino.checkpoint.index import FORMAT, write_boxes
-from nanodomino.checkpoint.manifest import step_of, write_manifest
+from nanodomino.checkpoint.manifest import write_manifest
 from nanodomino.checkpoint.shards import LocalBox
 from nanodomino.config.config import Config
 from nanodomino.config.presets import DTYPES
 from nanodomino.errors import require
-from nanodomino.huggingface.families import Family, family_of, family_of_json, read_config
+from nanodomino.huggingface.families import Family, family_of_json, read_config
 from nanodomino.huggingface.safetensors_files import (GENERATION, SPECIAL_TOKENS, STORED_DTYPES, TOKENIZER_FILES,
-                                                      WEIGHTS, StoredTensor, copy_files, import_safetensors, new_folder,
-                                                      read_json, stored_tensors, tokenizer_summary, write_json)
+                                                      copy_files, import_safetensors, new_folder, open_weight_files,
+                                                      read_json, tokenizer_summary, write_json)
 from nanodomino.huggingface.tensor_mapping import TensorMapping, element_count, map_tensors
 
 
-def match_tensors(mappings: list[TensorMapping], stored: dict[str, StoredTensor], family: Family, config: Config,
-                  folder: Path) -> dict[str, StoredTensor]:
-    """Return {Hugging Face name: stored tensor} for all tensors of the model.
-
-    Raises UserError if a tensor is missing, is unknown, or has the wrong shape or dtype.
-    """
-    needed = {name: tuple(shape) for mapping in mappings for name, shape in mapping.hf_shapes.items()}
-    (embedding, *_), found = mappings[0].hf_shapes, {}
-    for stored_name, tensor in stored.items():
+def match_tensors(mappings: list[TensorMapping], family: Family, config: Config, folder: Path) -> tuple[dict, set]:
+    """Return {Hugging Face name: function that loads this tensor} for all tensors of the model, and the names of their
+    dtypes. Raises UserError if a tensor is missing, is unknown, or has the wrong shape or dtype."""
+    needed = {name: list(shape) for mapping in mappings for name, shape in mapping.hf_shapes.items()}
+    (embedding, *_), found, dtypes = mappings[0].hf_shapes, {}, set()
+    for stored_name, file in open_weight_files(folder).items():
+        shape, dtype = file.get_slice(stored_name).get_shape(), file.get_slice(stored_name).get_dtype()
         name = stored_name if stored_name.startswith((family.prefix, "lm_head.")) else family.prefix + stored_name
         if re.fullmatch(family.ignored_tensors, name):
             continue
         if name == "lm_head.weight" and config.tied:           # some writers store the tied matrix twice
             needed[name] = needed[embedding]
         require(name in needed and name not in found,
-                f"{tensor.path} holds {stored_name[:80]}, which a {family.architecture} with this config.json does not "
+                f"{folder} holds {stored_name[:80]}, which a {family.architecture} with this config.json does not "
                 "have; import a model whose files belong together")
-        require(tensor.shape == needed[name], f"{stored_name} in {tensor.path} has shape {tensor.shape}, but "
-                f"config.json implies {needed[name]}; import a model whose files belong together")
-        require(tensor.dtype_name in STORED_DTYPES, f"{stored_name} in {tensor.path} has type {tensor.dtype_name}, but "
-                f"weights must be of type {', '.join(STORED_DTYPES)}; import a model that is not quantized")
-        found[name] = tensor
+        require(shape == needed[name], f"{stored_name} in {folder} has shape {shape}, but config.json implies "
+                f"{needed[name]}; import a model whose files belong together")
+        require(dtype in STORED_DTYPES, f"{stored_name} in {folder} has type {dtype}, but weights must be of type "
+                f"{', '.join(STORED_DTYPES)}; import a model that is not quantized")
+        found[name] = partial(file.get_tensor, stored_name)
+        dtypes.add(dtype)
     missing = [name for name in needed if name not in found]
     require(not missing, f"{folder} lacks {', '.join(missing[:3])}{' and others' if len(missing) > 3 else ''}, which a "
             f"{family.architecture} with this config.json has; download the folder again")
     copy = found.pop("lm_head.weight", None) if config.tied else None
-    require(copy is None or torch.equal(copy.load(), found[embedding].load()),
+    require(copy is None or torch.equal(copy(), found[embedding]()),
             f"{folder} has tie_word_embeddings true, but its lm_head.weight differs from its {embedding}; set "
             "tie_word_embeddings to false in its config.json if the model has a separate head, else download it again")
-    return found
+    return found, dtypes
 
 
-def convert_from_hf(mapping: TensorMapping, found: dict[str, StoredTensor], config: Config,
-                    dtype: torch.dtype) -> torch.Tensor:
+def convert_from_hf(mapping: TensorMapping, found: dict, config: Config, dtype: torch.dtype) -> torch.Tensor:
     """Load the Hugging Face tensors of a mapping, and convert them to its box of the parameter."""
-    parts = [found[name].load() for name in mapping.hf_shapes]
+    parts = [found[name]() for name in mapping.hf_shapes]
     return mapping.conversion.from_hf(parts, config).to(dtype).contiguous().view(mapping.box.size)
 
 
-def full_boxes(mappings: list[TensorMapping], found: dict[str, StoredTensor], config: Config,
-               dtype: torch.dtype) -> Iterator[LocalBox]:
+def full_boxes(mappings: list[TensorMapping], found: dict, config: Config, dtype: torch.dtype) -> Iterator[LocalBox]:
     """Yield every parameter as one box, or as one box per expert, so that only one tensor is in memory at a time."""
     for mapping in mappings:
         values = convert_from_hf(mapping, found, config, dtype)
@@ -74,18 +71,12 @@ def import_model(folder: Path, output: Path) -> str:
     Raises UserError.
     """
     import_safetensors()
-    require(folder.is_dir() or not folder.exists(), f"{folder} is a file, not a folder; give the folder around it")
-    require(folder.is_dir(), f"there is no folder {folder}; give one with config.json and {WEIGHTS}")
-    require((folder / "config.json").is_file(), f"{folder} has no config.json; give the folder of a model")
-    require(step_of(output) in (None, 0), f"--output {output} is a name for step {step_of(output)}, but an imported "
-            "model is at step 0; choose another name")
     values = read_json(folder / "config.json")
     family = family_of_json(values, folder / "config.json")
-    stored = stored_tensors(folder)
-    config = read_config(values, folder / "config.json", most_layers=len(stored))
+    config = read_config(values, folder / "config.json")
     mappings = map_tensors(config, family.modules)
-    found = match_tensors(mappings, stored, family, config, folder)
-    dtype = reduce(torch.promote_types, (STORED_DTYPES[tensor.dtype_name] for tensor in found.values()))
+    found, dtypes = match_tensors(mappings, family, config, folder)
+    dtype = reduce(torch.promote_types, (STORED_DTYPES[name] for name in dtypes))
     (dtype_name,) = (name for name, candidate in DTYPES.items() if candidate == dtype)
     config = dataclasses.replace(config, dtype=dtype_name)
     wide = torch.promote_types(dtype, torch.float32)           # the dtype of a run's master weights
@@ -97,8 +88,5 @@ def import_model(folder: Path, output: Path) -> str:
             write_json(temporary / GENERATION, special)
         write_manifest(temporary, dict(format=FORMAT, step=0, adam_steps=0, skipped_in_a_row=0, loss_scale=None,
                                        config=dataclasses.asdict(config)), [share], "import it again")
-    exported_as, name = family_of(config).architecture, family.architecture
-    if exported_as != name:
-        name += f" (exported as {exported_as}, with equal logits)"
-    return (f"{output}: {name}, {len(mappings)} tensors, {element_count(mappings):,} elements in "
+    return (f"{output}: {family.architecture}, {len(mappings)} tensors, {element_count(mappings):,} elements in "
             f"{dtype_name}, {tokenizer_summary(copied)}")

@@ -3,12 +3,10 @@
 import json
 import os
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from nanodomino.checkpoint.manifest import flush_folder
 from nanodomino.corpus.huggingface_tokenizer import FILES
 from nanodomino.errors import UserError, require
 from nanodomino.files import check_outside_ours, delete, read_file, write_file
@@ -36,28 +34,15 @@ def read_json(path: Path) -> dict:
     try:
         values = json.loads(read_file(path))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} can't be read ({getattr(error, 'strerror', None) or error}); download the folder "
-                        "again") from None
+        raise UserError(f"{path} can't be read ({getattr(error, 'strerror', None) or error}); give another folder, or "
+                        "download it again") from None
     require(isinstance(values, dict), f"{path} must hold one JSON object; download the folder again")
     return values
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor in a safetensors file, known from the file's header."""
-    path: Path
-    name: str
-    shape: tuple[int, ...]
-    dtype_name: str             # a key of STORED_DTYPES if the tensor can be a weight
-
-    def load(self) -> torch.Tensor:
-        """Map the tensor into memory: pages are read when used, and freed with the tensor."""
-        with import_safetensors().safe_open(self.path, framework="pt") as file:
-            return file.get_tensor(self.name)
-
-
-def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return {name: tensor} from the headers of all weight files in a folder. Raises UserError.
+def open_weight_files(folder: Path) -> dict:
+    """Return {tensor's name: the open safetensors file that holds it} of a folder. Only headers are read. A tensor is
+    mapped into memory when it is used. Raises UserError.
 
     The index of a large model is not needed: match_tensors() finds out whether a tensor is missing.
     """
@@ -68,16 +53,12 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     package = import_safetensors()
     for path in paths:
         try:
-            with package.safe_open(path, framework="pt") as file:
-                slices = {name: file.get_slice(name) for name in file.keys()}
-                tensors = [StoredTensor(path, name, tuple(slice_.get_shape()), slice_.get_dtype())
-                           for name, slice_ in slices.items()]
+            file = package.safe_open(path, framework="pt")
         except (OSError, package.SafetensorError) as error:
             raise UserError(f"{path} is damaged or not a safetensors file ({error}); download it again") from None
-        for tensor in tensors:
-            first = found.setdefault(tensor.name, tensor)
-            require(first is tensor,
-                    f"{tensor.name[:80]} is in both {first.path} and {path}; download the folder again")
+        for name in file.keys():
+            require(name not in found, f"{name[:80]} is in {path} and in another file; download the folder again")
+            found[name] = file
     return found
 
 
@@ -96,9 +77,7 @@ def new_folder(final: Path):
         delete(temporary)                                      # left by a process that was killed
         temporary.mkdir(parents=True)
         yield temporary
-        flush_folder(temporary)
         temporary.rename(final)
-        flush_folder(temporary.parent)
     except (OSError, import_safetensors().SafetensorError) as error:
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         raise UserError(f"{final} can't be written ({reason}); free some space, or choose another folder") from None
@@ -107,14 +86,14 @@ def new_folder(final: Path):
 
 
 def write_json(path: Path, values: dict):
-    write_file(path, (json.dumps(values, indent=2) + "\n").encode(), flush=True)
+    write_file(path, (json.dumps(values, indent=2) + "\n").encode())
 
 
 def copy_files(names, source: Path, target: Path) -> list[str]:
     """Copy those of the named files that exist, and return their names."""
     found = [name for name in names if (source / name).is_file()]
     for name in found:
-        write_file(target / name, (source / name).read_bytes(), flush=True)
+        write_file(target / name, (source / name).read_bytes())
     return found
 
 

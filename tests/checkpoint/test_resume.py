@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanodomino.checkpoint.export import export
+from nanodomino.checkpoint.__main__ import export
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of
 from nanodomino.checkpoint.index import Index, slices
 from nanodomino.checkpoint.load import load_weights, restore
@@ -17,9 +17,8 @@ from nanodomino.checkpoint.manifest import read_manifest
 from nanodomino.checkpoint.save import allocate_host_copies
 from nanodomino.checkpoint.shards import boxes_of_range, local_boxes
 from nanodomino.errors import UserError
-from nanodomino.generate.generation import generate
 from support.checkpoints import (DP2, EXPERTS, LAYOUTS, LLAMA, ONE_RANK, TP2, TP2_PP2_DP2, UNEVEN, config_for,
-                                 make_saver, save_steps, train_from)
+                                 make_saver, train_from)
 from support.harness import (Outcome, build, difference, full_tensors, reference_for, relative, shard_spec, sizes_of,
                              weights_and_data)
 from support.reference import full_shapes
@@ -71,7 +70,7 @@ def test_context_parallelism_comes_and_goes(pool, tmp_path):
 def restore_weights(config, folder):
     """On this rank, restore the weights as --load and --finetune do; return the weight of the first matrix."""
     mesh, model, optimizer, _ = build(config)
-    restore(Path(folder), model, optimizer, mesh, weights_only=True)
+    assert restore(Path(folder), model, optimizer, mesh, weights_only=True) == 0, "the run starts at its own first step"
     return model.layers["0"].attention.qkv.weight.detach()
 
 
@@ -153,42 +152,27 @@ def test_boxes_hold_each_element_of_a_range_once_and_in_order(shape):
 
 
 def boxes_on_rank(config):
-    """([(name, box)] of the boxes that this rank saves, bytes that it copies, sizes of its blocks of host
-    memory, bytes of all states that it holds)."""
+    """([(name, box)] of the boxes that this rank saves, bytes that it copies, bytes of all states that it holds)."""
     mesh, model, optimizer, _ = build(config)
     copies = allocate_host_copies(optimizer, mesh)
     boxes = [(name, box) for name, _, box, _ in local_boxes(model, copies)]
-    storages = [copy.values.untyped_storage() for copy in copies]
-    blocks = {storage.data_ptr(): storage.nbytes() for storage in storages}
     held = sum(len(bucket.weights) for bucket in optimizer.buckets
                if mesh.is_first_stage or "embedding" not in bucket.kind.addends)
-    return boxes, sum(copy.values.nbytes for copy in copies), sorted(blocks.values()), len(STATES) * 8 * held
+    return boxes, sum(copy.values.nbytes for copy in copies), len(STATES) * 8 * held
 
 
 @pytest.mark.parametrize("tp, pp, dp, zero_stage", [
     (1, 1, 1, 1), (1, 1, 4, 1), (1, 1, 4, 0), (2, 1, 2, 1), (2, 1, 2, 0), (1, 2, 2, 1), (2, 2, 2, 1), (4, 2, 1, 0)])
 def test_ranks_divide_the_work_and_save_each_element_once(pool, tp, pp, dp, zero_stage):
-    """Each rank copies 1/dp of what it holds, and 1/tp of what all tp ranks hold, into blocks of power-of-two sizes."""
+    """Each rank copies 1/dp of what it holds, and 1/tp of what all tp ranks hold."""
     config = config_for(tp, pp, dp, 1, zero_stage, "1f1b", **UNEVEN)
     times = {f"{state}.{name}": torch.zeros(shape) for state in STATES
              for name, shape in full_shapes(sizes_of(config)).items()}
-    for saves, copied, blocks, held in pool.run(boxes_on_rank, config, world_size=config.world_size):
+    for saves, copied, held in pool.run(boxes_on_rank, config, world_size=config.world_size):
         for name, box in saves:
             times[name][slices(box, (0,) * len(box.size))] += 1
-        assert sum(blocks) == copied <= held / dp + 3 * 8 * 50 and copied > 0.5 * held / dp
-        assert all(size & (size - 1) == 0 for size in blocks)
+        assert 0.5 * held / dp < copied <= held / dp + 3 * 8 * 50
     assert all((count == 1).all() for count in times.values())
-
-
-@pytest.mark.parametrize("tp, dp, zero_stage", [
-    (1, 4, 1), *(pytest.param(*one, marks=pytest.mark.exhaustive) for one in ((1, 4, 0), (2, 2, 1)))])
-def test_each_rank_writes_its_share_of_the_bytes(pool, tmp_path, tp, dp, zero_stage):
-    sizes = {}
-    for name, layout in (("alone", (1, 1, 1, 1, 1)), ("together", (tp, 1, dp, 1, zero_stage))):
-        config = config_for(*layout, "1f1b", hidden_size=128)
-        pool.run(save_steps, config, str(tmp_path / name), world_size=config.world_size)
-        sizes[name] = [path.stat().st_size for path in checkpoints_of(tmp_path / name)[0].glob("*.bin")]
-    assert len(sizes["together"]) == 4 and max(sizes["together"]) < 1.1 / 4 * sizes["alone"][0]
 
 
 # ---- what a checkpoint holds
@@ -228,24 +212,10 @@ def test_export_writes_full_weights(pool, tmp_path, layout, family):
     assert exported.keys() == weights.keys() and all(torch.equal(exported[name], weights[name]) for name in weights)
 
 
-def generate_from(config, folder, tokens, use_cache):
-    mesh, model, _, _ = build(config)
-    load_weights(Path(folder), model)
-    return generate(model, mesh, tokens, 12, config.vocab_size, 1.0, 0, 5, use_cache)
-
-
-def test_generated_text_depends_on_neither_layout_nor_cache(pool, saved):
-    """Twelve tokens with eight positions: the key-value cache fills up, grows, and is rebuilt."""
-    folder = str(checkpoints_of(saved[0])[0])
-    texts = [pool.run(generate_from, config_for(*layout), folder, [3, 1, 4], cache, world_size=math.prod(layout[:3]))[0]
-             for layout, cache in ((LAYOUTS[0], True), (LAYOUTS[0], False), (LAYOUTS[5], False), (LAYOUTS[6], True))]
-    assert texts == [texts[0]] * 4 and len(texts[0]) == 15 and len(set(texts[0])) > 5
-
-
 def load_with_a_bad_disk(config, folder):
     """The message of load_weights() if rank 1 can't read any file."""
     def fail(path):
-        raise OSError(5, "Input/output error")
+        raise OSError(5, "Input/output error", str(path))
 
     mesh, model, _, _ = build(config)
     with pytest.MonkeyPatch.context() as patch:
@@ -259,7 +229,7 @@ def load_with_a_bad_disk(config, folder):
 def test_if_one_rank_cannot_read_its_part_all_ranks_say_so(pool, saved):
     """Otherwise the other ranks would wait for it in the next collective."""
     first, second = pool.run(load_with_a_bad_disk, config_for(*TP2), str(checkpoints_of(saved[0])[0]), world_size=2)
-    assert first == second and "can't be read (Input/output error)" in first
+    assert first == second and ".bin can't be read (Input/output error)" in first
 
 
 def load_in_16_bit(config, folder):

@@ -19,10 +19,8 @@ from support.checkpoints import write_empty_checkpoint
 
 
 @pytest.fixture
-def rotate(tmp_path, monkeypatch):
+def rotate(tmp_path):
     """rotate(step): what a run with --keep-last 1 does; returns the new checkpoint, which holds no model."""
-    monkeypatch.setattr("nanodomino.checkpoint.find_checkpoints.open_weights", lambda checkpoint: None)
-
     def rotate(step):
         write_empty_checkpoint(new := tmp_path / "checkpoints" / f"step-{step:08d}", step)
         for old in checkpoints_of(tmp_path)[1:]:

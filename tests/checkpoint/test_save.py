@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from nanodomino.checkpoint import index
-from nanodomino.checkpoint.export import export
-from nanodomino.checkpoint.find_checkpoints import checkpoints_of, newest_intact_checkpoint
-from nanodomino.checkpoint.manifest import read_manifest, verify
+from nanodomino.checkpoint.__main__ import export
+from nanodomino.checkpoint.find_checkpoints import checkpoints_of
+from nanodomino.checkpoint.manifest import read_manifest, step_of, verify
 from nanodomino.checkpoint.shards import local_boxes
 from nanodomino.errors import UserError
-from support.checkpoints import LAYOUTS, ONE_RANK, TP2_DP2, config_for, make_saver, save_steps, write_empty_checkpoint
+from support.checkpoints import ONE_RANK, TP2, TP2_DP2, config_for, make_saver, save_steps, write_empty_checkpoint
 
 
 def memory_written(config, folder):
@@ -67,85 +67,35 @@ def test_the_writing_thread_makes_no_cuda_call(pool, tmp_path):
 
 # ---- complete or absent
 
-def save_with_a_full_disk(config, folder, last):
-    """Save steps 1 .. last; while the last is being written, the disk of rank 1 is full. Return the failures."""
+def save_with_a_full_disk(config, folder, full):
+    """Save steps 1 to 5; while the last is being written, `full` fails on the last rank that calls it. Return the
+    failures."""
     (_, _, save), failures = make_saver(config, folder, keep_last=2), []
 
-    def full(*_):
+    def fail(path, *_, **__):
+        path.write_bytes(b"a part")
         raise OSError(28, "No space left on device")
 
-    for step in range(1, last + 1):
+    for step in range(1, 6):
         with pytest.MonkeyPatch.context() as patch:
-            if step == last and torch.distributed.get_rank() == 1:
-                patch.setattr("nanodomino.checkpoint.save.write_boxes", full)
+            if step == 5 and torch.distributed.get_rank() == (1 if full.endswith("boxes") else 0):
+                patch.setattr(f"nanodomino.checkpoint.{full}", fail)
             failures.append(save(step))
     return failures
 
 
-def test_only_a_complete_checkpoint_replaces_old_ones_and_a_full_disk_is_reported(pool, tmp_path):
+@pytest.mark.parametrize("full", ["save.write_boxes", "manifest.write_file"])
+def test_only_a_complete_checkpoint_replaces_old_ones_and_a_full_disk_is_reported(pool, tmp_path, full):
     """What was written is deleted at once, or the disk would stay full; a user's own folders are never deleted."""
     copies = ["step-00000000.bak", "step-00000001-best", "step-best"]
     for name in copies:
         write_empty_checkpoint(tmp_path / "checkpoints" / name, 1)
-    for failures in pool.run(save_with_a_full_disk, config_for(*LAYOUTS[6]), str(tmp_path), 5, world_size=4):
-        assert failures[:4] == [None] * 4 and "rank 1" in failures[4] and "No space left on device" in failures[4]
+    for failures in pool.run(save_with_a_full_disk, config_for(*TP2), str(tmp_path), full, world_size=2):
+        assert failures[:4] == [None] * 4 and "No space left on device" in failures[4]
+        assert f"step 5 could not be written: rank {int(full.endswith('boxes'))}: OSError" in failures[4]
     assert [verify(folder)["step"] for folder in checkpoints_of(tmp_path)] == [4, 3]
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {
         *copies, "step-00000003", "step-00000004"}
-
-
-class Disk:
-    """A disk with so many free bytes, for files opened below a folder. As on a real disk, a write() stores what still
-    fits, and only the next one fails."""
-
-    def __init__(self, folder, free):
-        self.folder, self.free, self.real_open = str(folder), free, io.open
-
-    def open(self, path, mode="r", buffering=-1, *args, **kwargs):
-        if not str(path).startswith(self.folder) or "r" in mode:
-            return self.real_open(path, mode, buffering, *args, **kwargs)
-        disk = self
-
-        class File(io.FileIO):
-            def write(self, data):
-                fits = memoryview(data).cast("B")[:disk.free]
-                if len(data) and not len(fits):
-                    raise OSError(28, "No space left on device")
-                disk.free -= len(fits)
-                return super().write(fits)
-
-        file = File(path, mode.strip("bt"))
-        buffered = file if buffering == 0 else io.BufferedWriter(file)
-        return buffered if "b" in mode else io.TextIOWrapper(buffered)
-
-
-def save_on_small_disks(config, folder):
-    """After a checkpoint of step 1, save step 2 on disks with more and more space, the last one exactly enough.
-    Returns [(free bytes, failure, newest intact checkpoint, all checkpoints)]."""
-    folder = Path(folder)
-    (_, _, save), results = make_saver(config, folder), []
-    assert save(1) is None
-    data, index, manifest = ((folder / "checkpoints" / "step-00000001" / name).stat().st_size
-                             for name in ("rank-00000.bin", "index.json", "manifest.json"))
-    both, total = data + index, data + index + manifest
-    for free in (0, 1, data // 2, data - 1, data, both - 1, both, total - manifest // 2, total - 1, total):
-        with pytest.MonkeyPatch.context() as patch:
-            disk = Disk(folder, free)
-            for module in ("builtins", "io"):
-                patch.setattr(f"{module}.open", disk.open)
-            failure = save(2)
-        results.append((free, failure, newest_intact_checkpoint(folder), checkpoints_of(folder)))
-    return results
-
-
-def test_a_disk_with_too_little_space_keeps_the_previous_checkpoint_and_no_partial_one(pool, tmp_path):
-    """Whether it is full in the tensors, the index or the manifest, in the middle or at the last byte."""
-    ((*full, enough),) = pool.run(save_on_small_disks, config_for(*ONE_RANK), str(tmp_path), world_size=1)
-    first, second = (tmp_path / "checkpoints" / f"step-0000000{step}" for step in (1, 2))
-    for free, failure, newest, checkpoints in full:
-        assert failure and "No space left on device" in failure, f"{free} bytes free"
-        assert (newest, checkpoints) == (first, [first]), f"{free} bytes free"
-    assert enough[1:] == (None, second, [second])
 
 
 def observe_save(config, folder):
@@ -188,39 +138,28 @@ def test_a_checkpoint_is_renamed_when_all_of_it_is_on_the_disk_and_never_changed
 
 # ---- which checkpoints are kept
 
-@pytest.mark.parametrize("resumed_from, steps, keep_last, kept", [
-    (10, [25], 2, [25, 20, 15, 10]), (10, [25, 30], 2, [30, 25]), (10, [12], 1, [20, 15, 12]),
-    (10, [12], 3, [20, 15, 12, 10, 5]), (5, [10, 15, 20], 2, [20, 15]), (10, [15, 25], 3, [25, 20, 15, 10]),
-    (10, [20], 2, [20, 15, 10])], ids=str)
-def test_damaged_checkpoints_do_not_count_as_kept(pool, tmp_path, resumed_from, steps, keep_last, kept):
-    """The run has checkpoints of steps 5 to 20, and those after `resumed_from` are damaged: if they counted, one more
-    damaged checkpoint could lose the run. Saving the step of a damaged checkpoint replaces it."""
+@pytest.mark.parametrize("steps, keep_last, kept", [
+    ([(25, 0)], 2, [25, 20]), ([(12, 0)], 1, [20, 15, 12]), ([(15, 0), (25, 0)], 3, [25, 20, 15]),
+    ([(25, 0), (30, 1), (35, 2)], 1, [35, 30, 25]), ([(30, 1), (35, 2), (40, 0)], 1, [40])], ids=str)
+def test_old_checkpoints_are_deleted_in_order(pool, tmp_path, steps, keep_last, kept):
+    """The run has checkpoints of steps 5 to 20. It may have gone back, because the latest were damaged; then the new
+    one is not the first to go, and replaces the damaged one of its step. After skipped steps (the second numbers) none
+    is deleted: the run may have diverged, and the user needs the last good checkpoint to start from."""
     for step in (5, 10, 15, 20):
         write_empty_checkpoint(tmp_path / "checkpoints" / f"step-{step:08d}", step)
-    failures = pool.run(save_steps, config_for(*ONE_RANK), str(tmp_path), [(step, 0) for step in steps], keep_last,
-                        resumed_from, world_size=1)
-    assert failures == [[None] * len(steps)]
+    assert pool.run(save_steps, config_for(*ONE_RANK), str(tmp_path), steps, keep_last,
+                    world_size=1) == [[None] * len(steps)]
     found = checkpoints_of(tmp_path)
-    assert [int(folder.name[5:]) for folder in found] == kept
-    assert {verify(folder)["step"] for folder in found if read_manifest(folder)["config"]} == {*steps} & {*kept}
-
-
-def test_a_checkpoint_after_skipped_steps_deletes_no_older_one(pool, tmp_path):
-    """A diverged run skips step after step; the user needs the last good checkpoint to start from."""
-    diverged = [(1, 0), (2, 0), (3, 1), (4, 2), (5, 3)]
-    for steps, kept in (diverged, [5, 4, 3, 2, 1]), ([*diverged, (6, 0)], [6, 5]):
-        folder = tmp_path / str(len(steps))
-        pool.run(save_steps, config_for(*ONE_RANK), str(folder), steps, 2, world_size=1)
-        assert [int(checkpoint.name[5:]) for checkpoint in checkpoints_of(folder)] == kept
+    assert [step_of(folder) for folder in found] == kept
+    assert {verify(folder)["step"] for folder in found if read_manifest(folder)["config"]} == {
+        step for step, _ in steps if step in kept}
 
 
 # ---- export
 
-@pytest.mark.parametrize("large", [0, 100_000])
-def test_an_export_on_a_full_disk_leaves_no_file(saved, tmp_path, monkeypatch, large):
-    """A limit on file sizes stands in for a full disk. For tensors larger than a buffer, torch raises its own error."""
-    folder, limit, save = checkpoints_of(saved[0])[0], resource.getrlimit(resource.RLIMIT_FSIZE), torch.save
-    monkeypatch.setattr(torch, "save", lambda tensors, file: save({"x": torch.ones(large)} if large else tensors, file))
+def test_an_export_on_a_full_disk_leaves_no_file(saved, tmp_path):
+    """A limit on file sizes stands in for a full disk. torch raises its own error."""
+    folder, limit = checkpoints_of(saved[0])[0], resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
         with pytest.raises(UserError, match=r"new.pt can't be written \(File too large\); choose another file"):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from data.prepare import prepare
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of
 from nanodomino.checkpoint.index import Index
-from nanodomino.checkpoint.load import load_weights, read_full_tensor
+from nanodomino.checkpoint.load import load_weights, read_box
 from nanodomino.checkpoint.manifest import read_manifest, verify
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.config.config import Config
@@ -125,8 +125,7 @@ def test_transformers_loads_an_export_and_nothing_is_lost(transformers, saved, t
     """Import and export, in one file or several, give the same tensors, names and logits; a second import, the same
     bits."""
     model, folder = saved(name)
-    said = import_model(folder, tmp_path / "imported")
-    assert ("(exported as LlamaForCausalLM, with equal logits), " in said) == (name == "mistral")
+    import_model(folder, tmp_path / "imported")
     for size in (LARGE, 30_000):
         out = tmp_path / str(size)
         export_model(tmp_path / "imported", out, None, size)
@@ -183,7 +182,7 @@ def test_tensors_of_several_dtypes_are_imported_in_a_dtype_that_holds_them_all(f
 def test_the_rows_that_pad_the_vocabulary_are_zeros(saved, tmp_path):
     import_model(saved("gpt2")[1], tmp_path / "imported")
     index = Index(tmp_path / "imported", read_manifest(tmp_path / "imported"))
-    words = read_full_tensor("weight.embedding.word_embeddings.weight", (384, 48), index)
+    words = read_box("weight.embedding.word_embeddings.weight", (384, 48), index)
     assert not words[VOCABULARY:].any() and words[:VOCABULARY].any(dim=1).all()
 
 
@@ -367,24 +366,16 @@ def test_missing_entries_have_the_defaults_of_transformers(transformers):
         assert values.get("rope_theta", 1e4) == family.defaults.get("rope_theta", 1e4), model_type
 
 
-HARMLESS = dict(output_router_logits=True, router_aux_loss_coef=0.5, use_cache=False, torch_dtype="bfloat16",
-                initializer_range=0.02, logit_scale=0, attention_multiplier=None, use_flag=False)
-IGNORED = dict(unsloth_fixed=True, unsloth_version="2025.1", my_note={"x": 1})
-
-
-@pytest.mark.parametrize("model", BY_DEFAULT)
-def test_entries_that_cannot_change_the_logits_are_ignored(saved, capsys, model):
-    """Unsloth and others add some; and some writers repeat hidden_act as activation. Those that most files have are not
-    even named. Published files call num_experts what Transformers 5 calls num_local_experts."""
-    values = json.loads((saved(model)[1] / "config.json").read_text())
+def test_entries_that_cannot_change_the_logits_are_ignored(saved):
+    """Published files call num_experts what Transformers 5 calls num_local_experts."""
+    values = json.loads((saved("qwen3-moe")[1] / "config.json").read_text())
     config = read_config(values, "config.json")
-    if model == "qwen3-moe":
-        values |= dict(num_experts=values.pop("num_local_experts", None) or values["num_experts"])
-        assert "num_experts" in write_config(config, "float32"), "older versions know only this name"
-    activation = values.get("hidden_act") or values["activation_function"]
-    extras = HARMLESS | IGNORED | dict(activation=activation)
-    assert read_config(values | extras, "config.json") == config
-    assert capsys.readouterr().out == f"config.json: ignored {', '.join(IGNORED)}, which should not change the logits\n"
+    values |= dict(num_experts=values.pop("num_local_experts", None) or values["num_experts"])
+    assert "num_experts" in write_config(config, "float32"), "older versions know only this name"
+    harmless = dict(output_router_logits=True, router_aux_loss_coef=0.5, use_cache=True, torch_dtype="bfloat16",
+                    initializer_range=0.02, logit_scale=0, attention_multiplier=None, use_flag=False,
+                    unsloth_version="2025.1", is_llama_config=True)
+    assert read_config(values | harmless, "config.json") == config
 
 
 def save_rank(config, folder):

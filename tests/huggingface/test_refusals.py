@@ -12,14 +12,12 @@ import torch
 from nanodomino.checkpoint.find_checkpoints import delete_checkpoint
 from nanodomino.checkpoint.manifest import manifest_text
 from nanodomino.config.config import Config
-from nanodomino.corpus.tokenizer import build_tokenizer
 from nanodomino.errors import UserError
 from nanodomino.huggingface import export_model as exporting, import_model as importing
 from nanodomino.huggingface.__main__ import main
-from nanodomino.huggingface.export_model import byte_level_tokenizer, export_model, special_tokens
+from nanodomino.huggingface.export_model import export_model
 from nanodomino.huggingface.families import read_config, write_config
 from nanodomino.huggingface.import_model import import_model
-from nanodomino.huggingface.safetensors_files import GENERATION
 from support.huggingface import LENGTH, LLAMA3, change_config, change_tensors
 
 
@@ -38,15 +36,12 @@ CONFIGS = [      # (model, changes of config.json, error)
     ("gpt2", dict(n_layer=0), f"has n_layer 0{WHOLE}; correct it"),
     ("gpt2", dict(layer_norm_epsilon=-1.0), f"has layer_norm_epsilon -1.0, but it {POSITIVE} number"),
     ("gpt2", dict(tie_word_embeddings=False), "lacks lm_head.weight, which a GPT2LMHeadModel with this config.json"),
-    ("gpt2", dict(architectures=["BertForMaskedLM"]), 'of type "BertForMaskedLM", but only GPT2LMHeadModel, Llama'),
-    ("gpt2", dict(architectures=["GPT2LMHeadModel", "LlamaForCausalLM"]), "a model of type .*, but only GPT2LMHeadMo"),
-    ("gpt2", dict(model_type="llama"), 'GPT2LMHeadModel and model_type "llama", which contradict each other'),
-    ("gpt2", dict(model_type="mamba", architectures=...), 'a model of type "mamba", but only gpt2, llama, mistral, '),
+    ("gpt2", dict(model_type="gemma3"), 'a model of type "gemma3", but only gpt2, llama, mistral, .* can be imported'),
+    ("gpt2", dict(model_type=...), "a model of type null, but only gpt2, llama"),
     ("llama", dict(logit_scale=2.0), f"has logit_scale 2.0, {UNKNOWN}"),
-    ("llama", dict(activation="relu"), f'has activation "relu", {UNKNOWN}'),
     ("llama", dict(hidden_act="gelu"), f'has hidden_act "gelu", {ONLY} "silu" or "swish"'),
     ("llama", dict(attention_bias=True), "has attention_bias true and mlp_bias false, but nanodomino has biases"),
-    ("llama", dict(num_hidden_layers=10**9), "1000000000 layers, but the weight files hold only 30 tensors"),
+    ("llama", dict(num_hidden_layers=10**9), "num-layers must be at least 1 and at most 4096, but is 1000000000"),
     ("llama", dict(num_key_value_heads=3), "model: num-attention-heads 4 must be divisible by num-query-groups 3"),
     ("llama", dict(partial_rotary_factor=0.5), "has partial_rotary_factor 0.5, but"),
     ("llama", dict(rope_scaling=dict(type="yarn", factor=4.0)), f'has rope_type "yarn", {ONLY} "default" or "linear"'),
@@ -59,7 +54,7 @@ CONFIGS = [      # (model, changes of config.json, error)
     ("mistral", dict(sliding_window=..., max_position_embeddings=8192), "sliding_window 4096, max_.* 8192 and"),
     ("qwen2", dict(use_sliding_window=True, sliding_window=4), "has sliding_window 4, max_position_embeddings"),
     ("qwen2", dict(layer_types=["full_attention", "sliding_attention"]), "but nanodomino's attention sees all pre"),
-    ("mixtral", dict(num_local_experts=5), r"gate.weight in .* has shape \(4, 48\), but config.json implies \(5, 48\)"),
+    ("mixtral", dict(num_local_experts=5), r"gate.weight in .* has shape \[4, 48\], but config.json implies \[5, 48\]"),
     ("qwen3-moe", dict(decoder_sparse_step=2), f"has decoder_sparse_step 2, {ONLY} 1; import another model"),
     ("qwen3-moe", dict(mlp_only_layers=[0]), rf"has mlp_only_layers \[0\], {UNKNOWN}"),
 ]
@@ -73,28 +68,16 @@ def test_a_config_json_that_changes_the_model_is_refused(folder, tmp_path, model
     assert_import_refused(changed, tmp_path, message, "config.json")
 
 
-@pytest.mark.parametrize("model_type, reason", [
-    ("phi3", "fused projections"), ("olmo2", "its norms follow attention"), ("olmo3", "layers have a sliding window"),
-    ("smollm3", "every fourth layer has no rope"), ("gemma3_text", "norms after each sublayer and sliding windows"),
-    ("gpt_oss", "its attention has sinks"), ("olmoe", "norms of q and k span all heads"), ("llama4_text", "chunks"),
-    ("deepseek_v3", "latent attention"), ("qwen3_next", "linear"), ("qwen2_moe", "gate"), ("gpt_neox", "parallel")])
-def test_a_family_that_is_missing_is_refused_with_its_differences(transformers, model_type, reason):
-    """As Transformers writes config.json, with the architecture and without."""
-    values = transformers.AutoConfig.for_model(model_type).to_dict()
-    architecture = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
-    for architectures, name in ((None, model_type), ([architecture], architecture)):
-        with pytest.raises(UserError, match=f"^config.json describes a model of type {name}, which can't be imported: "
-                           f".*{reason}.*; import another model$"):
-            read_config(values | dict(architectures=architectures), "config.json")
+def test_a_sliding_window_may_be_as_long_as_the_longest_sequence(saved):
+    values = json.loads((saved("mistral")[1] / "config.json").read_text())
+    assert read_config(values | dict(sliding_window=LENGTH, max_position_embeddings=LENGTH), "config.json")
 
 
-NAME = {"gpt2": "transformer.h.1.mlp.c_fc.weight", "llama": "model.layers.1.mlp.up_proj.weight"}
+NAME = "transformer.h.1.mlp.c_fc.weight"
 TENSORS = [      # (change of the tensors, error)
     (lambda tensors, name: tensors.pop(name), r"lacks {name}, which a \w+ with this config.json has; download the f"),
-    (lambda tensors, name: [tensors.pop(name) for name in list(tensors)[:5]], "lacks .*, .*, .* and others, which a"),
     (lambda tensors, name: tensors.update({name: tensors[name][1:].clone()}),
-     r"{name} in .* has shape \(\d+, \d+\), but config.json implies \(\d+, \d+\)"),
-    (lambda tensors, name: tensors.update({name: tensors[name].t().contiguous()}), "{name} in .* has shape"),
+     r"{name} in .* has shape \[\d+, \d+\], but config.json implies \[\d+, \d+\]"),
     (lambda tensors, name: tensors.update({"score.weight": torch.ones(2, 48)}), "holds score.weight, which a .*"),
     (lambda tensors, name: tensors.update({name.partition(".")[2]: tensors[name].clone()}),
      "holds .*, which a .* does not have"),                    # with and without the prefix
@@ -103,12 +86,11 @@ TENSORS = [      # (change of the tensors, error)
 ]
 
 
-@pytest.mark.parametrize("number", range(len(TENSORS)))
-@pytest.mark.parametrize("model", ["gpt2", "llama"])
-def test_a_missing_unknown_or_wrong_tensor_is_named(folder, tmp_path, model, number):
-    (change, message), changed = TENSORS[number], folder(model)
-    change_tensors(changed, lambda tensors: change(tensors, NAME[model]))
-    assert_import_refused(changed, tmp_path, message.format(name=NAME[model]))
+@pytest.mark.parametrize("change, message", TENSORS, ids=[message[:40] for _, message in TENSORS])
+def test_a_missing_unknown_or_wrong_tensor_is_named(folder, tmp_path, change, message):
+    changed = folder("gpt2")
+    change_tensors(changed, lambda tensors: change(tensors, NAME))
+    assert_import_refused(changed, tmp_path, message.format(name=NAME))
 
 
 def split_weights(folder: Path, parts=3) -> Path:
@@ -123,14 +105,13 @@ def split_weights(folder: Path, parts=3) -> Path:
 
 PART = "model-{:05d}-of-00003.safetensors"
 FILES = [        # (change of a folder with three weight files, error)
-    (lambda folder: (folder / "config.json").unlink(), "has no config.json; give the folder of a model"),
-    (lambda folder: (folder / "config.json").write_text("{"), "config.json can't be read .*; download the folder"),
+    (lambda folder: (folder / "config.json").unlink(), "config.json can't be read .No such file.*; give another"),
+    (lambda folder: (folder / "config.json").write_text("{"), "config.json can't be read .*; give another folder"),
     (lambda folder: (folder / "config.json").write_text("[]"), "config.json must hold one JSON object"),
     (lambda folder: [path.unlink() for path in folder.glob("model*")], "has neither model.safetensors nor model-00001"),
     (lambda folder: (folder / PART.format(2)).unlink(), "lacks .* and others, which a .*; download the folder again"),
     (lambda folder: os.truncate(folder / PART.format(2), 5000), "00002-of-.* is damaged or not a safetensors file"),
-    (lambda folder: shutil.copy(folder / PART.format(2), folder / PART.format(3)), "is in both .*-00002-.* and "),
-    (lambda folder: shutil.rmtree(folder), "there is no folder .*; give one with config.json and model.safetensors"),
+    (lambda folder: shutil.copy(folder / PART.format(2), folder / PART.format(3)), "is in .*-00003-.* and in another"),
 ]
 
 
@@ -147,10 +128,9 @@ WRONG = [None, True, -1, 10**9, 10**40, 1e308, float("nan"), "", "x", "\ud800", 
 
 
 def places(value, above=()):
-    """Yield the path to each value in a JSON object, as a tuple of keys and positions; in a list, only the first."""
-    yield above
-    entries = list(enumerate(value))[:1] if isinstance(value, list) else getattr(value, "items", dict)()
-    for key, below in entries:
+    """Yield the path to each value in a JSON object, as a tuple of keys."""
+    for key, below in value.items() if isinstance(value, dict) else ():
+        yield (*above, key)
         yield from places(below, (*above, key))
 
 
@@ -163,54 +143,20 @@ def with_value(record, place: tuple, value):
     return copied
 
 
-def assert_only_sentences(path: Path, record, act):
-    """Write each wrong value at each place of a JSON file. act() must succeed, or raise UserError with a short line."""
+@pytest.mark.parametrize("model", ["llama 3.1", *(
+    pytest.param(model, marks=pytest.mark.exhaustive) for model in ("gpt2", "mistral", "qwen3", "qwen3-moe"))])
+def test_a_wrong_type_anywhere_in_config_json_gives_one_sentence(saved, model):
+    """read_config() must succeed, or raise UserError with a short line."""
+    values = json.loads((saved(model)[1] / "config.json").read_text())
+    record = values | dict(rope_scaling={"type": "linear", "factor": 2.0})
     for place in places(record):
         for value in WRONG:
-            path.write_text(json.dumps(with_value(record, place, value)))
             try:
-                act()
+                read_config(with_value(record, place, value), "config.json")
             except UserError as error:
                 assert "\n" not in str(error) and len(str(error)) < 1000
             except BaseException as error:
-                raise AssertionError(f"{path.name} with {value!r} at {place}") from error
-
-
-@pytest.mark.parametrize("model", ["gpt2", *(
-    pytest.param(model, marks=pytest.mark.exhaustive) for model in ("llama 3.1", "mistral", "qwen3", "qwen3-moe"))])
-def test_a_wrong_type_anywhere_in_config_json_gives_one_sentence(folder, tmp_path, monkeypatch, model):
-    changed = folder(model)
-    for writer in ("write_boxes", "write_manifest"):
-        monkeypatch.setattr(importing, writer, lambda *_: None)
-
-    def act():
-        shutil.rmtree(tmp_path / "out", ignore_errors=True)
-        import_model(changed, tmp_path / "out")
-
-    values = json.loads((changed / "config.json").read_text())
-    assert_only_sentences(changed / "config.json", values | dict(rope_scaling={"type": "linear", "factor": 2.0}), act)
-
-
-def test_a_wrong_type_anywhere_in_generation_config_gives_one_sentence(tmp_path):
-    config = Config().resolve(1).with_vocabulary(300)
-    assert_only_sentences(tmp_path / GENERATION, {"eos_token_id": 5, "x": 1}, lambda: special_tokens(tmp_path, config))
-
-
-@pytest.mark.parametrize("file", ["tokenizer_config.json",
-                                  pytest.param("tokenizer.json", marks=pytest.mark.exhaustive)])
-def test_a_wrong_type_anywhere_in_a_tokenizers_files_gives_one_sentence(tmp_path, file):
-    pytest.importorskip("tokenizers", reason="needs tokenizers: pip install -r requirements-extra.txt")
-    settings = dict(eos_token={"content": "<|endoftext|>"}, bos_token="<|endoftext|>")
-    record = byte_level_tokenizer(256)
-    fewer = record["model"] | dict(vocab=dict(list(record["model"]["vocab"].items())[:3]))
-
-    def act():
-        assert len(build_tokenizer(tmp_path, begin_of_text=True).encode("x y"))
-
-    (tmp_path / "tokenizer.json").write_text(json.dumps(record))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    values = settings if file == "tokenizer_config.json" else record | dict(model=fewer)
-    assert_only_sentences(tmp_path / file, values, act)
+                raise AssertionError(f"config.json with {value!r} at {place}") from error
 
 
 # ---- output
@@ -228,8 +174,6 @@ def test_nothing_is_overwritten_and_names_must_fit(saved, tmp_path):
                              ("corpus/a/hf", "a corpus")):
             with pytest.raises(UserError, match=f"hf would lie in {kind} .*; choose another folder"):
                 act(tmp_path / inside)
-    with pytest.raises(UserError, match="is a name for step 7, but an imported model is at step 0"):
-        import_model(saved("gpt2")[1], tmp_path / "step-00000007")
     with pytest.raises(UserError, match=r"can't be written \(Not a directory\); free some space, or choose"):
         import_model(saved("gpt2")[1], tmp_path / "file" / "imported")
 
@@ -280,10 +224,10 @@ def test_a_model_that_no_family_fits_is_not_exported(choices, message):
 
 
 def test_a_value_above_the_maximum_of_the_dtype_is_named(folder, tmp_path):
-    changed, name = folder("gpt2"), NAME["gpt2"]
-    change_tensors(changed, lambda tensors: tensors[name].view(-1)[7:8].fill_(-70000.0))
+    changed = folder("gpt2")
+    change_tensors(changed, lambda tensors: tensors[NAME].view(-1)[7:8].fill_(-70000.0))
     import_model(changed, tmp_path / "imported")
-    with pytest.raises(UserError, match=rf"{name} has values up to 70000, above the maximum 65504 of torch.float16"):
+    with pytest.raises(UserError, match=rf"{NAME} has values up to 70000, above the maximum 65504 of torch.float16"):
         export_model(tmp_path / "imported", tmp_path / "out", "float16")
     assert not list(tmp_path.glob("*out*"))
 
@@ -316,8 +260,8 @@ def test_the_export_of_a_live_run_takes_the_newest_checkpoint_if_its_own_is_dele
     ("import DIR", "--output"), ("export DIR", "arguments are required: DIR"), ("export DIR OUT --dtype int8", "int8"),
     ("import DIR --output X --dtype float16", "unrecognized arguments: --dtype float16; "),
     ("export nowhere OUT", "there is no folder nowhere to load from"),
-    (f"import {__file__} --output OUT", "test_refusals.py is a file, not a folder; give the folder around it"),
-    ("import nowhere --output OUT", "there is no folder nowhere; give one with config.json")])
+    (f"import {__file__} --output OUT", r"refusals.py/config.json can't be read \(Not a directory\); give another"),
+    ("import nowhere --output OUT", r"nowhere/config.json can't be read \(No such file or directory\); give another")])
 def test_a_mistyped_command_is_refused_in_one_sentence(transformers, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=message) as error:

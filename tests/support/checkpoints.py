@@ -1,6 +1,5 @@
 """What the tests of checkpoints share: layouts, training from and to a checkpoint, checkpoints without tensors."""
 
-import math
 from pathlib import Path
 
 import train
@@ -46,10 +45,10 @@ def train_from(config, weights, data, first, last, load=None, save_to=None):
                    [result.grad_norm for result in results], [], shards, 0.0)
 
 
-def make_saver(config, folder, keep_last=1, resumed_from=math.inf):
+def make_saver(config, folder, keep_last=1):
     """(saver, model, save); save(step, skipped_in_a_row) saves on this rank, waits, and returns the failure or None."""
     mesh, model, optimizer, _ = build(config)
-    saver = Saver(Path(folder), mesh, keep_last, resumed_from=resumed_from)
+    saver = Saver(Path(folder), mesh, keep_last)
 
     def save(step=1, skipped_in_a_row=0):
         optimizer.skipped_in_a_row = skipped_in_a_row
@@ -60,9 +59,9 @@ def make_saver(config, folder, keep_last=1, resumed_from=math.inf):
     return saver, model, save
 
 
-def save_steps(config, folder, steps=((1, 0),), keep_last=1, resumed_from=math.inf):
+def save_steps(config, folder, steps=((1, 0),), keep_last=1):
     """On this rank, save each of these (step, skipped_in_a_row); return the failures."""
-    _, _, save = make_saver(config, folder, keep_last, resumed_from)
+    _, _, save = make_saver(config, folder, keep_last)
     return [save(*step) for step in steps]
 
 
@@ -70,7 +69,7 @@ def write_empty_checkpoint(folder, step):
     """Write an intact checkpoint of this step without any tensor."""
     folder.mkdir(parents=True)
     (folder / INDEX).write_text("{}")
-    content = dict(format=FORMAT, step=step, adam_steps=step, config={},
+    content = dict(format=FORMAT, step=step, adam_steps=step, skipped_in_a_row=0, config={},
                    files={INDEX: file_digest(folder / INDEX)})
     (folder / "manifest.json").write_text(manifest_text(content))
     return folder

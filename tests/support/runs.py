@@ -30,7 +30,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import train
 from data.prepare import prepare
-from nanodomino.checkpoint.export import export
+from nanodomino.checkpoint.__main__ import export
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of
 from nanodomino.checkpoint.manifest import step_of
 from nanodomino.comm.world import LaunchInfo
