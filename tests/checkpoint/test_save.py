@@ -73,6 +73,7 @@ def save_with_a_full_disk(config, folder, full):
     (_, _, save), failures = make_saver(config, folder, keep_last=2), []
 
     def fail(path, *_, **__):
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"a part")
         raise OSError(28, "No space left on device")
 
