@@ -266,7 +266,7 @@ TABLE += [Bad(f"--load {STEP}", says, damage, f"with {what}") for what, damage, 
     ("a file elsewhere", forge(files={"../../data/meta.json": {"size": 1, "sha256": ""}}), "files beside it", ANOTHER),
     ("a later format", forge(format="nanodomino-checkpoint-9"), "has format 'nanodomino-checkpoint-9'",
      "use the version that wrote it"),
-    ("an endless number of layers", forge(config=dict(num_layers=10**9)), "1000000000", ANOTHER),
+    ("an endless number of layers", forge(config=dict(num_layers=10**9)), "at most 4096", "but is 1000000000"),
     ("settings of a later version", forge(config=dict(rotary=True)), "this version does not know (rotary)", "correct"),
     ("a missing file", remove(SHARD), "rank-00000.bin", ANOTHER), ("a flipped bit", flip(SHARD), "damaged", ANOTHER),
     ("a truncated file", cut(f"{STEP}/rank-00001.bin", -1), "rank-00001.bin", ANOTHER)]]
