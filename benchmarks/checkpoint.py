@@ -58,7 +58,7 @@ def answer(flags, launch):
     optimizer = ZeroOptimizer(model, config, mesh)
     for bucket in optimizer.buckets:                          # an update creates the moments, which are saved too
         bucket.own_grad.normal_()
-    optimizer.optimizer.step()
+    optimizer.update(0.0, 1.0, 1.0)
     optimizer.updates = 1
 
     folder = Path(from_rank_0(tempfile.mkdtemp() if launch.rank == 0 else None))

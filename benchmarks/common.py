@@ -31,6 +31,7 @@ import tempfile
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,13 +44,12 @@ from nanodomino.analysis.machine import slowest, synchronize_ranks
 from nanodomino.comm.world import LaunchInfo, find_device, read_launch_environment, start_world
 from nanodomino.config.config import Config
 from nanodomino.config.flags import Parser, add_flags
-from nanodomino.config.rules import check_needs
-from nanodomino.config.setting import flag_settings
-from nanodomino.data import Batch, EndOfText
+from nanodomino.data import Batch
 from nanodomino.errors import UserError, counted, require
 from nanodomino.mesh import Mesh, make_mesh
-from nanodomino.overlap import recompute, sequence_parallel
 from nanodomino.run.estimates import require_memory
+from nanodomino.settings.rules import check_needs
+from nanodomino.settings.setting import flag_settings
 
 GPT2 = 50304     # GPT-2's vocabulary size, 50257, rounded up as in nanoGPT
 MOST_PROCESSES = 64      # that bench.py starts itself
@@ -157,7 +157,7 @@ def describe(config: Config) -> str:
     shared = f", cp {config.cp} ({config.cp_comm_type})" if config.cp > 1 else ""
     return (f"tp {config.tp}, pp {config.pp}, dp {config.dp}{shared}{experts}, slices {config.slices}, "
             f"columns {config.columns}, ZeRO stage {config.zero_stage}, {config.schedule}{chunks}"
-            f"{sequence_parallel.in_words(config)}{recompute.in_words(config)}; "
+            f"{config.in_words}; "
             f"{counted(config.microbatches, 'microbatch')} of {config.micro_batch_size} x {config.seq_length} tokens "
             f"per replica; {config.num_layers} layers of {config.hidden_size}, {config.dtype} on {config.device}"
             f"{', compiled' if config.compile else ''}")
@@ -239,7 +239,7 @@ def join(config: Config, launch: LaunchInfo, one_core=False) -> tuple[Config, Me
         bind_to_one_core()
     start_world(launch, device)
     return (dataclasses.replace(config, device=device.type).with_device(device),
-            make_mesh(config.pp, config.dp, config.tp, device, ep=config.ep, cp=config.cp))
+            make_mesh(config.pp, config.dp, config.tp, device, **config.mesh_options))
 
 
 # ---- work
@@ -252,14 +252,13 @@ class RandomTokens:
 
     def __init__(self, config: Config, device=torch.device("cpu")):
         shape = (config.global_batch_size, config.seq_length + 1)
-        self.end_of_text, self.device, self.depths = EndOfText.of(0, config), device, config.mtp_num_layers
+        self.device, self.prepare = device, partial(config.prepare_batch, end_of_text=0)
         self.tokens = torch.randint(0, config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
 
     def batch(self, step, microbatch, dp_rank, dp, micro_batch_size, global_batch_size, shuffle=True) -> Batch:
         first = dp_rank * (global_batch_size // dp) + microbatch * micro_batch_size
         rows = self.tokens[first:first + micro_batch_size].clone()     # with its own memory, like TokenDataset's rows
-        return Batch.from_rows(rows, list(range(first, first + micro_batch_size)), None, self.end_of_text, self.device,
-                               self.depths)
+        return Batch.from_rows(rows, list(range(first, first + micro_batch_size)), None, self.device, self.prepare)
 
 
 # ---- alternatives in turn

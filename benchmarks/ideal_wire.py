@@ -35,9 +35,9 @@ from benchmarks.common import RandomTokens
 from nanodomino import pipeline
 from nanodomino.domino import Domino
 from nanodomino.errors import require
-from nanodomino.layers.router import Router
 from nanodomino.mesh import make_mesh
 from nanodomino.model import GPT
+from nanodomino.options.experts.router import Router
 from nanodomino.schedules.placement_and_messages import timetable
 from nanodomino.zero import ZeroOptimizer
 from train import forward_step
@@ -210,10 +210,11 @@ class IdealStage:
     def __init__(self, config, **clock):
         self.wire = start_ideal_world(config.world_size, **clock)
         self.config = config
-        self.mesh = make_mesh(1, config.dp, config.tp, torch.device("cpu"), ep=config.ep, cp=config.cp)
+        self.mesh = make_mesh(1, config.dp, config.tp, torch.device("cpu"), **config.mesh_options)
         tokens = RandomTokens(config)
-        self.batches = [tokens.batch(0, i, 0, config.dp, config.micro_batch_size, config.global_batch_size)
-                        .at_own_places(self.mesh) for i in range(config.microbatches)]
+        self.batches = [config.own_part(tokens.batch(0, i, 0, config.dp, config.micro_batch_size,
+                                                     config.global_batch_size), self.mesh)
+                        for i in range(config.microbatches)]
 
     def model(self, config) -> GPT:
         model = GPT(config, self.mesh)

@@ -74,7 +74,7 @@ from nanodomino.domino import Domino
 from nanodomino.errors import require
 from nanodomino.model import GPT
 from nanodomino.overlap.flight import result_of
-from nanodomino.overlap.sequence_parallel import ReplicatedResidual
+from nanodomino.overlap.slice_ops import ReplicatedResidual
 from nanodomino.zero import ZeroOptimizer
 
 FLAGS = ("tensor_model_parallel_size", "slices", "columns", "sequence_parallel", "num_layers", "hidden_size",

@@ -28,11 +28,11 @@ from nanodomino.analysis.formulas import (active_parameter_count, bytes_sent, mf
 from nanodomino.analysis.hardware import FP8_SPEEDUP, GPUS, PEAK_FLOPS, WITHOUT_FP8, Gpu
 from nanodomino.analysis.machine import Machine
 from nanodomino.config.config import Config
-from nanodomino.config.presets import DTYPES, PUBLISHED_VOCABULARIES
-from nanodomino.config.setting import flag_name
 from nanodomino.dry_run.stages import Stage, stage_memory, step_seconds
 from nanodomino.errors import counted, require
 from nanodomino.schedules.simulation import peak_microbatches
+from nanodomino.settings.presets import DTYPES, PUBLISHED_VOCABULARIES
+from nanodomino.settings.setting import flag_name
 
 GPT2_VOCABULARY = PUBLISHED_VOCABULARIES["gpt2"]
 MEMORY_TERMS = ("parameters", "gradients", "optimizer", "activations", "working", "communicators")

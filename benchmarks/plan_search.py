@@ -39,20 +39,20 @@ from nanodomino.analysis.formulas import flops_per_token, mfu, parameter_count, 
 from nanodomino.analysis.hardware import FP8_SPEEDUP
 from nanodomino.analysis.machine import Machine
 from nanodomino.config.config import Config
-from nanodomino.config.presets import PRESETS
-from nanodomino.config.rules import check_needs
-from nanodomino.config.setting import flag_name
 from nanodomino.dry_run.clock import Clock
 from nanodomino.dry_run.rank import kinds_of
 from nanodomino.dry_run.stages import (add_up, extrapolate, fullest_rank_bytes, layers_of, message_seconds, small_run,
                                        step_seconds)
 from nanodomino.errors import UserError, require
 from nanodomino.mesh import PIPELINE_THREAD_BLOCKS
-from nanodomino.overlap.recompute import GRANULARITIES
+from nanodomino.model import words_at_end
+from nanodomino.options.recompute.tape_policy import GRANULARITIES
 from nanodomino.schedules import simulation
 from nanodomino.schedules.actions import Backward
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.schedules.placement_and_messages import timetable
+from nanodomino.settings.rules import check_needs
+from nanodomino.settings.setting import flag_name
 
 RESULTS = 10
 MICRO_BATCHES = range(1, 17)
@@ -85,7 +85,7 @@ def communicator_bytes(config: Config, stage: int) -> int:
     use fewer channels, and one connection per neighbour. Trees and in-network reduction would need more memory.
     """
     replicas, ends = config.dp * config.cp, (0, config.placement.location(config.placement.last)[0])
-    tied = config.pp > 1 and config.needs_words_at_end and stage in ends and ends[1] > 0
+    tied = config.pp > 1 and words_at_end(config) and stage in ends and ends[1] > 0
     experts = 2 + (replicas > config.ep) if config.ep > 1 else 0                        # rows, counts, gradients
     rings = sum(ranks > 1 for ranks in (config.world_size, config.tp, config.cp, replicas)) + tied + experts
     neighbours = sum(stage in pair for pair in config.placement.neighbours)
@@ -367,7 +367,7 @@ class Search:
 
     def accepted_layouts(self, micro_batches):
         degrees = (self.choices(name, divisors(self.gpus)) for name in LAYOUT[:2])
-        tokens = self.config.seq_length or PRESETS[self.config.model]["seq_length"]
+        tokens = self.config.seq_length or self.config.preset["seq_length"]
         contexts = self.choices(LAYOUT[2], [1, *(size for size in divisors(self.gpus) if size > 1
                                                  and tokens // size >= LONG)])
         for values in itertools.product(*degrees, contexts, self.choices(LAYOUT[3], micro_batches)):

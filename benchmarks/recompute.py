@@ -27,7 +27,7 @@ from benchmarks.measured import processes  # noqa: F401, called by common.main
 from nanodomino.analysis.machine import slowest
 from nanodomino.dry_run.accounts import Operation
 from nanodomino.errors import require
-from nanodomino.overlap.recompute import GRANULARITIES, TapePolicy
+from nanodomino.options.recompute.tape_policy import GRANULARITIES
 
 FLAGS = tuple(name for name in CONFIG_FLAGS if name not in ("recompute_granularity", "checkpoint_in_cpu"))
 
@@ -44,8 +44,8 @@ def answer(flags, launch):
     optimizer, stage, dataset = measured.build(config, launch)
 
     def step(granularity, *_, on_action=None):
-        stage.tape_policy = TapePolicy(with_granularity(config, granularity), stage.mesh.device, config.slices,
-                                       stage.residual_norm)
+        stage.tape_policy = with_granularity(config, granularity).tape_policy(stage.mesh.device, config.slices,
+                                                                              stage.residual_norm)
         optimizer.zero_grad()
         train.run_schedule(config.timetable, 0, stage, dataset, config, stage.mesh, on_action=on_action)
 

@@ -44,8 +44,9 @@ No other rank waits for weight gradients. So backward computes them after it has
 which they help to hide.
 
 A residual + norm belongs to two sublayers: it adds the output of the previous one and normalizes the input of the next
-(overlap/residual_norm.py). Everything between h and y is the sublayer's *inside* (layers/sublayer_inside.py). This file
-only deals with norms, collectives and turns.
+(overlap/residual_norm.py). Everything between h and y is the sublayer's *inside*: LinearPair in this file. An option
+may give a sublayer another inside, and may add steps to this picture: gather h before W1, or restore h, c and a in
+backward.
 
 **What stays exposed.** When the last slice launches its last all-reduce of a chunk, the other slices have no matmuls
 left. In backward, the slice's own weight gradients hide this all-reduce. In forward, nothing hides it: on every
@@ -57,23 +58,30 @@ could hide still more. A Pair (schedules/actions.py) combines the two: pipeline.
 and the backward of another in turn, so that each hides the other's collectives, even with a single slice.
 
 With one slice this is Megatron's tensor parallelism: forward blocks, and weight gradients hide backward's all-reduces.
-With tp = ep = cp = 1 nothing is ever in flight.
+With tp = 1 nothing is ever in flight.
 """
 
+from __future__ import annotations
+
 from collections import deque
-from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from nanodomino.comm.trace import NO_TRACE
 from nanodomino.layers.dropout_and_positions import MasksAndPositions, add_residual
 from nanodomino.layers.main_grad import add_gradients
-from nanodomino.overlap.embedding_and_head import EmbeddingAndHead, HeadTape
-from nanodomino.overlap.multi_token_prediction import DepthTape, PredictionDepths
-from nanodomino.overlap.recompute import TapeEntry, TapePolicy
+from nanodomino.layers.sublayer import Sublayer
+from nanodomino.overlap.embedding_and_head import EmbeddingAndHead
+from nanodomino.overlap.flight import Flight
+from nanodomino.overlap.inside import Inside
 from nanodomino.overlap.residual_norm import ResidualNorm, bias_and_mask, residual_backward
-from nanodomino.overlap.sequence_parallel import residual_stream
 from nanodomino.overlap.slice_ops import SliceOps
+from nanodomino.overlap.slices import GradientsReady, LinearPairTape, Slice, TapeEntry
+
+if TYPE_CHECKING:
+    from nanodomino.data import Batch
+    from nanodomino.model import GPT
 
 
 def interleave(generators, trace):
@@ -100,44 +108,63 @@ def run_to_end(generator):
             return end.value
 
 
-class SublayerParts:
-    """Holds the parts of a sublayer that a slice uses, as plain attributes, because looking them up in the nn.Module
-    would take a tenth of the host's time."""
+class LinearPair(Inside):
+    """Runs the inside of attention and MLP: column-parallel matmul, core, row-parallel matmul. See overlap/inside.py.
 
-    def __init__(self, sublayer, compiled):
-        self.sublayer, self.site, self.inside = sublayer, sublayer.site, sublayer.inside(compiled)
-        self.norm_weights, self.output_bias = sublayer.norm.weights, self.inside.output_bias
+        forward     c = h W1^T + b1      a = core(c)      y = sum over ranks of a W2^T
+        backward    grad_a = grad_y W2   grad_c = core_backward(grad_a)   grad_h = sum over ranks of grad_c W1
+        later       grad W2 = grad_y^T a      grad W1 = grad_c^T h      grad b1 = sum of grad_c over the rows
+    """
 
+    def __init__(self, sublayer: Sublayer, ops: SliceOps, compiled):
+        super().__init__(sublayer, sublayer.row.bias)
+        self.ops, self.row = ops, sublayer.row.weight                                      # [h, in/t]
+        self.column, self.column_bias = sublayer.column.weight, sublayer.column.bias       # [out/t, h], [out/t]
+        self.forward_kernel, self.backward_kernel = sublayer.kernels(compiled)
 
-@dataclass(eq=False)
-class Slice:
-    """Holds the state of one slice (some samples of a microbatch) in one chunk of the stage. If the residual stream is
-    sharded (sequence_parallel.py), hidden states are this rank's rows [b, s/t, h]."""
-    index: int
-    chunk: object                                      # model.Chunk
-    batch: object                                      # data.Batch
-    hidden: torch.Tensor | None                        # [b, s, h] from the previous chunk; None in the first
-    masks_and_positions: MasksAndPositions
-    training: bool
-    tape: list[TapeEntry] = field(default_factory=list)
-    head: HeadTape | None = None
-    ahead: DepthTape | None = None                     # the next depth (multi-token prediction)
-    output: torch.Tensor | None = None                 # hidden states [b, s, h]; the last chunk: losses [b, s]
-    deferred: list | None = None                       # (site, matmuls, modules) for weight_backward()
+    def keep(self, h):
+        return h if self.ops.stream.shards > 1 else self.ops.convert_once(h, self.column)
 
+    def forward(self, slice, h: list[Flight]):
+        c = self.ops.linear(slice, self.site, h, self.column, self.column_bias)
+        activation, core = yield from self.core(slice, c)
+        tape = LinearPairTape(c, core, activation)
+        yield from self.ops.yield_if_sharded()
+        return self.ops.linear_then_reduce(slice, self.site, activation, self.row), tape
 
-class GradientsReady:
-    """Each slice calls this object with the modules whose gradients it has finished. The last slice's call passes the
-    modules to on_gradients_ready, unless that is None. Modules that a slice uses several times are passed each
-    time."""
+    def core(self, slice, c):
+        """Return (activation, what core_backward needs)."""
+        yield from ()                                          # an option's core may launch collectives and yield
+        inputs = slice.masks_and_positions.attention_inputs(self.sublayer, c)
+        activation, core = self.sublayer.core_forward(self.forward_kernel, c, inputs, slice.training)
+        if not self.sublayer.attends:                          # attention's core keeps its output in any case
+            activation = self.ops.convert_once(activation, self.row)
+        return activation, core
 
-    def __init__(self, slices: int, on_gradients_ready):
-        self.slices, self.on_gradients_ready, self.remaining = slices, on_gradients_ready, {}
+    def backward(self, slice, tape: LinearPairTape, grad_y: list[Flight], h: list[Flight]):
+        ops, column, bias = self.ops, self.column.t(), self.column_bias
+        gradient, grad_y = ops.linear(slice, self.site, grad_y, self.row.t()), ops.wait(slice, self.site, grad_y)
+        matmuls = [(self.row, grad_y, tape.activation)]
+        gradient = yield from self.core_backward(slice, gradient, tape.core, matmuls)      # of c; frees that of a
+        yield from ops.yield_if_sharded()
+        converted = ops.convert_once(gradient, column)
+        matmuls += [(self.column, converted, ops.wait(slice, self.site, h)),
+                    (bias, None if bias is None else gradient, None)]
+        return ops.linear_then_reduce(slice, self.site, converted, column), matmuls
 
-    def __call__(self, *modules):
-        self.remaining[modules] = (self.remaining.get(modules) or self.slices) - 1
-        if self.on_gradients_ready and self.remaining[modules] == 0:
-            self.on_gradients_ready(modules)
+    def core_backward(self, slice, gradient, saved, matmuls):
+        """Turn the gradient of the activation into the gradient of c. matmuls: the weight gradient of W2, which a core
+        may run and remove to hide a collective."""
+        yield from ()
+        return self.sublayer.core_backward(self.backward_kernel, gradient, saved)
+
+    def restore(self, slice, tape: LinearPairTape, h: list[Flight]):
+        """Recompute a. If c was dropped, first wait for h and recompute c."""
+        c = tape.column_output
+        if c is None:
+            c = self.ops.linear(slice, self.site, h, self.column, self.column_bias)
+        tape.column_output = None
+        tape.activation, tape.core = yield from self.core(slice, c)
 
 
 class Domino:
@@ -147,26 +174,26 @@ class Domino:
     backward or weight_backward of one microbatch, or of two microbatches in turn. run_to_end() runs one by itself.
     """
 
-    def __init__(self, model, slices=1, columns=1, compiled=None, trace=NO_TRACE):
+    def __init__(self, model: GPT, slices=1, columns=1, compiled=None, trace=NO_TRACE):
         """Cut each microbatch into `slices` slices, and each matmul with a collective into `columns` (slice_ops.py).
 
         compiled: a function such as torch.compile, which makes a function faster; None: run all functions as they are
         """
         self.model, self.mesh, self.slices, self.trace = model, model.mesh, slices, trace
-        self.ops = SliceOps(residual_stream(model.config, self.mesh), columns, trace,
-                            always_yields=self.mesh.tp > 1 or self.mesh.ep == self.mesh.cp == 1)
-        fused = compiled or (lambda function: function)
+        config, fused = model.config, compiled or (lambda function: function)
+        self.ops = SliceOps(config.residual_stream(self.mesh), columns, trace, model.statistics_of,
+                            always_yields=self.mesh.tp > 1 or not config.communicates_inside)
         self.residual_norm = ResidualNorm(model.chunks[0].sublayers[0].norm, fused)
         self.ends = EmbeddingAndHead(model, self.ops, self.residual_norm, compiled)
-        self.tape_policy = TapePolicy(model.config, self.mesh.device, slices, self.residual_norm)
-        self.sublayers = {chunk: [SublayerParts(sublayer, fused) for sublayer in chunk.sublayers]
-                          for chunk in model.chunks + model.depth_chunks}
-        self.depths = PredictionDepths(self)
+        self.tape_policy = config.tape_policy(self.mesh.device, slices, self.residual_norm)
+        self.behind_head = config.behind_head(self)
+        self.insides = {chunk: [config.inside(sublayer, self.mesh, self.ops, fused) for sublayer in chunk.sublayers]
+                        for chunk in [*model.chunks, *self.behind_head.chunks]}
 
     # ---- called by pipeline.py for each microbatch
 
-    def forward(self, batch, hidden=None, training=True, chunk=0):
-        """Run one microbatch (data.Batch) through a chunk of this stage.
+    def forward(self, batch: Batch, hidden=None, training=True, chunk=0):
+        """Run one microbatch through a chunk of this stage.
 
         hidden: hidden states [b, s, h] from the previous chunk; None for the first chunk
         training: if False, nothing is dropped and no tape is kept
@@ -181,13 +208,13 @@ class Domino:
         yield from interleave([self.staggered(slice, self.forward_slice(slice)) for slice in slices], self.trace)
         return slices[0].output if count == 1 else torch.cat([slice.output for slice in slices]), slices
 
-    def masks_and_positions(self, batch, training):
+    def masks_and_positions(self, batch: Batch, training) -> MasksAndPositions:
         """Return the object that makes dropout masks, rotary positions and attention bias for a slice."""
         return MasksAndPositions(self.model.config, self.mesh, batch.sample_ids if training else None,
                                  self.tape_policy.keeps_masks, self.ops.stream,
-                                 None if batch.in_order else batch.positions, batch.documents)
+                                 None if batch.in_order else batch.positions, batch.extras)
 
-    def backward(self, slices, gradient, on_gradients_ready=None, defer_weights=False):
+    def backward(self, slices, gradient, on_gradients_ready=None, defer_weights=False, loss_scale=1.0):
         """Turn the gradient of forward's output into the gradient of `hidden` (None for the model's first chunk).
 
         slices: the tape that forward() returned
@@ -195,9 +222,10 @@ class Domino:
             that the replicas can reduce these gradients during the rest of backward
         defer_weights: leave the weight gradients to weight_backward(), except the gradient of the head, because
             deferring it would keep the logits in memory
+        loss_scale: the scale that `gradient` contains
         """
         for slice in slices:
-            slice.deferred = [] if defer_weights else None
+            slice.deferred, slice.loss_scale = [] if defer_weights else None, loss_scale
         results, ready = [None] * len(slices), GradientsReady(len(slices), on_gradients_ready)
         gradients = gradient.tensor_split(len(slices))
         yield from interleave([self.staggered(slice, self.backward_slice(slice, gradients[slice.index], results, ready))
@@ -210,19 +238,18 @@ class Domino:
         return results[0] if len(results) == 1 else torch.cat(results)
 
     def weight_backward(self, slices, on_gradients_ready=None):
-        """Compute the weight gradients that backward() deferred. Never yields, but pipeline.run expects a generator."""
+        """Compute the weight gradients that backward() deferred."""
+        yield from ()                                          # pipeline.run expects a generator
         ready = GradientsReady(len(slices), on_gradients_ready)
         while slices[0].deferred:
             for slice in slices:
                 site, matmuls, modules = slice.deferred.pop(0)         # pop, to free the tensors after use
                 self.ops.weight_gradients(slice, site, matmuls)
                 ready(*modules)
-        return
-        yield
 
     def staggered(self, slice, generator):
         """Run the slice's generator. If the stream is sharded, let `slice.index` turns pass first, so that each slice
-        starts one turn after the previous slice (sequence_parallel.py says why)."""
+        starts one turn after the previous slice: then the gather of one is hidden by the other's matmul."""
         for _ in range(slice.index):
             yield from self.ops.yield_if_sharded()
         yield from generator
@@ -230,45 +257,45 @@ class Domino:
     # ---- forward
 
     def forward_slice(self, slice: Slice):
-        """Run one slice through its chunk. x is the residual stream; y is the output of the sublayer `previous`, which
+        """Run one slice through its chunk. x is the residual stream; y is the output of the inside `previous`, which
         the next residual + norm adds to x."""
         x, y, previous = slice.hidden, None, None
         slice.hidden = None                                    # so that only the tape keeps this tensor
         if slice.chunk.pre_process:
             x = yield from self.ends.embed(slice)
-        for parts in self.sublayers[slice.chunk]:
-            x, y = yield from self.forward_sublayer(slice, parts, x, y, previous)
-            previous = parts
+        for inside in self.insides[slice.chunk]:
+            x, y = yield from self.forward_sublayer(slice, inside, x, y, previous)
+            previous = inside
         if slice.chunk.post_process:
             slice.output, slice.head = yield from self.ends.head(slice, x, y, previous)
-            yield from self.depths.forward(slice)
+            yield from self.behind_head.forward(slice)
         else:
             slice.output = add_residual(x, y, *bias_and_mask(slice, previous, y))
         if not slice.training:
             slice.head = None
 
-    def forward_sublayer(self, slice, parts, x, y, previous):
+    def forward_sublayer(self, slice: Slice, inside: Inside, x, y, previous: Inside | None):
         """Turn x, y of the previous sublayer into x, y of this sublayer: residual + norm, gather, inside, reduce."""
-        h, norm = self.residual_norm.forward(slice, x, y, previous, parts.norm_weights)
-        h = parts.inside.keep(self.ops, h)
-        flights = self.ops.gather(slice, parts.site, h)
+        h, norm = self.residual_norm.forward(slice, x, y, previous, inside.norm_weights)
+        h = inside.keep(h)
+        flights = self.ops.gather(slice, inside.site, h)
         yield from self.ops.yield_if_in_flight(flights)
-        flights, inside = yield from parts.inside.forward(self.ops, slice, flights)
+        flights, inside_tape = yield from inside.forward(slice, flights)
         if slice.training:
-            slice.tape.append(self.tape_policy.keep(TapeEntry(parts, norm, h, inside)))
-        del h, inside                                          # free both now, unless the tape keeps them
-        return norm.x, (yield from self.ops.yield_then_wait(slice, parts.site, flights))
+            slice.tape.append(self.tape_policy.keep(TapeEntry(inside, norm, h, inside_tape)))
+        del h, inside_tape                                     # free both now, unless the tape keeps them
+        return norm.x, (yield from self.ops.yield_then_wait(slice, inside.site, flights))
 
     # ---- backward
 
     def backward_slice(self, slice: Slice, gradient, results, ready):
         """Walk the tape in reverse and free each entry after use. Put the gradient of `hidden` into `results`."""
         if slice.chunk.post_process:
-            grad_x = yield from self.depths.backward(slice, ready)
+            grad_x = yield from self.behind_head.backward(slice, ready)
             grad_x, grad_y = yield from self.backward_head(slice, grad_x, gradient, ready)
         else:
             self.start_restore(slice)
-            bias, mask = bias_and_mask(slice, self.sublayers[slice.chunk][-1], gradient)
+            bias, mask = bias_and_mask(slice, self.insides[slice.chunk][-1], gradient)
             grad_x, grad_y, grad_bias = residual_backward(gradient, mask, bias is not None)
             add_gradients([bias], [grad_bias])
             yield from self.ops.yield_if_in_flight(slice.tape[-1].h_flights)
@@ -280,29 +307,29 @@ class Domino:
             ready(self.model.embedding)
         results[slice.index] = grad_x
 
-    def backward_sublayer(self, slice, entry, grad_x, grad_y, ready):
+    def backward_sublayer(self, slice, entry: TapeEntry, grad_x, grad_y, ready):
         """Turn the gradients of this sublayer's x' and y into the gradients of the previous sublayer's x and y.
 
         y is a sum over the ranks, so each rank's addend has the gradient grad_y, without an all-reduce. Every rank used
         h for its own features, so grad_h is the sum of all ranks' gradients of h.
         """
-        parts, norm, flights = entry.parts, entry.norm, self.ops.gather(slice, entry.parts.site, grad_y)
+        inside, norm, flights = entry.inside, entry.norm, self.ops.gather(slice, entry.inside.site, grad_y)
         yield from self.ops.yield_if_in_flight(flights)
-        flights, matmuls = yield from parts.inside.backward(self.ops, slice, entry.inside, flights, entry.h_flights)
+        flights, matmuls = yield from inside.backward(slice, entry.inside_tape, flights, entry.h_flights)
         del entry                                              # free what the weight gradients do not need
         overlapped, deferred = (matmuls, []) if slice.deferred is None else ([], matmuls)
-        grad_h = yield from self.wait_for_sum(slice, parts.site, flights, overlapped)
+        grad_h = yield from self.wait_for_sum(slice, inside.site, flights, overlapped)
         grad_x, grad_y = self.residual_norm.backward(slice, norm, grad_x, grad_h)
         if deferred:
-            slice.deferred.append((parts.site, deferred, (parts.sublayer,)))
+            slice.deferred.append((inside.site, deferred, (inside.sublayer,)))
         else:
-            ready(parts.sublayer)
+            ready(inside.sublayer)
         return grad_x, grad_y
 
     def backward_head(self, slice, grad_x, gradient, ready):
         """Turn the gradient of the losses [b, s] into the gradients of the last sublayer's x and y.
 
-        grad_x: the gradient of x' from the next depth of multi-token prediction, or None
+        grad_x: the gradient of x' from what an option runs behind the head, or None
         """
         model, (vocabulary,) = self.model, self.model.head
         flights, matmuls = self.ends.head_backward(slice, slice.head, gradient)
@@ -314,7 +341,7 @@ class Domino:
 
     def wait_for_sum(self, slice, site, flights, weight_gradients):
         """Wait for `flights` and return their tensor. In the meantime, run what does not need this tensor: weight
-        gradients, the other slices, and the recomputation of the previous sublayer."""
+        gradients, the other slices, and what restores the previous sublayer."""
         if len(weight_gradients) > 1:   # with one hardware queue, the gather below blocks matmuls until the reduce ends
             self.ops.weight_gradients(slice, site, [weight_gradients.pop(0)])
         self.start_restore(slice)
@@ -324,15 +351,14 @@ class Domino:
         return self.ops.wait(slice, site, flights)
 
     def start_restore(self, slice):
-        """Start to restore h [b, s, h] of the last tape entry, because backward needs this entry next. Depending on the
-        options, fetch x from the host, recompute the norm, and gather the other ranks' rows."""
+        """Start to restore h [b, s, h] of the last tape entry, because backward needs this entry next: get h as the
+        tape policy kept it, and gather the other ranks' rows."""
         if slice.tape:
             entry, h = slice.tape[-1], self.tape_policy.bring_back_h(slice.tape)
-            h = entry.parts.inside.keep(self.ops, h)
-            entry.h_flights, entry.h = self.ops.gather(slice, entry.parts.site, h), None
+            entry.h_flights, entry.h = self.ops.gather(slice, entry.inside.site, entry.inside.keep(h)), None
 
     def finish_restore(self, slice):
         """Recompute the tensors that forward dropped from the inside of the last tape entry."""
-        if slice.tape and self.tape_policy.recomputes:
+        if slice.tape and self.tape_policy.restores:
             entry = slice.tape[-1]
-            yield from entry.parts.inside.restore(self.ops, slice, entry.inside, entry.h_flights)
+            yield from entry.inside.restore(slice, entry.inside_tape, entry.h_flights)

@@ -1,17 +1,15 @@
-"""The grid of ranks: rank <-> (pp_rank, dp_rank, cp_rank, tp_rank), with a process group for each axis.
+"""The grid of ranks: rank <-> (pp_rank, dp_rank, tp_rank), with a process group for each axis.
 
 The world is all processes of a run; a rank is the number of a process in it. Each axis of the grid splits the work in
 its own way:
 
     tp    tensor parallel      each matrix is cut over tp ranks
-    dp    data parallel        each of dp replicas holds the whole model (see ep) and trains on its own samples
+    dp    data parallel        each of dp replicas holds the whole model and trains on its own samples
     pp    pipeline parallel    each of pp stages holds some of the layers
-    cp    context parallel     cp neighbours share each sample: they hold the same weights and different tokens
-    ep    expert parallel      ep neighbours share the experts of a layer; each holds 1/ep of them
 
-Ranks are numbered with tp fastest, then cp, dp and pp (Megatron-LM's pipeline paper, 2104.04473, section 3):
+Ranks are numbered with tp fastest, then dp and pp (Megatron-LM's pipeline paper, 2104.04473, section 3):
 
-    rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank                  in the picture, cp is 1
+    rank = (pp_rank * dp + dp_rank) * tp + tp_rank
 
                      dp 0        dp 1            tp_group: the ranks in one bracket. They all-reduce four times per
       stage 0       [0  1]      [2  3]           layer and microbatch, so they should share the fastest link.
@@ -20,8 +18,9 @@ Ranks are numbered with tp fastest, then cp, dp and pp (Megatron-LM's pipeline p
                                                  pp_group: 0 and 4, 1 and 5, ... pass activations to the next stage
                                                  and gradients to the previous one.
 
-The ranks that share a sample hold the same weights, so they belong to one dp_group: it has dp x cp ranks. `dp` and
-`dp_rank` count replicas, each of which reads its own samples; axis("dp") counts the ranks of the dp_group.
+Options may add *inner axes* between dp and tp, whose ranks share the samples of a replica. Such ranks hold the same
+weights, so they belong to one dp_group: axis("dp") counts its ranks, `dp` and `dp_rank` count replicas. Options may
+also add groups, which are made of the ranks of these axes.
 
 A collective over the wrong axis raises no error: it just sums the wrong tensors. So only this file builds the grid, and
 everything else receives it as a `Mesh`.
@@ -29,12 +28,13 @@ everything else receives it as a `Mesh`.
 A single process is a world of size 1. It runs the same code, with groups of one member.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from nanodomino.comm.world import TIMEOUT, collective_timeout
+from nanodomino.comm.world import TIMEOUT, collective_timeout, nccl_options
 from nanodomino.errors import UserError, counted
 
 # The channels of NCCL for messages between stages, a thread block each; NVLink has up to 32. NCCL occupies the thread
@@ -44,46 +44,43 @@ PIPELINE_THREAD_BLOCKS = 16
 
 @dataclass(frozen=True)
 class Mesh:
-    """This process's coordinates, device and process groups. make_mesh() builds it."""
-    pp: int
-    dp: int
-    tp: int
-    pp_rank: int
-    dp_rank: int
-    tp_rank: int
+    """This process's place in the grid, with its device and process groups. make_mesh() builds it."""
+    rank: int
+    sizes: dict[str, int]                         # the axes, slowest first: pp, dp, inner axes, tp
+    coordinates: dict[str, int]                   # this process's index on each axis
+    rows: dict[str, list[int]]                    # the ranks of each of this process's groups
     device: torch.device
-    tp_group: dist.ProcessGroup                   # all groups are None in a meta_mesh()
-    dp_group: dist.ProcessGroup
-    pp_group: dist.ProcessGroup                   # the stages of one replica, first to last
-    embedding_group: dist.ProcessGroup | None     # first and last stage, which each hold a copy of a tied
-                                                  # embedding; never used on middle stages; None if pp = 1
-    ep: int = 1
-    ep_group: dist.ProcessGroup | None = None     # ep ranks, each with different experts; None if ep = 1
-    ep_counts_group: dist.ProcessGroup | None = None    # the same ranks; counts need not queue behind rows
-    expert_dp_group: dist.ProcessGroup = None     # the ranks of the dp_group that hold the same experts
-    cp: int = 1
-    cp_rank: int = 0
-    cp_group: dist.ProcessGroup | None = None     # cp ranks that share the same samples; None if cp = 1
+    groups: dict[str, dist.ProcessGroup]          # empty in a meta_mesh()
+
+    pp, pp_rank = property(lambda self: self.sizes["pp"]), property(lambda self: self.coordinates["pp"])
+    dp, dp_rank = property(lambda self: self.sizes["dp"]), property(lambda self: self.coordinates["dp"])
+    tp, tp_rank = property(lambda self: self.sizes["tp"]), property(lambda self: self.coordinates["tp"])
+    tp_group = property(lambda self: self.groups.get("tp"))
+    dp_group = property(lambda self: self.groups.get("dp"))
+    pp_group = property(lambda self: self.groups.get("pp"))       # the stages of one replica, first to last
 
     def axis(self, name: str) -> tuple[int, int]:
-        """Return (number of ranks, this rank's index) in the group `name`: tp, cp, dp, pp, ep, expert_dp, embedding."""
-        dp, dp_rank = self.dp * self.cp, self.dp_rank * self.cp + self.cp_rank
-        return {"tp": (self.tp, self.tp_rank), "cp": (self.cp, self.cp_rank), "dp": (dp, dp_rank),
-                "pp": (self.pp, self.pp_rank), "ep": (self.ep, dp_rank % self.ep),
-                "expert_dp": (dp // self.ep, dp_rank // self.ep),
-                "embedding": (min(self.pp, 2), 0 if self.is_first_stage else 1)}[name]
+        """Return (number of ranks, this rank's index) in the group `name`; (1, 0) if the mesh has no such group.
+
+        Names are tp, dp, pp, embedding (the first and the last stage) and those of the options' groups.
+        """
+        row = self.rows.get(name, [self.rank])
+        return len(row), row.index(self.rank)
 
     def group(self, name: str) -> dist.ProcessGroup:
-        """Return the group of one of axis()'s names."""
-        return getattr(self, f"{name}_group")
+        """Return the process group of one of axis()'s names."""
+        return self.groups[name]
 
-    def rank_of(self, pp_rank: int, dp_rank: int, tp_rank: int, cp_rank: int = 0) -> int:
-        """Return the world rank of the process at these coordinates."""
-        return ((pp_rank * self.dp + dp_rank) * self.cp + cp_rank) * self.tp + tp_rank
+    def rank_of(self, **moved: int) -> int:
+        """Return the world rank of the process at this process's coordinates, except for those that are given."""
+        rank = 0
+        for axis, size in self.sizes.items():
+            rank = rank * size + moved.get(axis, self.coordinates[axis])
+        return rank
 
     def stage_rank(self, pp_rank: int) -> int:
-        """Return the world rank of stage pp_rank in this process's own pipeline (same other coordinates)."""
-        return self.rank_of(pp_rank, self.dp_rank, self.tp_rank, self.cp_rank)
+        """Return the world rank of stage pp_rank in this process's own pipeline."""
+        return self.rank_of(pp=pp_rank)
 
     @property
     def is_first_stage(self) -> bool:
@@ -92,84 +89,89 @@ class Mesh:
 
     def picture(self, stages: list[str]) -> str:
         """Return the grid as text. stages[i]: what stage i holds, for example "layers 0 to 3"."""
-        width = len(str(self.pp * self.dp * self.cp * self.tp - 1))
-        shared, columns = ("", "column") if self.cp == 1 else (f" x {self.cp} cp", f"{self.cp} columns")
-        lines = [f"rank grid: {self.pp} pp x {self.dp} dp{shared} x {self.tp} tp; each bracket is a tensor-parallel "
-                 f"group, every {columns} of brackets a replica"]
-        for stage in range(self.pp):
-            brackets = ("[" + " ".join(f"{self.rank_of(stage, d, t, c):{width}d}" for t in range(self.tp)) + "]"
-                        for d in range(self.dp) for c in range(self.cp))
-            lines.append(f"  stage {stage}   {'  '.join(brackets)}   {stages[stage]}")
+        (_, pp), *others, (_, tp) = self.sizes.items()
+        width, brackets = len(str(math.prod(self.sizes.values()) - 1)), math.prod(size for _, size in others)
+        columns = "column" if brackets == self.dp else f"{brackets // self.dp} columns"
+        lines = [f"rank grid: {' x '.join(f'{size} {axis}' for axis, size in self.sizes.items())}; each bracket is a "
+                 f"tensor-parallel group, every {columns} of brackets a replica"]
+        for stage in range(pp):
+            first = range(stage * brackets * tp, (stage + 1) * brackets * tp, tp)          # ranks of each bracket
+            row = ("[" + " ".join(f"{rank:{width}d}" for rank in range(start, start + tp)) + "]" for start in first)
+            lines.append(f"  stage {stage}   {'  '.join(row)}   {stages[stage]}")
         return "\n".join(lines)
 
 
-def make_mesh(pp: int, dp: int, tp: int, device: torch.device, timeout: int = TIMEOUT, ep: int = 1,
-              cp: int = 1) -> Mesh:
-    """Arrange the world as a pp x dp x cp x tp grid. Every rank must call this with the same sizes. ep must divide
-    dp x cp.
+def no_more_groups(rows):
+    """Return the groups that options add to the mesh: without options none."""
+    return {}
+
+
+def group_rows(sizes: dict[str, int], more_groups) -> dict[str, list[list[int]]]:
+    """Return, for each group's name, lists of ranks, one for each row. Each rank of the world is in exactly one row."""
+    grid = torch.arange(math.prod(sizes.values())).view(*sizes.values())
+    axes = list(sizes)
+
+    def along(*names):
+        """Return the rows of ranks that differ only in their coordinates on these axes."""
+        others = [axis for axis in axes if axis not in names]
+        return grid.permute([axes.index(axis) for axis in (*others, *names)]).reshape(
+            -1, math.prod(sizes[name] for name in names)).tolist()
+
+    pipelines = along("pp")
+    rows = {"tp": along("tp"), "dp": along(*axes[1:-1]), "pp": pipelines}
+    rows |= {axis: along(axis) for axis in axes[2:-1]}
+    if sizes["pp"] > 1:              # the middle stages take part because NCCL's split needs every rank
+        rows["embedding"] = [[row[0], row[-1]] for row in pipelines] + [row[1:-1] for row in pipelines if row[1:-1]]
+    return rows | more_groups(rows)
+
+
+def lay_out(rank: int, sizes: dict[str, int], device, more_groups) -> tuple[Mesh, dict]:
+    """Return the Mesh of a rank, without process groups, and the rows of all groups."""
+    rows = group_rows(sizes, more_groups)
+    rest, coordinates = rank, {}
+    for axis, size in reversed(sizes.items()):
+        rest, coordinates[axis] = divmod(rest, size)
+    own = {name: next(row for row in of_name if rank in row) for name, of_name in rows.items()}
+    return Mesh(rank, sizes, coordinates, own, device, {}), rows
+
+
+def make_mesh(pp: int, dp: int, tp: int, device: torch.device, timeout: int = TIMEOUT, inner_axes=None,
+              more_groups=no_more_groups) -> Mesh:
+    """Arrange the world as a grid and create its process groups. Every rank must call this with the same arguments.
 
     timeout: seconds that a collective may take; new groups do not inherit the world's timeout.
-    Raises UserError if pp x dp x cp x tp is not the world size.
+    inner_axes: {name: size} of the axes that options add.
+    more_groups: rows of the axes' groups -> {name: rows} of the groups that options add; each rank is in one row.
+    Raises UserError if the product of all sizes is not the world size.
     """
-    world_size, needed = dist.get_world_size(), pp * dp * cp * tp
+    sizes, world_size = {"pp": pp, "dp": dp, **(inner_axes or {}), "tp": tp}, dist.get_world_size()
+    needed = math.prod(sizes.values())
     if needed != world_size:
-        raise UserError(f"world size {world_size} must equal pp x dp x cp x tp = {pp} x {dp} x {cp} x {tp} = {needed}; "
-                        f"start {counted(needed, 'process')}, or choose other sizes")
-    grid = torch.arange(world_size).view(pp, dp, cp, tp)           # grid[pp_rank, dp_rank, cp_rank, tp_rank] = rank
-
-    def new_group(rows: list[list[int]], **nccl) -> dist.ProcessGroup:
-        """Create the process group of the row that holds this rank. Each rank of the world is in exactly one of `rows`.
-
-        NCCL splits a communicator in one collective call, in which each rank names its row. So an axis costs one
-        split, however many rows it has. If every row has a single rank, the group uses gloo: no split, no GPU memory.
-        """
-        row = next(row for row in rows if dist.get_rank() in row)
+        raise UserError(f"world size {world_size} must equal {' x '.join(sizes)} = "
+                        f"{' x '.join(map(str, sizes.values()))} = {needed}; start {counted(needed, 'process')}, or "
+                        "choose other sizes")
+    mesh, rows = lay_out(dist.get_rank(), sizes, device, more_groups)
+    for name, of_name in rows.items():
+        # NCCL splits a communicator in one collective call, in which each rank names its row. So a group's name costs
+        # one split, however many rows it has. If every row has a single rank, the group uses gloo: no split, no memory.
         options = {}
         if device.type == "cuda":
-            options = nccl_options(**nccl) if max(map(len, rows)) > 1 else dict(backend="gloo")
-        return dist.new_group(row, timeout=collective_timeout(timeout, device), use_local_synchronization=True,
-                              **options)
-
-    pipelines = grid.reshape(pp, -1).t()                                       # a row: the ranks of one pipeline
-    pp_rank, dp_rank, cp_rank, tp_rank = (grid == dist.get_rank()).nonzero()[0].tolist()
-    tp_group = new_group(grid.reshape(-1, tp).tolist())
-    dp_group = expert_dp_group = new_group(grid.flatten(1, 2).transpose(1, 2).reshape(-1, dp * cp).tolist())
-    cp_group = new_group(grid.transpose(2, 3).reshape(-1, cp).tolist()) if cp > 1 else None
-    ep_group = ep_counts_group = None
-    if ep > 1:
-        experts = grid.view(pp, -1, ep, tp)
-        ep_group, ep_counts_group = (new_group(experts.transpose(2, 3).reshape(-1, ep).tolist()) for _ in range(2))
-        expert_dp_group = new_group(experts.permute(0, 2, 3, 1).reshape(-1, dp * cp // ep).tolist())
-    return Mesh(pp, dp, tp, pp_rank, dp_rank, tp_rank, device, tp_group, dp_group,
-                pp_group=new_group(pipelines.tolist(), thread_blocks=PIPELINE_THREAD_BLOCKS),
-                # the middle stages take part because NCCL's split needs every rank
-                embedding_group=new_group([*pipelines[:, [0, -1]].tolist(), *pipelines[:, 1:-1].tolist()])
-                if pp > 1 else None,
-                ep=ep, ep_group=ep_group, ep_counts_group=ep_counts_group, expert_dp_group=expert_dp_group,
-                cp=cp, cp_rank=cp_rank, cp_group=cp_group)
+            options = nccl_options(thread_blocks=PIPELINE_THREAD_BLOCKS if name == "pp" else None) if max(
+                map(len, of_name)) > 1 else dict(backend="gloo")
+        mesh.groups[name] = dist.new_group(mesh.rows[name], timeout=collective_timeout(timeout, device),
+                                           use_local_synchronization=True, **options)
+    return mesh
 
 
-def nccl_options(thread_blocks=None) -> dict:
-    """Return new_group's arguments for an NCCL group.
-
-    The group gets a high-priority CUDA stream. Otherwise its operations could wait for matmuls launched after them.
-    Megatron-LM sets CUDA_DEVICE_MAX_CONNECTIONS=1 instead: with one hardware queue, kernels start in the order of their
-    launches. But then a matmul waits for all collectives launched before it to start, and of two collectives in a row,
-    the second starts only when the first has ended.
-
-    thread_blocks: the most thread blocks that an operation may use. Kernels that run at the same time get the rest.
-    """
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    if thread_blocks:
-        options.config.max_ctas = thread_blocks
-    return dict(backend="nccl", pg_options=options)
-
-
-def meta_mesh(pp: int, dp: int, tp: int, pp_rank=0, dp_rank=0, tp_rank=0, ep=1, cp=1, cp_rank=0) -> Mesh:
+def meta_mesh(pp: int, dp: int, tp: int, pp_rank=0, dp_rank=0, tp_rank=0, inner_axes=None, more_groups=no_more_groups,
+              **inner_ranks: int) -> Mesh:
     """Return the mesh of the rank with these coordinates, without processes or groups.
 
+    inner_axes, more_groups: see make_mesh(). inner_ranks: the coordinates on the inner axes, 0 if not given.
     Its device is torch's `meta`, where tensors have shapes but no memory. The estimates of memory and traffic build a
     model on it to get the shapes of that rank's parameters.
     """
-    return Mesh(pp, dp, tp, pp_rank, dp_rank, tp_rank, torch.device("meta"), None, None, None, None, ep,
-                cp=cp, cp_rank=cp_rank)
+    sizes = {"pp": pp, "dp": dp, **(inner_axes or {}), "tp": tp}
+    first, _ = lay_out(0, sizes, torch.device("meta"), more_groups)
+    rank = first.rank_of(pp=pp_rank, dp=dp_rank, tp=tp_rank, **inner_ranks)
+    return lay_out(rank, sizes, torch.device("meta"), more_groups)[0]

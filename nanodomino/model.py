@@ -21,12 +21,12 @@ This file calls the sublayers one after another, with blocking all-reduces and p
 of the model. domino.py runs the same sublayers in another order, and tests compare it with this definition.
 
 Model families differ in norm, positions, activation, biases, and in whether the head is tied to the word embedding.
-This file handles learned positions and the tied head. The files in layers/ implement the other choices.
+This file handles learned positions and the tied head. The files in layers/ implement the other choices. Options may
+replace a layer's MLP, or add modules behind the head (config/seams.py).
 
 Sources: GPT-2; GPT-3 (2005.14165); Megatron-LM (1909.08053, section 3); Llama (2302.13971).
 """
 
-import dataclasses
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -35,28 +35,25 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanodomino.layers.attention import Attention
-from nanodomino.layers.context_parallel import ContextParallelAttention
 from nanodomino.layers.cross_entropy import vocab_parallel_cross_entropy
 from nanodomino.layers.dropout_and_positions import MasksAndPositions, drop, seeded_generator
 from nanodomino.layers.main_grad import add_gradients, wide_dtype
-from nanodomino.layers.mlp import MLP
-from nanodomino.layers.moe import MoE
-from nanodomino.layers.multi_token_prediction import prediction_depths
 from nanodomino.layers.norms import Norm
 from nanodomino.layers.sublayer import Sublayer
 from nanodomino.mesh import Mesh, meta_mesh
 from nanodomino.optim.parameters import local_shard, parameter
 from nanodomino.parallel import VocabParallelEmbedding, copy_to_tensor_parallel, gather_logits
+from nanodomino.schedules.placement_and_messages import stage_layers
 
 
 class Layer(nn.Module):
     """The two sublayers of a transformer layer: attention, then MLP."""
 
-    def __init__(self, config, mesh: Mesh, number: int, site: str):
+    def __init__(self, config, mesh: Mesh, number: int):
         super().__init__()
-        self.number = number
-        self.attention = (Attention if mesh.cp == 1 else ContextParallelAttention)(config, mesh, f"{site}.attention")
-        self.mlp = (MoE if config.has_experts(number) else MLP)(config, mesh, f"{site}.mlp")
+        site = config.layer_site(number)
+        self.attention = Attention(config, mesh, f"{site}.attention")
+        self.mlp = config.mlp_class(number)(config, mesh, f"{site}.mlp")
 
     def forward(self, x, masks_and_positions):
         return self.mlp(self.attention(x, masks_and_positions), masks_and_positions)
@@ -66,21 +63,20 @@ class Embedding(nn.Module):
     """The word embedding, sharded by vocabulary, and the position embedding, of which every tp rank holds a copy.
 
     The position embedding is None if the model has no learned positions. It is also None without pre_process: then this
-    stage uses the word embedding only as the tied head, or to look up the labels for multi-token prediction.
+    stage uses the word embedding only as the tied head, or behind the head.
     """
 
     def __init__(self, config, mesh: Mesh, pre_process: bool, post_process: bool):
         super().__init__()
         # used at both ends: by one stage, or by the first and the last stage, which then each hold a copy
-        copied = config.needs_words_at_end and not (pre_process and post_process)
-        self.word_embeddings = VocabParallelEmbedding(
-            config, mesh, uses=pre_process + post_process * (config.mtp_num_layers + config.tied * config.head_uses),
-            addends=("embedding",) if copied else ())
+        copied = words_at_end(config) and not (pre_process and post_process)
+        self.word_embeddings = VocabParallelEmbedding(config, mesh, addends=("embedding",) if copied else ())
         self.position_embeddings = None
         if pre_process and config.position_embedding_type == "learned_absolute":
             self.position_embeddings = nn.Module()
             self.position_embeddings.weight = parameter(
-                (config.max_position_embeddings, config.hidden_size), config, mesh, std=config.init_method_std)
+                (config.max_position_embeddings, config.hidden_size), config, mesh, std=config.init_method_std,
+                update="decay")
 
     def add_positions(self, words, positions, mask):
         """Add the learned embeddings of positions [b, s] to words [b, s, h], then apply dropout.
@@ -103,6 +99,11 @@ class Embedding(nn.Module):
                 gradient.to(wide_dtype(gradient)), positions, len(weight), -1, False)])
 
 
+def words_at_end(config) -> bool:
+    """Return whether the last stage uses the word embedding: as its head, or behind the head."""
+    return config.tied or config.looks_up_words_behind_head
+
+
 @dataclass(frozen=True, eq=False)
 class Chunk:
     """Consecutive layers of a stage.
@@ -121,22 +122,6 @@ class Chunk:
         return [sublayer for layer in self.layers for sublayer in (layer.attention, layer.mlp)]
 
 
-def stage_layers(num_layers: int, stage: int, stages: int, depths=0) -> range:
-    """Return the indices of the layers that a stage holds. If the layers cannot be split equally, each of the
-    first stages holds one layer more.
-
-    For example, 10 layers on 4 stages are split into 3, 3, 2 and 2, so stage 1 holds layers 3, 4 and 5.
-    depths: the number of depths of multi-token prediction. The last stage holds them all, so it has fewer layers, but
-        at least one.
-    """
-    if depths and stages > 1:
-        first = num_layers - max((num_layers + depths) // stages - depths, 1)          # of the last stage
-        return stage_layers(first, stage, stages - 1) if stage < stages - 1 else range(first, num_layers)
-    each, extra = divmod(num_layers, stages)
-    first = stage * each + min(stage, extra)
-    return range(first, first + each + (stage < extra))
-
-
 class GPT(nn.Module):
     """One pipeline stage of a GPT; the whole model if pp = 1.
 
@@ -152,32 +137,40 @@ class GPT(nn.Module):
     def __init__(self, config, mesh: Mesh, parallel_output=True, initialize=True):
         super().__init__()
         self.config, self.mesh, self.parallel_output = config, mesh, parallel_output
-        placement, tied = config.placement, config.tied
+        placement, tied, behind_head = config.placement, config.tied, config.layers_behind_head
         virtual_stages = [placement.virtual_stage(mesh.pp_rank, chunk) for chunk in range(placement.chunks)]
         self.pre_process, self.post_process = 0 in virtual_stages, placement.last in virtual_stages
-        if self.pre_process or (self.post_process and config.needs_words_at_end):
+        if self.pre_process or (self.post_process and words_at_end(config)):
             self.embedding = Embedding(config, mesh, self.pre_process, self.post_process)
-        depths = config.mtp_num_layers
-        numbers = [stage_layers(config.num_layers, stage, placement.last + 1, depths) for stage in virtual_stages]
-        self.layers = nn.ModuleDict({str(i): Layer(config, mesh, i, f"layers.{i}")
+        numbers = [stage_layers(config.num_layers, stage, placement.last + 1, behind_head) for stage in virtual_stages]
+        self.layers = nn.ModuleDict({str(i): Layer(config, mesh, i)
                                      for i in sorted(i for chunk in numbers for i in chunk)})
         self.chunks = [Chunk([self.layers[str(i)] for i in chunk], stage == 0, stage == placement.last)
                        for chunk, stage in zip(numbers, virtual_stages)]
-        self.mtp = prediction_depths(config, mesh, Layer) if self.post_process else nn.ModuleList()
-        self.depth_chunks = [Chunk([depth.layer], False, True) for depth in self.mtp]
         if self.post_process:
-            self.final_norm = Norm(config, mesh, config.hidden_size, uses=config.head_uses)
+            for name, module in config.modules_behind_head(mesh, Layer).items():
+                self.add_module(name, module)
+            self.final_norm = Norm(config, mesh, config.hidden_size)
             if not tied:
-                self.output_layer = VocabParallelEmbedding(config, mesh, uses=config.head_uses)
+                self.output_layer = VocabParallelEmbedding(config, mesh)
             # the list hides the module from torch, which would register a tied matrix under a second name
             self.head = [self.embedding.word_embeddings if tied else self.output_layer]
-        # a row for each layer of the whole model, then for each depth; MLPs and depths add numbers, zero.py sums them
-        self.statistics = torch.zeros(config.num_layers + depths, config.statistics_per_layer, dtype=torch.float64,
-                                      device=mesh.device)
-        for layer in (layer for chunk in self.chunks + self.depth_chunks for layer in chunk.layers):
-            layer.mlp.statistics = self.statistics[layer.number]
+        # what sublayers count, in one tensor for the whole model: zero.py sums it over the world
+        sizes = config.statistics
+        self.statistics = torch.zeros(sum(sizes.values()), dtype=torch.float64, device=mesh.device)
+        self.statistics_of = dict(zip(sizes, self.statistics.split(list(sizes.values()))))
         if initialize and mesh.device.type != "meta":
             self.initialize()
+
+    @property
+    def reported_modules(self) -> list[nn.Module]:
+        """Return the modules whose gradients backward reports as complete in each microbatch, once for each report. A
+        module that is used at several places, such as a tied matrix, is in the list several times."""
+        modules = [sublayer for chunk in self.chunks for sublayer in chunk.sublayers]
+        modules += [self.embedding] if self.pre_process else []
+        if self.post_process:
+            modules += [self.final_norm, *self.head, *self.config.reported_behind_head(self)]
+        return modules
 
     @torch.no_grad()
     def initialize(self):
@@ -193,19 +186,19 @@ class GPT(nn.Module):
                 0.0, weight.spec.std, generator=seeded_generator("cpu", self.config.seed, name))
             weight.copy_(local_shard(whole, weight))
 
-    def forward(self, tokens, positions, labels=None, hidden=None, sample_ids=None, chunk=0, documents=None):
+    def forward(self, tokens, positions, labels=None, hidden=None, sample_ids=None, chunk=0, extras=None):
         """Run one chunk of the plain model, with blocking communication.
 
         tokens, positions, labels: [b, s]
         hidden: [b, s, h] from the previous chunk; None for the first chunk
         sample_ids: b numbers that seed the dropout masks; None turns dropout off
-        documents: [b, s], the number of each token's document, in the host's memory; None: one document per sample
+        extras: what options have added to the batch; see data.Batch
 
         Returns hidden states [b, s, h]. The last chunk returns the loss of each token [b, s]. Without labels, it
         returns logits: with parallel_output those of this rank's words [b, s, num_words], otherwise all [b, s, v].
         """
         masks_and_positions = MasksAndPositions(self.config, self.mesh, sample_ids, positions=positions,
-                                                documents=documents)
+                                                extras=extras)
         x, chunk = hidden, self.chunks[chunk]
         if chunk.pre_process:
             words = self.embedding.word_embeddings(tokens)
@@ -229,10 +222,9 @@ class GPT(nn.Module):
 @lru_cache(maxsize=1024)
 def meta_stage(config, pp_rank=0, tp_rank=0) -> GPT:
     """Return the stage that the rank with these coordinates holds, with shapes but without values."""
-    return GPT(config, meta_mesh(config.pp, config.dp, config.tp, pp_rank, tp_rank=tp_rank, ep=config.ep, cp=config.cp))
+    return GPT(config, meta_mesh(config.pp, config.dp, config.tp, pp_rank, tp_rank=tp_rank, **config.mesh_options))
 
 
 def meta_model(config) -> GPT:
     """Return the whole model as one process holds it, with shapes but without values."""
-    return meta_stage(dataclasses.replace(config, tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
-                                          expert_model_parallel_size=1, context_parallel_size=1))
+    return meta_stage(config.on_one_rank())

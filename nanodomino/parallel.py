@@ -129,7 +129,7 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.group = mesh.tp_group
         self.weight = parameter((config.padded_vocab_size, config.hidden_size), config, mesh, cut={0: "tp"},
-                                std=config.init_method_std, **declared)
+                                std=config.init_method_std, update="decay", **declared)
         rows = config.padded_vocab_size // mesh.tp
         self.first_row = rows * mesh.tp_rank
         self.num_words = min(max(config.vocab_size - self.first_row, 0), rows)

@@ -152,7 +152,7 @@ def run(table: Timetable, stage, mesh: Mesh, get_batch, forward_step, residual_s
     get_batch(microbatch, chunk): returns a Batch.
     forward_step(batch, stage, hidden, chunk, training): a generator that returns (output, tape, loss_func). On the last
         chunk, loss_func(output) returns (sum of the losses that count, number of tokens that count).
-    residual_shape: the shape of each message: [b, s, h], or [b, s/t, h] with sequence parallelism.
+    residual_shape: the shape of each message: [b, s, h], or less if ranks share the residual stream.
     on_gradients_ready: called by Domino.backward, whose docstring explains it.
     on_action(done, count): called after each action. done: the actions finished so far; count: all actions.
 
@@ -186,7 +186,8 @@ def run(table: Timetable, stage, mesh: Mesh, get_batch, forward_step, residual_s
         defer_weights = half.kind == "input_backward"
         if defer_weights:
             tapes[half.microbatch, half.chunk] = (tape, None)
-        messages.send_later(half, (yield from stage.backward(tape, gradient, on_gradients_ready, defer_weights)))
+        messages.send_later(half, (yield from stage.backward(tape, gradient, on_gradients_ready, defer_weights,
+                                                             loss_scale)))
 
     def weight_backward(half):
         tape, _ = tapes.pop((half.microbatch, half.chunk))

@@ -2,8 +2,7 @@
 
 Data-parallel replicas hold the same weights and sum their gradients. Without ZeRO, each replica then runs the whole
 optimizer, so all repeat the same work. With ZeRO, each of the dp replicas owns 1/dp of the weights, its *partition*,
-and updates only that. (With context parallelism, read dp x cp for dp; for an expert, divide this by ep.) A step has
-three phases:
+and updates only that. A step has three phases:
 
     1  reduce-scatter  Sum each bucket of gradients over the replicas; each replica receives the sum of its partition.
                        Launched as soon as the bucket's gradients are complete, while backward continues
@@ -59,7 +58,6 @@ from nanodomino.comm.scatter_and_gather import all_gather, reduce_scatter
 from nanodomino.comm.trace import NO_TRACE
 from nanodomino.optim.buckets import Bucket, sort_into_buckets
 from nanodomino.optim.loss_scale import LossScale
-from nanodomino.optim.optimizers import OPTIMIZERS
 
 MAX_REDUCES_IN_FLIGHT = 2        # in ZeRO-2, where each reduce in flight keeps a main_grad in memory
 
@@ -93,42 +91,47 @@ class ZeroOptimizer:
                                        shards_gradients=config.zero_stage == 2 and partitions > 1))
         self.bucket_of = {weight: bucket for bucket in self.buckets for weight in bucket.parameters}
         self.buckets_of = {}                             # modules -> Counter: how many parameters in each bucket
-        self.reports_needed = {bucket: sum(weight.spec.uses for weight in bucket.parameters)
-                               * (1 if bucket.shards_gradients else config.microbatches) for bucket in self.buckets}
+        self.reports_needed = Counter(self.bucket_of[weight] for module in model.reported_modules
+                                      for weight in module.parameters())
+        for bucket in self.buckets:
+            self.reports_needed[bucket] *= 1 if bucket.shards_gradients else config.microbatches
         self.reduces_in_flight = deque()                 # (bucket, its main_grad, work, received or None)
         self.has_loss, self.statistics = model.post_process, model.statistics
         self.updates = 0                                 # steps that were not skipped; AdamW's step count
         self.skipped_in_a_row = 0                        # except skips that a smaller loss scale might prevent
         self.loss_scale = LossScale(config)
-        self.spec = OPTIMIZERS[config.optimizer]
-        groups = [dict(params=[bucket.master for bucket in self.buckets if bucket.kind.update == update],
-                       weight_decay=decay) for update, decay in (("decay", config.weight_decay), ("no_decay", 0.0))]
-        self.optimizer = self.spec.make([group for group in groups if group["params"]], config)
+        updates, self.optimizers = config.updates, {}    # optimizers: OptimizerSpec -> torch.optim.Optimizer
+        self.spec_of = {bucket: updates[bucket.kind.update][0] for bucket in self.buckets}
+        for spec in dict.fromkeys(self.spec_of.values()):
+            groups = [dict(params=[bucket.master for bucket in buckets], buckets=buckets, weight_decay=decay)
+                      for update, (its_spec, decay) in updates.items() if its_spec is spec
+                      and (buckets := [bucket for bucket in self.buckets if bucket.kind.update == update])]
+            self.optimizers[spec] = spec.make(groups, config, self)
         self.zero_grad()
 
     # ---- state, for checkpoints and memory accounts
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """What a checkpoint saves for each parameter, for example ("weight", "exp_avg", "exp_avg_sq")."""
-        return ("weight", *self.spec.moments)
-
     def states_of(self, bucket: Bucket) -> tuple[str, ...]:
-        """Return the state_names that a bucket has. An update by sign needs no moments."""
-        return ("weight",) if bucket.kind.update == "sign" else self.state_names
+        """Return what a checkpoint saves for each of a bucket's parameters: for AdamW ("weight", "exp_avg",
+        "exp_avg_sq")."""
+        return ("weight", *self.spec_of[bucket].moments)
+
+    def optimizer_state(self, bucket: Bucket) -> dict:
+        """Return the state that torch's optimizer keeps for a bucket."""
+        return self.optimizers[self.spec_of[bucket]].state[bucket.master]
 
     def own_state(self, bucket: Bucket, name: str):
-        """Return this rank's partition of a bucket's state, in fp32 or wider. name: one of state_names. Before
+        """Return this rank's partition of a bucket's state, in fp32 or wider. name: one of states_of(bucket). Before
         the first update the optimizer has no moments, so for their names this returns None."""
-        return bucket.master if name == "weight" else self.optimizer.state[bucket.master].get(name)
+        return bucket.master if name == "weight" else self.optimizer_state(bucket).get(name)
 
     def allocate_own_state(self, bucket: Bucket, name: str):
         """Return own_state() for a checkpoint to overwrite, and allocate it if it does not exist yet. The caller sets
         `updates` before the first call, and calls gather_weights() after all states are filled."""
         if name == "weight":
             return bucket.master
-        state = self.optimizer.state[bucket.master]
-        if self.spec.counts_steps:
+        state = self.optimizer_state(bucket)
+        if self.spec_of[bucket].counts_steps:
             state["step"] = torch.tensor(float(self.updates), device=bucket.master.device)
         if name not in state:
             state[name] = torch.zeros_like(bucket.master)
@@ -136,7 +139,7 @@ class ZeroOptimizer:
 
     def state_tensors(self) -> list[torch.Tensor]:
         """Return this rank's master weights, moments and step counts."""
-        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        states = [value for bucket in self.buckets for value in self.optimizer_state(bucket).values()]
         return [bucket.master for bucket in self.buckets] + states
 
     def zero_grad(self):
@@ -263,7 +266,7 @@ class ZeroOptimizer:
         """Return whether this rank adds its gradients of this bucket to the global norm. Of all ranks that hold a copy
         of a gradient, exactly one does."""
         kind, mesh = bucket.kind, self.mesh
-        return (kind.update != "sign" and ("tp" in kind.shards or mesh.tp_rank == 0)
+        return (self.spec_of[bucket].counts_in_norm and ("tp" in kind.shards or mesh.tp_rank == 0)
                 and (bucket.partitions > 1 or mesh.axis(kind.replicas)[1] == 0)
                 and ("embedding" not in kind.addends or mesh.is_first_stage))
 
@@ -274,11 +277,10 @@ class ZeroOptimizer:
         with self.trace.span("optimizer"):
             for bucket in self.buckets:
                 bucket.own_grad.mul_(scale)
-                if bucket.kind.update == "sign":
-                    bucket.master.sub_(self.config.moe_router_bias_update_rate * bucket.own_grad.sign())
-            for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate
-            self.optimizer.step()
+            for optimizer in self.optimizers.values():
+                for group in optimizer.param_groups:
+                    group["lr"] = learning_rate
+                optimizer.step()
         self.updates += 1
         self.gather_weights()
 

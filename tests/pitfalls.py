@@ -45,21 +45,23 @@ from nanodomino import domino, model
 from nanodomino.checkpoint import load, save
 from nanodomino.checkpoint.find_checkpoints import newest_intact_checkpoint
 from nanodomino.checkpoint.manifest import file_digests, manifest_text
-from nanodomino.config.config import Config
-from nanodomino.data import Batch
-from nanodomino.domino import Domino
-from nanodomino.layers import attention, context_parallel, fp8, moe
+from nanodomino.domino import Domino, LinearPair
+from nanodomino.layers import attention
 from nanodomino.layers.dropout_and_positions import MasksAndPositions, seeded_generator
-from nanodomino.layers.router import SCORE_FUNCTIONS, Router
-from nanodomino.layers.sublayer_inside import LinearPair
 from nanodomino.optim import parameters
 from nanodomino.optim.buckets import Bucket
 from nanodomino.optim.loss_scale import LossScale
-from nanodomino.overlap import embedding_and_head, residual_norm, sequence_parallel, slice_ops
+from nanodomino.options import fp8
+from nanodomino.options.context_parallel import attention as context_parallel
+from nanodomino.options.experts import moe
+from nanodomino.options.experts.router import SCORE_FUNCTIONS, Router
+from nanodomino.options.multi_token_prediction import settings as multi_token_prediction
+from nanodomino.options.multi_token_prediction.runner import PredictionDepths
+from nanodomino.overlap import embedding_and_head, residual_norm, slice_ops
 from nanodomino.overlap.embedding_and_head import EmbeddingAndHead
 from nanodomino.overlap.flight import Flight, result_of
-from nanodomino.overlap.multi_token_prediction import PredictionDepths
 from nanodomino.overlap.slice_ops import SliceOps
+from nanodomino.run.agreement import from_rank_0
 from nanodomino.zero import ZeroOptimizer, sum_of_squares
 from support import ROOT, harness
 from support.delayed_collectives import delayed_collectives
@@ -111,7 +113,7 @@ def stopped_and_resumed(config, weights, data, steps):
     """train_rank, but save a checkpoint after half of the steps and resume it with a new model and optimizer."""
     half = (steps + 1) // 2
     with tempfile.TemporaryDirectory() if dist.get_rank() == 0 else ExitStack() as folder:
-        folder = Path(train.from_rank_0(folder))
+        folder = Path(from_rank_0(folder))
         built = build(config, weights)
         before = train_steps(built, config, data, range(1, half + 1))
         saver = save.Saver(folder, built[0], keep_last=1)
@@ -206,9 +208,9 @@ def summed_twice(right, config, self, slice, entry, grad_x, grad_y, ready):
 
 @pitfall("The gradient of a replicated input is not all-reduced", **TP)
 def not_summed(config):
-    def inside_alone(right, config, self, ops, *arguments):
-        with mock.patch.object(ops.stream, "reduce", Flight):
-            return (yield from right(self, ops, *arguments))
+    def inside_alone(right, config, self, *arguments):
+        with mock.patch.object(self.ops.stream, "reduce", Flight):
+            return (yield from right(self, *arguments))
 
     def head_alone(right, config, self, *arguments):
         with mock.patch.object(self.ops.stream, "reduce", Flight):
@@ -242,7 +244,7 @@ def own_maximum(right, config, self, slice, site, tensor, op=dist.ReduceOp.SUM):
 @pitfall("Process groups along the wrong axis of the grid", harness, "make_mesh", world_size=4, **TP)
 def swapped_groups(right, config, *arguments, **others):
     mesh = right(*arguments, **others)
-    return dataclasses.replace(mesh, tp_group=mesh.dp_group, dp_group=mesh.tp_group)
+    return dataclasses.replace(mesh, groups=mesh.groups | dict(tp=mesh.dp_group, dp=mesh.tp_group))
 
 
 # ---- dropout
@@ -312,7 +314,7 @@ def shared_buffer(config):
             buffer.copy_(tensor)
             return CopiedBack(dist.all_reduce(buffer, op, group=group, async_op=True), buffer, tensor), None
         return Flight(tensor, "all_reduce", tensor, start)
-    return [(owner, "prepare_all_reduce", shared) for owner in (sequence_parallel, slice_ops)]
+    return [(slice_ops, "prepare_all_reduce", shared)]
 
 
 @pitfall("One rank resumes its slices in another order", Domino, "forward_sublayer", slices=2, **TP | EVEN)
@@ -422,7 +424,7 @@ def padding_counts(config):
 
 @pitfall("All replicas read the same samples", train, "get_batch")
 def same_samples(right, _, dataset, config, mesh, *others):
-    return right(dataset, config, dataclasses.replace(mesh, dp_rank=0), *others)
+    return right(dataset, config, dataclasses.replace(mesh, coordinates=mesh.coordinates | dict(dp=0)), *others)
 
 
 @pitfall("The ranks of a tensor-parallel group read different samples", train, "get_batch", **TP | MORE)
@@ -487,7 +489,7 @@ def dropout_again(config):
 def count_lost(right, config, self, bucket, name):
     found = right(self, bucket, name)
     if name != "weight":
-        self.optimizer.state[bucket.master]["step"].zero_()
+        self.optimizer_state(bucket)["step"].zero_()
     return found
 
 
@@ -688,15 +690,22 @@ def complete_too_early(config):
         self.remaining[modules] = self.remaining.get(modules, self.slices) - 1
         if self.on_gradients_ready and self.remaining[modules] == 0:
             self.on_gradients_ready(modules)
-    return [(Config, "head_uses", 1), (domino.GradientsReady, "__call__", only_once)]
+
+    def without_head(right, config, self, model):
+        return [module for module in right(self, model) if module not in (model.final_norm, *model.head)]
+    return [instead(multi_token_prediction.Settings, "reported_behind_head", without_head, config),
+            (domino.GradientsReady, "__call__", only_once)]
 
 
-@pitfall("The labels of a depth wrap around the end of the sample", Batch, "look_ahead", world_size=1, **DEPTH)
-def labels_wrap_around(right, config, batch, depths, documents):
-    for _ in range(depths):
-        batch.ahead = dataclasses.replace(batch, tokens=batch.labels, labels=batch.labels.roll(-1, dims=1),
-                                          loss_mask=batch.loss_mask.roll(-1, dims=1))
-        batch = batch.ahead
+@pitfall("The labels of a depth wrap around the end of the sample", multi_token_prediction.Settings, "prepare_batch",
+         world_size=1, **DEPTH)
+def labels_wrap_around(right, config, self, *arguments):
+    first = last = right(self, *arguments)
+    while "ahead" in last.extras:
+        ahead = last.extras["ahead"]
+        ahead.labels, ahead.loss_mask = (tensor.roll(-1, dims=1) for tensor in (last.labels, last.loss_mask))
+        last = ahead
+    return first
 
 
 @pitfall("A depth's gradient ends at the depth", PredictionDepths, "backward", world_size=1, **DEPTH)
@@ -757,8 +766,8 @@ def rotated_by_own_index(right, _, config, positions, s, device):
     return right(config, None, s, device)
 
 
-@pitfall("Context parallelism: each rank keeps the gradients of its own keys", slice_ops, "prepare_reduce_scatter",
-         **SHARED)
+@pitfall("Context parallelism: each rank keeps the gradients of its own keys", context_parallel,
+         "prepare_reduce_scatter", **SHARED)
 def keys_of_own_queries(right, config, addend, shape, group, name):
     return Flight(addend.view(-1).chunk(group.size())[group.rank()].view(shape))
 

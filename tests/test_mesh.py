@@ -10,11 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import ROOT
-from support.runs import TINY, main_on_rank, make_corpus
+from support.runs import TINY, make_corpus
+from support.runs import main_on_rank
 from torch.distributed.distributed_c10d import _world
 
 from nanodomino import mesh
+from nanodomino.comm import world
 from nanodomino.comm.world import LaunchInfo, start_world
+from nanodomino.config.config import Config
 from nanodomino.mesh import make_mesh, meta_mesh
 
 FAULTS = """
@@ -56,7 +59,7 @@ def new_group_calls(monkeypatch, pp, dp, tp, device):
                             or SimpleNamespace(ranks=ranks))
         made = make_mesh(pp, dp, tp, device)
         if pp == dp == tp == 2:
-            assert [made.tp_group.ranks, made.dp_group.ranks, made.pp_group.ranks, made.embedding_group.ranks] == [
+            assert [made.tp_group.ranks, made.dp_group.ranks, made.pp_group.ranks, made.group("embedding").ranks] == [
                 [rank & 6, rank & 6 | 1], [rank & 5, rank & 5 | 2], [rank & 3, rank & 3 | 4], [rank & 3, rank & 3 | 4]]
     return calls
 
@@ -86,7 +89,7 @@ def test_no_collective_or_message_waits_for_a_matmul_that_was_launched_after_it(
         urgent=is_high_priority_stream, config=SimpleNamespace(max_ctas=None))
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
     for given in ({}, dict(thread_blocks=4)):
-        made = mesh.nccl_options(**given)
+        made = world.nccl_options(**given)
         assert made["backend"] == "nccl" and made["pg_options"].urgent
         assert made["pg_options"].config.max_ctas == given.get("thread_blocks")
 
@@ -103,34 +106,38 @@ def test_the_picture_has_every_rank_in_its_column():
                      "  stage 2   [ 8  9]  [10 11]   last"]
 
 
-def group_rank(*sizes, **shared):
+def group_rank(*sizes, **options):
     """Return, for two meshes created in one world, which ranks each group of a rank holds, as a sum of 2^rank."""
     sums = []
     for _ in range(2):
-        made = make_mesh(*sizes, torch.device("cpu"), **shared)
-        for group in (made.tp_group, made.dp_group, made.pp_group, made.embedding_group, made.cp_group, made.ep_group):
+        made = make_mesh(*sizes, torch.device("cpu"), **options)
+        for name, group in made.groups.items():
             total = torch.tensor(float(2 ** dist.get_rank()))
-            dist.all_reduce(total, group=group or made.tp_group)             # without experts there is no ep group
-            sums.append(int(total))
-    assert made.rank_of(made.pp_rank, made.dp_rank, made.tp_rank, made.cp_rank) == dist.get_rank()
-    assert sums[:6] == sums[6:]
-    return sums[:6]
+            dist.all_reduce(total, group=group)
+            sums.append((name, int(total)))
+    assert made.rank_of() == dist.get_rank() and made.axis("dp") == (made.dp * made.sizes.get("cp", 1),
+                                                                     made.rows["dp"].index(dist.get_rank()))
+    assert sums[:len(made.groups)] == sums[len(made.groups):]
+    return dict(sums)
 
 
 def test_groups_are_made_of_the_right_ranks_also_a_second_time(pool):
     """Middle stages have an embedding group too: if they created fewer groups, names of later groups would differ."""
-    for rank, (tp, dp, pp, ends, *_) in enumerate(pool.run(group_rank, 4, 1, 2)):
-        assert (tp, dp, pp) == (3 << (rank & 6), 1 << rank, 0b1010101 << (rank & 1))
-        assert ends == (0b1000001 if rank < 2 or rank > 5 else 0b10100) << (rank & 1)
+    for rank, found in enumerate(pool.run(group_rank, 4, 1, 2)):
+        assert found == dict(tp=3 << (rank & 6), dp=1 << rank, pp=0b1010101 << (rank & 1), embedding=(
+            0b1000001 if rank < 2 or rank > 5 else 0b10100) << (rank & 1))
 
 
 def shared_group_rank():
-    return group_rank(1, 2, 2, ep=4, cp=2)
+    return group_rank(1, 2, 2, **Config(context_parallel_size=2, expert_model_parallel_size=2).mesh_options)
 
 
 def test_ranks_that_share_a_sample_are_neighbours_and_belong_to_the_dp_group(pool):
-    for rank, (tp, dp, _, _, cp, ep) in enumerate(pool.run(shared_group_rank)):
-        assert (tp, cp, dp) == (3 << (rank & 6), 5 << (rank & 5), 0b1010101 << (rank & 1)) and ep == dp
+    """Neighbours of the dp group share experts: here those that share a sample."""
+    for rank, found in enumerate(pool.run(shared_group_rank)):
+        neighbours = 5 << (rank & 5)
+        assert found == dict(tp=3 << (rank & 6), cp=neighbours, dp=0b1010101 << (rank & 1), pp=1 << rank,
+                             ep=neighbours, ep_counts=neighbours, expert_dp=0b10001 << (rank & 3))
 
 
 def timeouts_rank(flags):

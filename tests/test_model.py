@@ -8,7 +8,7 @@ from support.reference import ReferenceGPT, masked_loss
 
 from nanodomino.analysis.formulas import flops_per_token, parameter_count
 from nanodomino.config.config import Config
-from nanodomino.config.presets import PRESETS, PUBLISHED_VOCABULARIES
+from nanodomino.settings.presets import PRESETS, PUBLISHED_VOCABULARIES
 from nanodomino.layers import cross_entropy
 from nanodomino.model import meta_stage
 

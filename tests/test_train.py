@@ -24,6 +24,7 @@ from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.domino import run_to_end
 from nanodomino.errors import UserError
 from nanodomino.model import GPT
+from nanodomino.run import session
 from nanodomino.run.command_line import from_command_line
 from nanodomino.run.report import changed_settings
 
@@ -115,15 +116,15 @@ def test_the_learning_rate_climbs_then_falls_to_min_lr():
 def test_the_first_process_of_every_host_prepares_the_default_corpus(tmp_path, corpus, monkeypatch):
     """Hosts may not share a disk: on the second of two hosts with 8 processes each, rank 8 prepares, rank 9 waits."""
     prepared = []
-    monkeypatch.setattr(train, "DEFAULT_CORPUS", tmp_path / "data")
-    monkeypatch.setattr(train, "prepare_default_corpus",
+    monkeypatch.setattr(session, "DEFAULT_CORPUS", tmp_path / "data")
+    monkeypatch.setattr(session, "prepare_default_corpus",
                         lambda folder: prepared.append(shutil.copytree(corpus, folder)))
-    monkeypatch.setattr(train.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(session.time, "sleep", lambda seconds: None)
     with pytest.raises(UserError, match="was not prepared within 10 minutes"):
-        train.find_corpus(tiny(1), LaunchInfo(9, 16, 1, 8))
+        session.find_corpus(tiny(1), LaunchInfo(9, 16, 1, 8))
     assert not prepared
     for rank, local_rank in ((8, 0), (9, 1)):
-        assert train.find_corpus(tiny(1), LaunchInfo(rank, 16, local_rank, 8)).path == tmp_path / "data"
+        assert session.find_corpus(tiny(1), LaunchInfo(rank, 16, local_rank, 8)).path == tmp_path / "data"
     assert prepared == [tmp_path / "data"]
 
 
@@ -139,7 +140,7 @@ def drawn_with(seed, folder):
     data = train.dataset_builder(config, corpus, mesh.device)["train"]
     written = io.StringIO()
     with contextlib.redirect_stdout(written), torch.no_grad():
-        train.write_sample(model, config, corpus, data, mesh)
+        session.write_sample(model, config, corpus, data, mesh)
     still = train.get_batch(data, config, mesh, 0, False, 0, 0)
     losses, _ = run_to_end(stage.forward(still))
     return {"weights": torch.cat([weight.flatten() for weight in drawn.parameters()]).tolist(),

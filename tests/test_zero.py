@@ -39,7 +39,8 @@ def state_rank(config, data):
         own = bucket.own_grad[is_padding[bucket.own_offset:][:len(bucket.own_grad)]]
         padding = max([padding] + bucket.weights[is_padding].abs().tolist() + own.abs().tolist())
     own = sum(bucket.master.numel() for bucket in optimizer.buckets)
-    return optimizer.state_names, sum(storages.values()) / elements, padding, own / elements, is_padding.sum().item()
+    return (optimizer.states_of(optimizer.buckets[0]), sum(storages.values()) / elements, padding, own / elements,
+            is_padding.sum().item())
 
 
 @pytest.mark.parametrize("dp, zero_stage", [

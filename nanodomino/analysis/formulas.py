@@ -57,27 +57,21 @@ def parameter_count(config: Config) -> int:
 
 
 def active_parameter_count(config: Config) -> int:
-    """Count the parameters that a token uses: k of the E experts in a layer, and everything else."""
-    return round(sum(count * (expert_share(config) if "ep" in kind.shards else 1)
-                     for kind, count in parameters_by_kind(config).items()))
-
-
-def expert_share(config: Config) -> float:
-    """Return the share of a layer's experts that a token uses: k/E. 1 without experts."""
-    return config.moe_router_topk / config.num_experts if config.num_experts else 1.0
+    """Count the parameters that a token uses."""
+    return round(sum(count * config.active_share(kind) for kind, count in parameters_by_kind(config).items()))
 
 
 def flops_per_token(config: Config) -> float:
     """Return the training FLOPs per token: 6 N + 12 L n d s (PaLM, 2204.02311, appendix B; nanoGPT).
 
     N: active parameters without learned position embeddings; L: layers; n heads of size d. Attention counts all pairs
-    of tokens, although a causal mask needs only half of them. Each depth of multi-token prediction is one more layer,
-    and multiplies by the head once more.
+    of tokens, although a causal mask needs only half of them. Each layer behind the head multiplies by the head once
+    more.
     """
     learned = config.position_embedding_type == "learned_absolute"
     parameters = active_parameter_count(config) - learned * config.max_position_embeddings * config.hidden_size
-    parameters += config.mtp_num_layers * config.vocab_size * config.hidden_size
-    layers = config.num_layers + config.mtp_num_layers
+    parameters += config.layers_behind_head * config.vocab_size * config.hidden_size
+    layers = config.num_layers + config.layers_behind_head
     return 6 * parameters + 12 * layers * config.num_attention_heads * config.kv_channels * config.seq_length
 
 
@@ -89,7 +83,7 @@ def mfu(config: Config, seconds: float, peak: float) -> float:
 
 def state_bytes_per_parameter(config: Config) -> float:
     """Return the bytes of model state per parameter that a rank holds, without padding."""
-    element, shards = config.params_dtype.itemsize, config.dp * config.cp
+    element, shards = config.params_dtype.itemsize, config.dp * config.sample_parts
     main = max(4, element)                                     # gradients, moments and master weights
     stored = len(OPTIMIZERS[config.optimizer].moments) + (element < main)
     return (element + main / (shards if config.zero_stage == 2 else 1)

@@ -98,7 +98,7 @@ def measure_machine(config: Config, mesh: Mesh) -> Machine:
     """
     dtype, device, cuda = config.params_dtype, mesh.device, mesh.device.type == "cuda"
     h, ffn = config.hidden_size, config.ffn_hidden_size // config.tp
-    rows = min(128, config.micro_batch_size * config.seq_length // config.cp)
+    rows = min(128, config.micro_batch_size * config.seq_length // config.sample_parts)
     if cuda:
         rows = h = ffn = 4096
     x, up, down = (torch.ones(shape, device=device, dtype=dtype, requires_grad=True)

@@ -24,9 +24,9 @@ from typing import NamedTuple
 import torch
 
 from nanodomino.checkpoint.shards import Box, LocalBox
-from nanodomino.config.presets import DTYPES
 from nanodomino.errors import UserError, require
 from nanodomino.files import make_folder, open_regular_file, read_file
+from nanodomino.settings.presets import DTYPES
 
 FORMAT, INDEX = "nanodomino-checkpoint-2", "index.json"
 

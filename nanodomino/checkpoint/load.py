@@ -15,10 +15,10 @@ from nanodomino.checkpoint.manifest import read_manifest
 from nanodomino.checkpoint.shards import Box, BucketRange, LocalBox, full_shapes, local_boxes
 from nanodomino.config.config import Config
 from nanodomino.config.saved_settings import from_record
-from nanodomino.config.setting import flag_settings
 from nanodomino.errors import UserError, sentence_and_code
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT, meta_model
+from nanodomino.settings.setting import flag_settings
 from nanodomino.zero import ZeroOptimizer
 
 

@@ -75,8 +75,7 @@ def find_device(config, launch: LaunchInfo) -> torch.device:
             f"{launch.local_world_size} processes on this host need as many GPUs, and there "
             f"are {gpus}; start with torchrun --nproc_per_node {gpus}, or try --device cpu")
     device = torch.device("cuda", 0 if sees_only_its_own else launch.local_rank)
-    require(not config.fp8_format or torch.cuda.get_device_capability(device) >= (8, 9), "--fp8-format needs a GPU of "
-            "compute capability 8.9 or higher (Ada, Hopper or newer); leave it out, or try --device cpu")
+    config.check_device(device)
     return device
 
 
@@ -106,6 +105,22 @@ def collective_timeout(timeout: int, device: torch.device) -> timedelta:
     """Return a process group's timeout, given --timeout in seconds. On CPUs a collective raises an error after this
     time. On GPUs NCCL would abort the process, so NCCL waits longer, and run/watchdog.py can report the error first."""
     return timedelta(seconds=timeout + (NCCL_GRACE if device.type == "cuda" else 0))
+
+
+def nccl_options(thread_blocks=None) -> dict:
+    """Return new_group's arguments for an NCCL group.
+
+    The group gets a high-priority CUDA stream. Otherwise its operations could wait for matmuls launched after them.
+    Megatron-LM sets CUDA_DEVICE_MAX_CONNECTIONS=1 instead: with one hardware queue, kernels start in the order of their
+    launches. But then a matmul waits for all collectives launched before it to start, and of two collectives in a row,
+    the second starts only when the first has ended.
+
+    thread_blocks: the most thread blocks that an operation may use. Kernels that run at the same time get the rest.
+    """
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if thread_blocks:
+        options.config.max_ctas = thread_blocks
+    return dict(backend="nccl", pg_options=options)
 
 
 def start_world(launch: LaunchInfo, device: torch.device, timeout: int = TIMEOUT):

@@ -1,10 +1,8 @@
-"""Declares every setting of a run once, checks it, and reads it from flags and files.
+"""Puts the settings of the core and of all options together, checks them, and reads them from flags and files.
 
-Read the files in this order:
-
-    setting.py    what a setting declares           rules.py             which combinations are valid
-    config.py     all settings                      flags.py             command-line flags
-    presets.py    model sizes                       saved_settings.py    settings read back from config.json
+    config.py     all settings of the core, and Config      flags.py             command-line flags
+    seams.py      what options may change in the core       saved_settings.py    settings read back from config.json
+    options.py    the list of options
 
 `python -m nanodomino.config` prints docs/settings.md.
 """

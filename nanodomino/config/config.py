@@ -1,7 +1,7 @@
 """All settings of a run, as one flat dataclass, and the sizes that follow from them.
 
-Each setting is declared once, in one line of Config; setting.py explains these lines. A run's Config is made in three
-steps:
+Each setting is declared once, in one line of CoreSettings or of an option's Settings; setting.py explains these lines.
+A run's Config is made in three steps:
 
     flags, a run's config.json  ->  Config  ->  resolve(world_size)  ->  with_vocabulary(size)  ->  the run
     run/command_line.py                         presets, layout,         the data's vocabulary,
@@ -11,9 +11,9 @@ Every step is a pure function of the flags, the files that they name, the world 
 get the same Config, or the same UserError, before they communicate. No rank can wait in a collective for a rank that
 has already failed.
 
-    world_size        = tp x cp x pp x dp
+    world_size        = tp x pp x dp, times the inner axes that options add
     global_batch_size = micro_batch_size x dp x microbatches
-    tp divides the attention heads, the query groups, ffn_hidden_size and the padded vocabulary; 2 cp divides seq_length
+    tp divides the attention heads, the query groups, ffn_hidden_size and the padded vocabulary
 
 A default that changes the result never depends on the number of processes. For example, the default of
 global_batch_size is fixed, and the number of microbatches follows from it. Where Megatron-LM has the same setting, it
@@ -28,43 +28,44 @@ from operator import attrgetter
 
 import torch
 
-from nanodomino.config.presets import (DEFAULT_LAYOUTS, DTYPES, FINETUNE_BATCH_SIZE, FINETUNE_LR_DIVISOR,
-                                       LR_DECAY_STYLES, PRESETS)
-from nanodomino.config.rules import check_rules, default_ffn_hidden_size, default_schedule
-from nanodomino.config.setting import check_values, setting
+from nanodomino.config.options import OPTIONS
+from nanodomino.config.seams import Seams
 from nanodomino.errors import require
-from nanodomino.layers.fp8 import FORMATS, RECIPES
 from nanodomino.layers.norms import NORMALIZATIONS
 from nanodomino.layers.positions import POSITION_EMBEDDING_TYPES
-from nanodomino.layers.router import SCORE_FUNCTIONS
+from nanodomino.optim.learning_rate import LR_DECAY_STYLES
 from nanodomino.optim.loss_scale import LOSS_SCALE_LIMIT, SMALLEST_LOSS_SCALE
 from nanodomino.optim.optimizers import OPTIMIZERS
-from nanodomino.overlap.recompute import GRANULARITIES
-from nanodomino.schedules.definitions import SCHEDULES
+from nanodomino.schedules.definitions import SCHEDULES, Schedule
 from nanodomino.schedules.placement_and_messages import Placement, Timetable, timetable
+from nanodomino.settings.presets import (DEFAULT_LAYOUTS, DTYPES, FINETUNE_BATCH_SIZE, FINETUNE_LR_DIVISOR,
+                                       PRESETS)
+from nanodomino.settings.rules import check_rules, default_ffn_hidden_size, default_schedule
+from nanodomino.settings.setting import (check_values, data_setting, family_setting, layout_setting, machine_setting,
+                                       model_setting, run_setting, training_setting)
 
-model_setting = partial(setting, "The model", affects="model")
-layout_setting = partial(setting, "The layout", affects="nothing")
-training_setting = partial(setting, "The training", affects="losses")
-data_setting = partial(setting, "The data", affects="run")
-run_setting = partial(setting, "The run", affects="nothing")
-machine_setting = partial(setting, "The machine", affects="nothing")
 
 # what several settings need to have an effect
 ROPE, ADAMW, LION = "--position-embedding-type rope", "--optimizer adamw", "--optimizer lion"
 DYNAMIC = ("--dtype float16", "no --loss-scale")
-EXPERTS, DEPTHS, FP8 = "--num-experts", "--mtp-num-layers", "--fp8-format"
 
 
-def family_setting(name, help, **options):
-    """Declare a setting whose default depends on the preset's family, such as GPT2 or LLAMA in presets.py."""
-    return model_setting(None, f"{help} (default: the preset's)", **options)
+def with_options(name: str, table: dict) -> dict:
+    """Return a table of the core with the entries that options add in tables of the same name."""
+    for option in OPTIONS:
+        table = table | getattr(option, name, {})
+    return table
+
+
+ALL_SCHEDULES, ALL_OPTIMIZERS = with_options("SCHEDULES", SCHEDULES), with_options("OPTIMIZERS", OPTIMIZERS)
+ALL_PRESETS = with_options("PRESETS", PRESETS)
 
 
 @dataclass(frozen=True)
-class Config:
+class CoreSettings(Seams):
+    """The settings of a dense GPT."""
     model: str = model_setting(
-        "nano", "preset of sizes, learning rate and batch size; other flags override it", choices=PRESETS)
+        "nano", "preset of sizes, learning rate and batch size; other flags override it", choices=ALL_PRESETS)
     num_layers: int = model_setting(None, "number of transformer layers", at_most=4096)
     hidden_size: int = model_setting(None, "width h of the residual stream", at_most=2**24)
     ffn_hidden_size: int = model_setting(
@@ -81,15 +82,15 @@ class Config:
     max_position_embeddings: int = model_setting(
         None, "number of token positions that the model supports (default: --seq-length)", derived=True)
     position_embedding_type: str = family_setting(
-        "position_embedding_type", "how the model encodes token positions", choices=POSITION_EMBEDDING_TYPES)
+        "how the model encodes token positions", choices=POSITION_EMBEDDING_TYPES)
     rotary_percent: float = model_setting(
         1.0, "fraction of each head's channels that RoPE rotates", above=0.0, at_most=1.0, needs=ROPE)
     rotary_base: float = family_setting(
-        "rotary_base", "base of RoPE's frequencies, base^(-2i/d)", at_least=1.0, needs=ROPE)
+        "base of RoPE's frequencies, base^(-2i/d)", at_least=1.0, needs=ROPE)
     use_rope_scaling: bool = family_setting(
-        "use_rope_scaling", "divide RoPE's low frequencies for longer contexts, as Llama 3.1 does", needs=ROPE)
+        "divide RoPE's low frequencies for longer contexts, as Llama 3.1 does", needs=ROPE)
     rope_scaling_factor: float = family_setting(
-        "rope_scaling_factor", "number by which --use-rope-scaling divides the low frequencies", at_least=1.0,
+        "number by which --use-rope-scaling divides the low frequencies", at_least=1.0,
         needs=(ROPE, "--use-rope-scaling"))
     rotary_seq_len_interpolation_factor: float = model_setting(
         1.0, "divide all positions by this number before RoPE (position interpolation)", at_least=1.0, needs=ROPE)
@@ -98,50 +99,19 @@ class Config:
         128, "pad the vocabulary to a multiple of this number (in Megatron-LM, of this number times tp)",
         at_most=2**20)
     untie_embeddings_and_output_weights: bool = family_setting(
-        "untie_embeddings_and_output_weights",
         "give the output head its own weight matrix instead of the word embedding's")
-    normalization: str = family_setting("normalization", "norm at the start of each sublayer", choices=NORMALIZATIONS)
+    normalization: str = family_setting(
+        "norm at the start of each sublayer", choices=NORMALIZATIONS)
     layernorm_epsilon: float = family_setting(
-        "layernorm_epsilon", "epsilon added under the square root of each norm", above=0.0, at_most=1.0)
-    swiglu: bool = family_setting("swiglu", "use SwiGLU, silu(gate) x up, in the MLP instead of GELU")
-    disable_bias_linear: bool = family_setting("disable_bias_linear", "omit the biases of linear layers")
+        "epsilon added under the square root of each norm", above=0.0, at_most=1.0)
+    swiglu: bool = family_setting(
+        "use SwiGLU, silu(gate) x up, in the MLP instead of GELU")
+    disable_bias_linear: bool = family_setting(
+        "omit the biases of linear layers")
     add_qkv_bias: bool = family_setting(
-        "add_qkv_bias", "give q, k and v a bias even with --disable-bias-linear", needs="--disable-bias-linear")
-    qk_layernorm: bool = family_setting("qk_layernorm", "normalize each head's q and k before RoPE")
-    num_experts: int = model_setting(
-        None, "number of experts in a layer with experts (default: the preset's, else no layer has experts)",
-        derived=True, at_most=4096)
-    moe_layer_freq: int = model_setting(
-        1, "give every Nth layer experts instead of an MLP, from the first layer on", needs=EXPERTS)
-    moe_router_topk: int = family_setting("moe_router_topk", "number of experts that each token uses", needs=EXPERTS)
-    moe_ffn_hidden_size: int = model_setting(
-        None, "width of each expert (default: --ffn-hidden-size)", derived=True, at_most=2**24, needs=EXPERTS)
-    moe_shared_expert_intermediate_size: int = model_setting(
-        None, "width of an expert that every token uses besides (default: none)", derived=True, at_most=2**24,
-        needs=EXPERTS)
-    moe_router_score_function: str = model_setting(
-        "softmax", "how the router turns logits into scores", choices=SCORE_FUNCTIONS, needs=EXPERTS)
-    moe_router_pre_softmax: bool = model_setting(
-        False, "weight each chosen expert by its softmax over all experts, not over the chosen ones",
-        needs=(EXPERTS, "--moe-router-score-function softmax"))
-    moe_router_topk_scaling_factor: float = model_setting(
-        1.0, "factor on the weights of the chosen experts", above=0.0, needs=EXPERTS)
-    moe_router_enable_expert_bias: bool = model_setting(
-        False, "balance the experts by a bias on their scores that follows the load", needs=EXPERTS)
-    moe_router_bias_update_rate: float = model_setting(
-        1e-3, "change of the expert bias after each step", affects="losses", above=0.0,
-        needs=(EXPERTS, "--moe-router-enable-expert-bias"))
-    moe_aux_loss_coeff: float = family_setting(
-        "moe_aux_loss_coeff", "coefficient of the load-balancing loss of each sample; unlike the loss of the model, it "
-                              "and the z-loss count all tokens, also those that the loss mask leaves out",
-        affects="losses", needs=EXPERTS)
-    moe_z_loss_coeff: float = model_setting(
-        0.0, "coefficient of the router's z-loss", affects="losses", needs=EXPERTS)
-    mtp_num_layers: int = model_setting(
-        0, "number of depths of multi-token prediction: depth d is a further layer that predicts the token d places "
-           "after the next one", affects="optimizer", at_least=0, at_most=64)
-    mtp_loss_scaling_factor: float = model_setting(
-        0.1, "weight of the depths' mean loss, which is added to the loss", affects="losses", needs=DEPTHS)
+        "give q, k and v a bias even with --disable-bias-linear", needs="--disable-bias-linear")
+    qk_layernorm: bool = family_setting(
+        "normalize each head's q and k before RoPE")
     hidden_dropout: float = model_setting(
         0.0, "dropout rate for the embeddings and for each sublayer's output", below=1.0, affects="losses")
     attention_dropout: float = model_setting(
@@ -156,16 +126,6 @@ class Config:
     data_parallel_size: int = layout_setting(
         None, "number of replicas that split the batch (default: processes / (tp x cp x pp))", alias="--dp",
         derived=True)
-    expert_model_parallel_size: int = layout_setting(
-        1, "number of ranks that share the experts of a layer; divides dp x cp and --num-experts", alias="--ep",
-        needs=EXPERTS)
-    context_parallel_size: int = layout_setting(
-        1, "number of ranks that share the tokens of each sample, for samples that are too long for a single rank",
-        alias="--cp")
-    cp_comm_type: str = layout_setting(
-        "all_gather", "what the ranks that share a sample exchange for attention (all_gather: every rank gets all keys "
-                      "and values; a2a: every rank gets whole samples, but only some of the heads)",
-        choices=("all_gather", "a2a"), needs="--cp above 1")
     micro_batch_size: int = layout_setting(
         None, "samples per microbatch (default: the preset's, but at most --global-batch-size / dp)", derived=True,
         at_most=2**16)
@@ -180,19 +140,10 @@ class Config:
               "slice; else 1)", derived=True, at_most=256)
     schedule: str = layout_setting(
         None, "pipeline schedule (default: the first in the list that supports --virtual-stages)", derived=True,
-        choices=SCHEDULES)
+        choices=ALL_SCHEDULES)
     virtual_stages: int = layout_setting(
         None, "chunks of layers per pipeline stage (default: as few as the schedule allows)",
         alias="--num-virtual-stages-per-pipeline-rank", derived=True)
-    sequence_parallel: bool = layout_setting(
-        False, "split the residual stream along the sequence over the tensor-parallel ranks", needs="--tp above 1")
-    recompute_granularity: str = layout_setting(
-        "none", "what backward recomputes to save memory; selective: the attention core and the activation function; "
-                "full: all that it needs inside a sublayer, from the sublayer's stored input",
-        choices=GRANULARITIES)
-    checkpoint_in_cpu: bool = layout_setting(
-        False, "with full recomputation, move the stored sublayer inputs from the GPU to host memory",
-        needs="--recompute-granularity full")
     zero_stage: int = layout_setting(
         1, "ZeRO stage: 0 shards nothing over the replicas, 1 shards the optimizer state, 2 also the gradients",
         choices=(0, 1, 2), at_least=0)
@@ -204,7 +155,8 @@ class Config:
     global_batch_size: int = training_setting(
         None, f"samples per optimizer step (default: the preset's; with --finetune at most {FINETUNE_BATCH_SIZE})",
         affects="run")
-    optimizer: str = training_setting("adamw", "optimizer", choices=OPTIMIZERS, affects="optimizer")
+    optimizer: str = training_setting("adamw", "optimizer", choices=ALL_OPTIMIZERS,
+                                      affects="optimizer")
     lr: float = training_setting(
         None, f"peak learning rate (default: the preset's, for AdamW, or 1/{FINETUNE_LR_DIVISOR} with --finetune)")
     min_lr: float = training_setting(None, "final learning rate (default: lr / 10)", derived=True,
@@ -225,15 +177,6 @@ class Config:
     dtype: str = training_setting(
         "float32", "type of weights and activations; with bfloat16 and float16, master weights and gradients are fp32",
         choices=DTYPES, short={"--bf16": "bfloat16", "--fp16": "float16"})
-    fp8_format: str = training_setting(
-        None, "8-bit types for the matmuls of attention and MLP; embedding, head and experts stay in --dtype (hybrid: "
-              "e4m3 for weights and activations, e5m2 for gradients; e4m3: for all; default: no fp8)",
-        choices=FORMATS)
-    fp8_recipe: str = training_setting(
-        "tensorwise", "whether each tensor or each of its rows has a scale of its own in fp8", choices=RECIPES,
-        needs=FP8)
-    first_last_layers_bf16: bool = training_setting(
-        False, "with fp8, compute the first and the last layer in the type of --dtype", needs=FP8)
     loss_scale: float = training_setting(
         None, "fixed loss scale: the factor that multiplies all gradients during backward; preferably a power of two "
               "(default: a dynamic loss scale in fp16, else 1)", at_least=SMALLEST_LOSS_SCALE, below=LOSS_SCALE_LIMIT)
@@ -256,11 +199,6 @@ class Config:
     data_path: str = data_setting(
         None, "folder made by data/prepare.py (default: one made from the source code of Python's standard library)",
         affects="nothing")
-    eod_mask_loss: bool = data_setting(False, "leave predictions of the end-of-text token out of the loss")
-    reset_position_ids: bool = data_setting(
-        False, "restart positions at 0 after each end-of-text token",
-        needs="--position-embedding-type rope or learned_absolute")
-    reset_attention_mask: bool = data_setting(False, "let tokens attend only to their own document")
 
     run_dir: str = run_setting(
         None, "folder of the run; if it holds a run, that run resumes with its settings (default: a new folder "
@@ -315,18 +253,16 @@ class Config:
     tp = property(attrgetter("tensor_model_parallel_size"))
     pp = property(attrgetter("pipeline_model_parallel_size"))
     dp = property(attrgetter("data_parallel_size"))
-    ep = property(attrgetter("expert_model_parallel_size"))
-    cp = property(attrgetter("context_parallel_size"))
 
     @property
-    def sequence_shards(self) -> int:
-        """The number of shards that the residual stream is split into along the sequence."""
-        return self.tp if self.sequence_parallel else 1
+    def preset(self) -> dict:
+        """The settings of the preset."""
+        return ALL_PRESETS[self.model]
 
     @property
     def residual_shape(self) -> tuple[int, int, int]:
         """The shape [b, s, h] of a rank's part of the residual stream, for one microbatch."""
-        return self.micro_batch_size, self.seq_length // (self.cp * self.sequence_shards), self.hidden_size
+        return self.micro_batch_size, self.seq_length // (self.sample_parts * self.sequence_shards), self.hidden_size
 
     @property
     def params_dtype(self) -> torch.dtype:
@@ -337,11 +273,6 @@ class Config:
     def compiler(self):
         """torch.compile with its backend, or None if compilation is off."""
         return partial(torch.compile, backend=self.compile_backend) if self.compile else None
-
-    @property
-    def offloads_to_host(self) -> bool:
-        """Return whether stored sublayer inputs move to host memory. On the CPU this has no effect."""
-        return self.checkpoint_in_cpu and self.recompute_granularity == "full"
 
     @property
     def narrow_cross_entropy(self) -> bool:
@@ -356,12 +287,17 @@ class Config:
     @property
     def placement(self) -> Placement:
         """The assignment of chunks of layers to pipeline stages."""
-        return Placement(self.pp, self.virtual_stages, SCHEDULES[self.schedule].folded)
+        return Placement(self.pp, self.virtual_stages, ALL_SCHEDULES[self.schedule].folded)
+
+    @property
+    def schedule_with_settings(self) -> Schedule:
+        """The schedule, with the values of its own settings."""
+        return dataclasses.replace(ALL_SCHEDULES[self.schedule], settings=self.schedule_settings)
 
     @property
     def timetable(self) -> Timetable:
         """The actions of each pipeline stage in one step."""
-        return timetable(self.schedule, self.pp, self.microbatches, self.virtual_stages)
+        return timetable(self.schedule_with_settings, self.pp, self.microbatches, self.virtual_stages)
 
     @property
     def padded_vocab_size(self) -> int:
@@ -375,25 +311,10 @@ class Config:
         return not self.untie_embeddings_and_output_weights
 
     @property
-    def head_uses(self) -> int:
-        """The number of times that a microbatch passes through the final norm and the head in training."""
-        return 1 + self.mtp_num_layers
-
-    @property
-    def needs_words_at_end(self) -> bool:
-        """Return whether the last chunk uses the word embedding: as its head, or to look up labels."""
-        return self.tied or self.mtp_num_layers > 0
-
-    @property
     def traced_steps(self) -> range:
         """The steps from FIRST to LAST of --trace FIRST:LAST, both included."""
         first, last = map(int, self.trace.split(":")) if self.trace else (1, 0)
         return range(first, last + 1)
-
-    @property
-    def uses_document_boundaries(self) -> bool:
-        """Return whether positions or attention depend on where the documents in a sample end."""
-        return self.reset_position_ids or self.reset_attention_mask
 
     @property
     def rope(self) -> bool:
@@ -411,16 +332,6 @@ class Config:
         """The MLP's activation, a key of layers.activations.ACTIVATIONS."""
         return "swiglu" if self.swiglu else "gelu"
 
-    def has_experts(self, layer: int) -> bool:
-        """Return whether this layer, counted from 0, has experts instead of an MLP."""
-        return bool(self.num_experts) and layer % self.moe_layer_freq == 0
-
-    @property
-    def statistics_per_layer(self) -> int:
-        """The number of statistics of each layer: the tokens of each expert and the router's losses; then the loss and
-        the tokens of a depth, which are 0 in other layers."""
-        return (self.num_experts + 1 if self.num_experts else 0) + (2 if self.mtp_num_layers else 0)
-
     @property
     def qkv_size(self) -> int:
         """The output size of attention's first matmul over all ranks: q for each head, k and v for each query group."""
@@ -434,7 +345,7 @@ class Config:
         Raises UserError if a value or a combination of values is not valid.
         """
         check_values(self)
-        filled = {name: value for name, value in PRESETS[self.model].items() if getattr(self, name) is None}
+        filled = {name: value for name, value in self.preset.items() if getattr(self, name) is None}
         if self.finetune and "global_batch_size" in filled:
             filled["global_batch_size"] = min(filled["global_batch_size"], FINETUNE_BATCH_SIZE)
         if self.finetune and "lr" in filled:
@@ -443,31 +354,35 @@ class Config:
 
         heads = config.num_attention_heads
         groups = config.num_query_groups or heads
-        default_tp, default_pp = 1, 1
+        default_tp, default_pp, inner = 1, 1, math.prod(self.inner_axes.values())
         if self.tp is None and self.pp is None:
-            most, rest = divmod(world_size, math.lcm(self.ep, self.cp))
+            most, rest = divmod(world_size, self.ranks_beside_tp_and_pp)
             most = 1 if rest else most                         # a rule is broken: check_rules() says which
-            ranks_per_replica = world_size // (self.dp * self.cp) if self.dp else 4 if most % 4 == 0 else most
+            ranks_per_replica = world_size // (self.dp * inner) if self.dp else 4 if most % 4 == 0 else most
             default_tp, default_pp = DEFAULT_LAYOUTS.get(ranks_per_replica, (1, 1))
         tp, pp = self.tp or math.gcd(default_tp, groups), self.pp or default_pp
-        dp = self.dp or max(world_size // (tp * self.cp * pp), 1)
+        dp = self.dp or max(world_size // (tp * inner * pp), 1)
         micro_batch_size = self.micro_batch_size or min(config.micro_batch_size, max(config.global_batch_size // dp, 1))
         schedule = self.schedule or default_schedule(self.virtual_stages or 1)
         ffn_hidden_size = config.ffn_hidden_size or default_ffn_hidden_size(config)
         config = dataclasses.replace(
             config, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, data_parallel_size=dp,
             micro_batch_size=micro_batch_size,
-            slices=config.slices or (min(2, micro_batch_size) if tp > 1 or self.cp > 1 else 1),
+            slices=config.slices or (min(2, micro_batch_size) if tp > 1 or inner > 1 else 1),
             columns=config.columns or (2 if tp > 1 and micro_batch_size == 1 and config.slices is None else 1),
-            schedule=schedule, virtual_stages=self.virtual_stages or SCHEDULES[schedule].chunks[0],
+            schedule=schedule, virtual_stages=self.virtual_stages or ALL_SCHEDULES[schedule].chunks[0],
             ffn_hidden_size=ffn_hidden_size,
-            moe_ffn_hidden_size=config.moe_ffn_hidden_size or ffn_hidden_size if config.num_experts else None,
             num_query_groups=groups,
             kv_channels=config.kv_channels or config.hidden_size // heads,
             max_position_embeddings=config.max_position_embeddings or config.seq_length,
             min_lr=config.lr / 10 if config.min_lr is None else config.min_lr)
-        check_rules(config)
+        config = dataclasses.replace(config, **config.option_defaults())
+        config.check_rules()
         return config
+
+    def check_rules(self):
+        """Check a resolved Config. Raises UserError."""
+        check_rules(self)
 
     def with_device(self, device: torch.device) -> "Config":
         """Return a copy in which `compile` is set. If it was None, it is True on CUDA and False on the CPU."""
@@ -486,3 +401,8 @@ class Config:
                 f"the padded vocabulary of {config.padded_vocab_size} tokens must be divisible by "
                 f"tensor-model-parallel-size {config.tp}; try --make-vocab-size-divisible-by {128 * config.tp}")
         return config
+
+
+@dataclass(frozen=True)
+class Config(*(option.Settings for option in OPTIONS), CoreSettings):
+    """All settings of a run: those of the core, and those of each option."""

@@ -4,8 +4,8 @@ import argparse
 import dataclasses
 import sys
 
-from nanodomino.config.setting import flag_name, flag_settings
 from nanodomino.errors import UserError, require
+from nanodomino.settings.setting import flag_name, flag_settings
 
 
 class Parser(argparse.ArgumentParser):

@@ -7,8 +7,8 @@ setting that a record lacks has its default.
 import dataclasses
 
 from nanodomino.config.config import Config
-from nanodomino.config.setting import flag_settings, names_affecting
 from nanodomino.errors import require
+from nanodomino.settings.setting import flag_settings, names_affecting
 
 
 def check_record(record: dict, source) -> dict:

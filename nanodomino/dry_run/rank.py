@@ -3,7 +3,7 @@
     process groups    torch's "fake" backend, in which every collective is done at once
     device            meta tensors that stand for a CPU or a GPU (comm/device.py)
     data              samples of one document each
-    experts           chosen equally often (layers/moe.py)
+    options           what depends on data takes its most even form, for example all experts are chosen equally often
 
 A process can be in only one world. So a dry run must come before the run's own process group, or after it.
 """
@@ -14,6 +14,7 @@ import sys
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from unittest import mock
 
 import torch
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 from nanodomino.comm.device import StandIn, kind_of, standing_for
 from nanodomino.config.config import Config
-from nanodomino.data import Batch, EndOfText
+from nanodomino.data import Batch
 from nanodomino.domino import Domino
 from nanodomino.dry_run.accounts import Accounts, ActionEnd, FusedAttention, Streams
 from nanodomino.dry_run.shapes import storage
@@ -31,7 +32,6 @@ from nanodomino.schedules import simulation
 from nanodomino.zero import ZeroOptimizer
 
 META, MOST_TOKENS = torch.device("meta"), 2**26       # for a GPU, the host holds the tokens of a microbatch
-GROUPS = ("tp", "cp", "dp", "pp", "embedding", "ep", "expert_dp")
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,13 +63,12 @@ class NoTokens:
     """Stands in for a TokenDataset."""
 
     def __init__(self, config: Config):
-        self.end_of_text, self.seq_length, self.depths = (EndOfText.of(-1, config), config.seq_length,
-                                                          config.mtp_num_layers)
+        self.seq_length, self.prepare = config.seq_length, partial(config.prepare_batch, end_of_text=-1)
 
     def batch(self, step, microbatch, dp_rank, dp, micro_batch_size, global_batch_size, shuffle=True) -> Batch:
         device = "cpu" if kind_of(META) == "cuda" else "meta"  # a GPU's run counts documents in the host's memory
         rows = torch.zeros(micro_batch_size, self.seq_length + 1, dtype=torch.int64, device=device)
-        return Batch.from_rows(rows, [*range(micro_batch_size)], None, self.end_of_text, META, self.depths)
+        return Batch.from_rows(rows, [*range(micro_batch_size)], None, META, self.prepare)
 
 
 @contextmanager
@@ -87,9 +86,8 @@ def world_of(rank: int, size: int):
 
 
 def groups_of(mesh: Mesh) -> dict:
-    """Return {name: process group} of a rank, as `Accounts` needs it. "ep counts" has the ranks of ep."""
-    return ({"world": dist.group.WORLD, "ep counts": mesh.ep_counts_group}
-            | {name: mesh.group(name) for name in GROUPS if name != "expert_dp" or mesh.ep > 1})
+    """Return {name: process group} of a rank, as `Accounts` needs it."""
+    return {"world": dist.group.WORLD, **mesh.groups}
 
 
 def dry_run(program, config: Config, rank=0) -> RankRun:
@@ -104,7 +102,7 @@ def dry_run(program, config: Config, rank=0) -> RankRun:
             f"micro-batch-size {config.micro_batch_size} x seq-length {config.seq_length} is {tokens:,}; lower one of "
             "them")
     with world_of(rank, config.world_size):
-        mesh = make_mesh(config.pp, config.dp, config.tp, META, ep=config.ep, cp=config.cp)
+        mesh = make_mesh(config.pp, config.dp, config.tp, META, **config.mesh_options)
         accounts = Accounts(groups_of(mesh), host_counts=config.device == "cpu")
         # AdamW's fused kernel refuses meta tensors, but an account of it needs no numbers
         with standing_for(StandIn(config.device, Streams(accounts))), accounts, FusedAttention(), \

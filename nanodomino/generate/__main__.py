@@ -20,7 +20,6 @@ from nanodomino.checkpoint.manifest import read_manifest
 from nanodomino.comm.world import LaunchInfo, find_device, start_world
 from nanodomino.config.config import Config
 from nanodomino.config.flags import Parser
-from nanodomino.config.setting import check_range, flag_name
 from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.corpus.tokenizer import Tokenizer, build_tokenizer
 from nanodomino.errors import UserError, check_output, require
@@ -31,6 +30,7 @@ from nanodomino.model import GPT
 from nanodomino.run.agreement import from_rank_0
 from nanodomino.run.rank_failure import run_rank
 from nanodomino.run.threads import choose_threads
+from nanodomino.settings.setting import check_range, flag_name
 
 
 def command_line(arguments: list[str]) -> argparse.Namespace:
@@ -122,7 +122,7 @@ def main(arguments: list[str], launch: LaunchInfo) -> int:
     def find_model(checkpoint: Path) -> tuple[Config, Tokenizer]:
         config = config_of(checkpoint, read_manifest(checkpoint), tp, tensor_model_parallel_size=tp,
                            device=flags.device)
-        require(not flags.draft or config.mtp_num_layers, "--draft needs a depth of multi-token prediction, but "
+        require(not flags.draft or config.draft(), "--draft needs a depth of multi-token prediction, but "
                 f"{checkpoint} was trained with --mtp-num-layers 0; leave out --draft")
         return config, find_tokenizer(checkpoint, config, flags)
 

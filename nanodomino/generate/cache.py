@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from nanodomino.layers.dropout_and_positions import AttentionInputs
-from nanodomino.layers.positions import attention_bias, document_ids, positions_within_documents, rotation
+from nanodomino.layers.positions import rotation
 from nanodomino.model import GPT, Chunk
 
 
@@ -25,33 +25,23 @@ class KeyValueCache:
     Rotary positions are already applied to the keys.
 
     size: the number of positions that the cache can hold; the first `length` of them are filled.
-    end_of_text: the token after which a new document starts, used if the model was trained with document boundaries.
+    end_of_text: the token that ends a text; an option may let it end what later tokens can see.
+    chunks: the chunks whose layers need keys and values.
 
     The layers are given this cache instead of a MasksAndPositions, so it defines the methods that layers call.
     """
 
-    def __init__(self, model: GPT, size: int, end_of_text: int | None):
-        config = model.config
-        self.model, self.length, self.document_start = model, 0, 0
-        self.end_of_text = end_of_text if config.uses_document_boundaries else None
+    def __init__(self, model: GPT, size: int, end_of_text: int | None, chunks: list[Chunk]):
+        config, self.model, self.length, self.end_of_text = model.config, model, 0, end_of_text
         shape = (1, config.num_query_groups // model.mesh.tp, size, config.kv_channels)
         self.keys_and_values = {
             sublayer.site: torch.zeros(2, *shape, device=model.mesh.device, dtype=config.params_dtype)
-            for chunk in [*model.chunks, *model.depth_chunks[:1]] for sublayer in chunk.sublayers if sublayer.attends}
+            for chunk in chunks for sublayer in chunk.sublayers if sublayer.attends}
 
     def start(self, tokens):
-        """Compute the positions and the attention bias of the new tokens [1, m]. Only the first call after the cache
-        was empty may pass tokens of several documents."""
+        """Compute the positions and the attention bias of the new tokens [1, m]."""
         config, m = self.model.config, tokens.size(1)
-        self.positions = torch.arange(self.length, self.length + m, device=tokens.device).unsqueeze(0)
-        self.first_visible, self.bias = 0, None
-        if self.end_of_text is not None and self.length == 0:
-            documents = document_ids(tokens, self.end_of_text)
-            self.positions = positions_within_documents(documents) if config.reset_position_ids else self.positions
-            self.bias = attention_bias(documents, config.params_dtype) if config.reset_attention_mask else None
-        elif self.end_of_text is not None:
-            self.positions = self.positions - self.document_start * config.reset_position_ids
-            self.first_visible = self.document_start * config.reset_attention_mask
+        self.positions, self.first_visible, self.bias = self.look_around(tokens)
         if m > 1 and self.length > 0:                          # the last m of all visible tokens attend causally
             earlier = self.length - self.first_visible
             later = torch.ones(m, earlier + m, dtype=torch.bool, device=tokens.device).triu(earlier + 1)
@@ -59,11 +49,14 @@ class KeyValueCache:
             self.bias.masked_fill_(later, -torch.inf)
         self.rotary = rotation(config, self.positions, m, tokens.device)
 
+    def look_around(self, tokens):
+        """Return (the positions [1, m] of the new tokens, the index of the first cached token that they see, an
+        attention bias or None)."""
+        positions = torch.arange(self.length, self.length + tokens.size(1), device=tokens.device).unsqueeze(0)
+        return positions, 0, None
+
     def finish(self, tokens):
         """Count the new tokens [1, m] as cached. Call this after all chunks have run."""
-        if self.end_of_text is not None:
-            ends = [i for i, token in enumerate(tokens[0].tolist(), self.length) if token == self.end_of_text]
-            self.document_start = ends[-1] + 1 if ends else self.document_start
         self.length += tokens.size(1)
 
     def hidden_dropout_mask(self, site, x):

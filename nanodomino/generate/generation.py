@@ -38,7 +38,8 @@ def generate(model: GPT, mesh: Mesh, tokens: list[int], max_tokens: int, vocab_s
     """
     generator, longest = seeded_generator("cpu", seed, "generate", sample), model.config.context_length
     tokens, window, wanted = list(tokens), tokens[-longest:], len(tokens) + max_tokens
-    new_cache = partial(KeyValueCache, model, min(longest, len(window) + max_tokens), end_of_text)
+    new_cache = partial(model.config.cache_class, model, min(longest, len(window) + max_tokens), end_of_text,
+                        [*model.chunks, *(draft.chunks(model) if draft else [])])
     cache = new_cache()
     while len(tokens) < wanted:
         if len(window) > longest:
@@ -79,8 +80,8 @@ def next_token(cache: KeyValueCache, mesh: Mesh, new, vocab_size: int, temperatu
         token[0] = sample_token(logits[0, 0], temperature, top_k, generator)
     if mesh.pp > 1:
         dist.broadcast(token, mesh.stage_rank(placement.location(placement.last)[0]), group=mesh.pp_group)
-    if mesh.ep > 1:              # rounding may differ between replicas, but those that share experts must stay together
-        dist.broadcast(token, group=mesh.ep_group, group_src=0)
+    for name in config.groups_that_generate_together:          # rounding may differ between their ranks
+        dist.broadcast(token, group=mesh.group(name), group_src=0)
     return int(token)
 
 

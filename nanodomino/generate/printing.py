@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from nanodomino.corpus.tokenizer import Tokenizer
 from nanodomino.errors import counted, output_failure
-from nanodomino.generate.draft import Draft
 from nanodomino.generate.generation import generate
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
@@ -62,7 +61,7 @@ def write_texts(flags: argparse.Namespace, model: GPT, mesh: Mesh, tokenizer: To
     config = model.config
     context_name = "seq-length" if config.context_length == config.seq_length else "max-position-embeddings"
     is_rank_0, longest = dist.get_rank() == 0, config.context_length
-    writer, draft = Writer(tokenizer, mesh), Draft() if flags.draft else None
+    writer, draft = Writer(tokenizer, mesh), config.draft() if flags.draft else None
     written, start_time = 0, time.perf_counter()
     for number, (text, sample) in enumerate(product(flags.prompts, range(flags.num_samples))):
         begin = [] if tokenizer.begin_of_text is None else [tokenizer.begin_of_text]

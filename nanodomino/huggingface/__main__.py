@@ -4,10 +4,10 @@ import sys
 from pathlib import Path
 
 from nanodomino.config.flags import Parser
-from nanodomino.config.presets import DTYPES
 from nanodomino.errors import run_command
 from nanodomino.huggingface.export_model import export_model
 from nanodomino.huggingface.import_model import import_model
+from nanodomino.settings.presets import DTYPES
 
 
 def command_line() -> Parser:

@@ -13,9 +13,9 @@ import math
 import re
 
 from nanodomino.config.config import Config
-from nanodomino.config.setting import MAX_INT
 from nanodomino.errors import require
 from nanodomino.layers.positions import HIGH_FREQUENCY, LOW_FREQUENCY, ORIGINAL_LENGTH
+from nanodomino.settings.setting import MAX_INT
 
 # Entries for training, generation or bookkeeping.
 HARMLESS = re.compile(

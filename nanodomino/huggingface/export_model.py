@@ -1,6 +1,5 @@
 """Exports a checkpoint to a folder that Transformers can load, with one weight file in memory at a time."""
 
-import dataclasses
 from pathlib import Path
 
 import torch
@@ -9,7 +8,6 @@ from nanodomino.checkpoint.find_checkpoints import with_checkpoint
 from nanodomino.checkpoint.index import Index
 from nanodomino.checkpoint.load import open_weights, read_box
 from nanodomino.config.config import Config
-from nanodomino.config.presets import DTYPES
 from nanodomino.corpus.huggingface_tokenizer import bytes_of_characters
 from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.corpus.tokenizer import END_OF_TEXT
@@ -19,6 +17,7 @@ from nanodomino.huggingface.safetensors_files import (GENERATION, INDEX, SPECIAL
                                                       copy_files, import_safetensors, new_folder, read_json,
                                                       tokenizer_summary, write_json)
 from nanodomino.huggingface.tensor_mapping import TensorMapping, element_count, map_tensors
+from nanodomino.settings.presets import DTYPES
 
 
 def split_into_files(mappings: list[TensorMapping], dtype: torch.dtype, max_bytes: int) -> list[list[TensorMapping]]:
@@ -61,7 +60,7 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype_name: str | None, max_b
     """Export one checkpoint. export_model() explains the arguments and the result."""
     package = import_safetensors()
     index, model = open_weights(checkpoint)
-    depths, config = model.config.mtp_num_layers, dataclasses.replace(model.config, mtp_num_layers=0)
+    config, left_out = model.config.for_export()
     dtype_name = dtype_name or config.dtype
     dtype, family, values = DTYPES[dtype_name], family_of(config), write_config(config, dtype_name)
     mappings = map_tensors(config, family.modules)
@@ -84,8 +83,7 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype_name: str | None, max_b
         copied = copy_files((*TOKENIZER_FILES, GENERATION), source, temporary) or write_tokenizer(source, temporary)
         write_json(temporary / "config.json", values | special_tokens(temporary, config))
     return (f"{out}: {family.architecture}, {counted(len(names), 'weight file')}, "
-            f"{element_count(mappings):,} elements in {dtype_name}, {tokenizer_summary(copied)}"
-            + (f"; without the {counted(depths, 'depth')} of multi-token prediction" if depths else ""))
+            f"{element_count(mappings):,} elements in {dtype_name}, {tokenizer_summary(copied)}{left_out}")
 
 
 def tokenizer_folder(checkpoint: Path, config: Config) -> Path:

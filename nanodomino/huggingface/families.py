@@ -9,12 +9,11 @@ import math
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from nanodomino.config.config import Config
-from nanodomino.config.presets import PRESETS
-from nanodomino.config.setting import flag_name
+from nanodomino.config.config import ALL_PRESETS, Config
 from nanodomino.errors import UserError, require
 from nanodomino.huggingface.config_rules import ConfigReader, read_biases, read_rope, read_windows, shown, write_rope
 from nanodomino.huggingface.tensor_mapping import GPT2_MODULES, LLAMA_MODULES, MIXTRAL_MODULES, QWEN3_MOE_MODULES
+from nanodomino.settings.setting import flag_name
 
 IMPORTED_SEQ_LENGTH = 1024     # default seq-length of an imported model; less if the model has fewer positions
 HEADS, HEAD_SIZE = (lambda sizes: sizes.num_attention_heads,
@@ -103,9 +102,11 @@ QWEN3_MOE = dataclasses.replace(
                                "num_experts": 128, "num_experts_per_tok": 8},
     aliases={"num_local_experts": "num_experts"})
 
-# {model_type: family}
-FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3, "mixtral": MIXTRAL,
-            "qwen3_moe": QWEN3_MOE}
+# {model_type: family}, without families of experts if that option is deleted
+SETTINGS = {field.name for field in dataclasses.fields(Config)}
+FAMILIES = {model_type: family for model_type, family in dict(
+    gpt2=GPT2, llama=LLAMA, mistral=MISTRAL, qwen2=QWEN2, qwen3=QWEN3, mixtral=MIXTRAL, qwen3_moe=QWEN3_MOE).items()
+    if SETTINGS.issuperset(family.settings)}
 
 
 # ---- import
@@ -156,19 +157,19 @@ def nearest_preset(settings: dict) -> str:
     It gives runs that start from the imported model their default learning rate and batch size. A model without experts
     gets a preset without experts, because a preset adds the settings that are not given.
     """
-    presets = [name for name in PRESETS if "num_experts" in settings or "num_experts" not in PRESETS[name]]
-    return min(presets, key=lambda name: (abs(math.log(PRESETS[name]["hidden_size"] / settings["hidden_size"])),
+    presets = [name for name in ALL_PRESETS if "num_experts" in settings or "num_experts" not in ALL_PRESETS[name]]
+    return min(presets, key=lambda name: (abs(math.log(ALL_PRESETS[name]["hidden_size"] / settings["hidden_size"])),
                                           sum(settings.get(setting) != value
-                                              for setting, value in PRESETS[name].items())))
+                                              for setting, value in ALL_PRESETS[name].items())))
 
 
 # ---- export
 
 def family_of(config: Config) -> Family:
     """Return the first family that fits the model. If none fits, the UserError says what the nearest family needs."""
-    differences = {}
+    differences, experts = {}, getattr(config, "num_experts", None)
     for name, family in FAMILIES.items():
-        if bool(config.num_experts) != any(setting == "num_experts" for setting, _ in family.sizes.values()):
+        if bool(experts) != any(setting == "num_experts" for setting, _ in family.sizes.values()):
             continue
         needed = settings_of_family(family, config)
         actual = {setting: getattr(config, setting) for setting in needed}

@@ -32,7 +32,6 @@ from nanodomino.layers.main_grad import add_gradients
 from nanodomino.layers.norms import Norm
 from nanodomino.layers.positions import inverse_rotation, rotate
 from nanodomino.layers.sublayer import Sublayer
-from nanodomino.layers.varlen import varlen_attention
 from nanodomino.parallel import ColumnParallelLinear, RowParallelLinear
 
 
@@ -67,8 +66,8 @@ class Attention(Sublayer):
 
     def attend(self, q, k, v, inputs):
         """Return the attention output [b, heads, s, d] for q [b, heads, s, d], k and v [b, groups, s, d]."""
-        if inputs.documents is not None:
-            return varlen_attention(q, k, v, inputs.documents)
+        if inputs.attend is not None:
+            return inputs.attend(q, k, v)
         if inputs.dropout_mask is None:
             return fused_attention(q, k, v, inputs.attention_bias)
         s = q.size(2)

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from nanodomino.layers.main_grad import wide_dtype
-from nanodomino.layers.positions import own_places, rotation
-from nanodomino.layers.varlen import DocumentStarts, document_inputs
+from nanodomino.layers.positions import rotation
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,7 @@ class AttentionInputs:
     rotary: torch.Tensor | None              # (cos, sin), see rotation() in positions.py
     attention_bias: torch.Tensor | None = None     # [b, 1, s, s], added to the scores; None: plain causal attention
     extend_cache: Callable | None = None     # in generation: k, v of new tokens -> k, v of all tokens
-    documents: DocumentStarts | None = None  # keeps attention within documents, in place of a bias (varlen.py)
-    keys: torch.Tensor | None = None         # which of the gathered keys attention reads (context_parallel.py)
+    attend: Callable | None = None           # computes attention from q, k, v in place of torch's fused kernel
 
 
 class MasksAndPositions:
@@ -38,14 +36,14 @@ class MasksAndPositions:
 
     sample_ids: the numbers of the b samples in the data order; None (in evaluation): no dropout
     keep: cache the residual-stream masks, because backward needs each of them once more
-    stream: how tp ranks share the residual stream (overlap/sequence_parallel.py); None: every rank holds all rows
+    stream: how tp ranks share the residual stream (overlap/slice_ops.py); None: every rank holds all rows
     positions: [b, s], see positions.py; None: each sample has positions 0 .. s - 1
-    documents: [b, s], in the host's memory, see positions.py; None: attention crosses documents
+    extras: what options have added to the batch; see data.Batch
     """
 
-    def __init__(self, config, mesh, sample_ids=None, keep=False, stream=None, positions=None, documents=None):
+    def __init__(self, config, mesh, sample_ids=None, keep=False, stream=None, positions=None, extras=None):
         self.config, self.mesh, self.sample_ids, self.keep, self.kept = config, mesh, sample_ids, keep, {}
-        self.stream, self.positions, self.documents = stream, positions, documents
+        self.stream, self.positions, self.extras = stream, positions, extras or {}
         self.shared = None                                     # fields of AttentionInputs that all layers share
 
     def draw_masks(self, site, shape, probability, like):
@@ -64,10 +62,10 @@ class MasksAndPositions:
         """Return the dropout mask for the residual stream, with the shape of x: this rank's rows [b, s or s/t, h]."""
         if site in self.kept:
             return self.kept.pop(site)
-        s = x.size(1) * (self.stream.shards * self.mesh.cp if self.stream else 1)
+        s = x.size(1) * (self.stream.shards * self.config.sample_parts if self.stream else 1)
         mask = self.draw_masks(site, (s, x.size(2)), self.config.hidden_dropout, x)
         if mask is not None and self.stream:
-            mask = self.stream.own_rows(own_places(mask, self.mesh))
+            mask = self.stream.own_rows(self.config.own_places(mask, self.mesh))
         if self.keep:
             self.kept[site] = mask
         return mask
@@ -87,7 +85,7 @@ class MasksAndPositions:
             mask = mask.chunk(self.mesh.tp, dim=1)[self.mesh.tp_rank].clone()
         if self.shared is None:
             self.shared = dict(rotary=rotation(self.config, self.positions, s, x.device),
-                               **document_inputs(self.config, self.documents, x.device))
+                               **self.config.attention_extras(self.extras, x.device))
         return AttentionInputs(mask, **self.shared)
 
 

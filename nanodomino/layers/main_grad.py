@@ -28,18 +28,13 @@ def add_gradients(weights, gradients):
 ADDS_TO_FP32 = "dtype_out" in torch.ops.aten.addmm.overloads()
 
 
-def add_weight_gradient(main_grad, grad_output, activation, ends=None):
+def add_weight_gradient(main_grad, grad_output, activation):
     """Add grad_output^T activation to a weight's main_grad [out, in].
 
     grad_output [b, s, out], activation [b, s, in]. If activation is None, add the sum of grad_output over all tokens to
     a bias's main_grad [out]. main_grad may have a wider dtype than both. It may also have more rows than grad_output
     has features, because a head does not multiply by all padding rows.
-    ends: if given, grad_output and activation are rows sorted by expert, and main_grad is [experts, out, in] (moe.py).
     """
-    if ends is not None:
-        for start, end, expert in zip([0, *ends], ends, main_grad):
-            add_weight_gradient(expert, grad_output[None, start:end], activation[None, start:end])
-        return
     grad_output = grad_output.flatten(0, 1)
     main_grad = main_grad[:grad_output.size(-1)]
     if activation is None:

@@ -3,11 +3,10 @@
     x -> norm -> f -> column-parallel matmul -> core -> row-parallel matmul -> g -> + bias, dropout -> + x
 
 The core is attention itself, or the activation function of an MLP. It works on this rank's output of the first matmul:
-the rank's own heads, or its own ffn features. So f and g (parallel.py) are the only communication. Only with context
-parallelism (context_parallel.py) attention's core communicates too.
+the rank's own heads, or its own ffn features. So f and g (parallel.py) are the only communication.
 
 A core is written twice: once as a plain definition, which autograd differentiates, and once as a hand-written forward
-and backward, which training runs. Tests compare the two.
+and backward, which training runs (LinearPair in domino.py). Tests compare the two.
 
 Shapes in this folder: b samples, s tokens, h hidden size, d numbers per head, t tensor-parallel ranks.
 """
@@ -15,13 +14,11 @@ Shapes in this folder: b samples, s tokens, h hidden size, d numbers per head, t
 from torch import nn
 
 from nanodomino.layers.dropout_and_positions import add_residual
-from nanodomino.layers.fp8 import in_8_bits, recipe_for
 from nanodomino.layers.norms import Norm
-from nanodomino.layers.sublayer_inside import LinearPair
 
 
 class Sublayer(nn.Module):
-    """The base of Attention, MLP and MoE. Attention and MLP supply the two matmuls, `column` and `row`, and the core:
+    """The base of Attention and MLP, which supply the two matmuls, `column` and `row`, and the core:
 
     core(c, inputs) -> activation                              the definition
     kernels(compiled) -> (forward, backward)      the functions of the core that torch.compile can fuse
@@ -32,21 +29,11 @@ class Sublayer(nn.Module):
     c: the output of `column`. inputs: an AttentionInputs; None for an MLP. kernel: forward or backward from kernels()
     """
     attends = False                                            # True for attention
-    pair = LinearPair                                          # the class of inside()
 
     def __init__(self, config, mesh, site: str):
         super().__init__()
         self.norm = Norm(config, mesh, config.hidden_size)
         self.site = site                                       # the name that seeds this sublayer's dropout masks
-        self.fp8 = recipe_for(config, site)                    # None: multiply in the training type
-
-    def inside(self, compiled=lambda function: function) -> LinearPair:
-        """Return the object that computes everything between the norm and the all-reduce for domino.py.
-
-        compiled: torch.compile with its backend, or a function that returns its argument
-        """
-        pair = self.pair(self, *self.kernels(compiled))
-        return in_8_bits(pair, self.fp8(compiled)) if self.fp8 else pair
 
     def forward(self, x, masks_and_positions):
         """Turn x [b, s, h] into the next x, with blocking all-reduces and plain autograd. This is the definition."""

@@ -1,8 +1,9 @@
-"""Attention within documents without an attention bias, on GPUs (--reset-attention-mask).
+"""Attention within the documents of a sample: with an attention bias or, on GPUs, without one.
 
-With a bias [b, 1, s, s] attention computes all scores, and then discards those between documents. In 16 bit, the bias
-of a sample of 32,768 tokens takes 2.1 GB. torch's varlen_attn needs no bias. It takes all samples of a slice as one
-sequence, with the positions where documents start. It computes only the scores within each document:
+A sample may hold parts of several documents, and options may keep attention within them. With a bias [b, 1, s, s],
+attention computes all scores, and then discards those between documents. In 16 bit, the bias of a sample of 32,768
+tokens takes 2.1 GB. torch's varlen_attn needs no bias. It takes all samples of a slice as one sequence, with the
+positions where documents start. It computes only the scores within each document:
 
     samples      a  b  #  c | d  e  #  #         #: end-of-text; each sample starts a document, too
     documents    0  0  0  1 | 0  0  0  1
@@ -13,12 +14,13 @@ Otherwise, and on CPUs, attention uses the bias.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from nanodomino.comm.device import has_flash_attention
-from nanodomino.layers.positions import attention_bias, first_of_document, to_device
+from nanodomino.layers.positions import to_device
 
 
 @dataclass(frozen=True)
@@ -41,15 +43,29 @@ def uses_varlen(config, device: torch.device) -> bool:
     return fits_varlen(config) and has_flash_attention(device)
 
 
-def document_inputs(config, documents, device: torch.device) -> dict:
+def first_of_document(documents):
+    """Return whether each token is the first of its document in this sample, [b, s], for document numbers [b, s]."""
+    starts = torch.ones_like(documents, dtype=torch.bool)
+    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return starts
+
+
+def attention_bias(documents, dtype):
+    """Return what is added to the scores, [b, 1, s, s]: -inf for later tokens and other documents, 0 for the rest."""
+    s = documents.size(1)
+    causal = torch.ones(s, s, dtype=torch.bool, device=documents.device).tril()
+    allowed = (documents[:, :, None] == documents[:, None, :]) & causal
+    bias = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+    return bias.masked_fill_(~allowed, -torch.inf).unsqueeze(1)
+
+
+def inputs_within_documents(config, documents, device: torch.device) -> dict:
     """Return the fields of AttentionInputs that keep attention within documents.
 
-    documents: the document numbers [b, s], in the host's memory; None: attention crosses documents
+    documents: the document numbers [b, s], in the host's memory
     """
-    if documents is None:
-        return {}
     if uses_varlen(config, device):
-        return dict(documents=find_starts(documents, device))
+        return dict(attend=partial(varlen_attention, documents=find_starts(documents, device)))
     return dict(attention_bias=attention_bias(to_device(documents, device), config.params_dtype))
 
 

@@ -66,7 +66,7 @@ class Bucket:
             view = self.view(weight, self.weights)
             view.copy_(weight.data)
             weight.data, weight.bucket = view, self
-        self.derived = {}                              # copies in other types, made once a step (layers/fp8.py)
+        self.derived = {}                              # copies in other types, made once a step
         self.own_weights = self.weights.chunk(partitions)[partition]
         self.own_offset = partition * len(self.own_weights)
         self.master = self.own_weights if wide == first.dtype else self.own_weights.to(wide)

@@ -39,17 +39,39 @@ class Lion(torch.optim.Optimizer):
                 moment.lerp_(weight.grad, 1.0 - beta2)
 
 
+class SignUpdate(torch.optim.Optimizer):
+    """Moves each weight by `rate` against the sign of its gradient. It keeps no moments and ignores the groups' lr."""
+
+    def __init__(self, params, rate):
+        super().__init__(params, dict(rate=rate))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.sub_(group["rate"] * weight.grad.sign())
+
+
 @dataclass(frozen=True)
 class OptimizerSpec:
-    make: Callable                # (parameter groups, config) -> torch.optim.Optimizer; its groups must have an `lr`
-    moments: tuple[str, ...]      # the names of the optimizer's state tensors that have the weight's shape
-    counts_steps: bool = False    # whether the state also has a `step`
+    """Describes an optimizer.
+
+    make(groups, config, zero)    returns a torch.optim.Optimizer. Each of the parameter groups has the masters of some
+                                  buckets as `params`, these buckets, and weight_decay. zero.py sets `lr` in each step
+    moments                       the names of the optimizer's state tensors that have the weight's shape
+    counts_steps                  whether the state also has a `step`
+    counts_in_norm                whether the gradients belong to the global norm
+    """
+    make: Callable
+    moments: tuple[str, ...]
+    counts_steps: bool = False
+    counts_in_norm: bool = True
 
 
 OPTIMIZERS = {
-    "adamw": OptimizerSpec(lambda groups, config: torch.optim.AdamW(
+    "adamw": OptimizerSpec(lambda groups, config, zero: torch.optim.AdamW(
         groups, lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=True),
         moments=("exp_avg", "exp_avg_sq"), counts_steps=True),
-    "lion": OptimizerSpec(lambda groups, config: Lion(
+    "lion": OptimizerSpec(lambda groups, config, zero: Lion(
         groups, lr=config.lr, betas=(config.lion_beta1, config.lion_beta2)), moments=("exp_avg",)),
 }

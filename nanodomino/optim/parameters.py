@@ -2,10 +2,8 @@
 
                           cut           replicas     addends                     update
     W1 of an MLP          {0: "tp"}     "dp"         ()                          with weight decay
-    weight of a norm      {}            "dp"         () or ("tp",), see below    without
+    weight of a norm      {}            "dp"         ()                          without
     tied word embedding   {0: "tp"}     "dp"         ("embedding",)              with weight decay
-    W1 of the experts     {0: "ep",     "expert_dp"  ()                          with weight decay
-                           1: "tp"}
 
 A gradient is summed over up to two kinds of groups. First over the parameter's *replicas*: ranks that hold the same
 shard and train on different tokens. Then, once per step, over groups in which each rank computes only an *addend* of
@@ -23,9 +21,8 @@ from torch import nn
 class ParameterKind:
     """Says how the optimizer treats a parameter. All parameters of a bucket (optim/buckets.py) have the same kind.
 
-    update     "decay": by the optimizer, with weight decay, because it is a matrix; "no_decay": without weight decay;
-               "sign": against the sign of its gradient, which the gradient norm leaves out (layers/router.py). The
-               parameter is fp32 or wider, because 16 bits would round its small steps away
+    update     "decay": by --optimizer, with weight decay, because it is a matrix; "no_decay": without weight decay; or
+               a name that an option adds (config.updates)
     shards     the axes over which the parameter is cut, such as ("tp",); () if it is not
     replicas   the axis whose ranks hold the same shard and train on different tokens; zero.py sums their gradients
     addends    the groups in which every rank holds a copy but computes only an addend of the gradient, such as ("tp",)
@@ -43,7 +40,6 @@ class ParameterSpec:
     shape        the shape of the whole tensor, as checkpoints store it
     offset, size the box of the whole tensor that is this rank's shard
     std, value   the standard deviation of normal initial values; if std is None, all values are `value`
-    uses         how many times a stage uses the parameter in a microbatch; its gradient is complete after that many
     """
     shape: tuple[int, ...]
     offset: tuple[int, ...]
@@ -51,35 +47,29 @@ class ParameterSpec:
     kind: ParameterKind
     std: float | None
     value: float
-    uses: int
 
 
 def parameter(shape, config, mesh, *, cut=None, view=None, std=None, value=0.0, replicas="dp", addends=(),
-              update=None, uses=1) -> nn.Parameter:
+              update=None, dtype=None) -> nn.Parameter:
     """Create this rank's shard of a parameter, uninitialized. GPT.initialize() in model.py fills it.
 
-    shape, std, value, uses   see ParameterSpec
+    shape, std, value         see ParameterSpec
     cut                       {dimension: axis}: each rank of this axis of the mesh holds an equal part of the dimension
     view                      the parameter's shape, as for Tensor.view; None: the dimensions of the whole tensor
     replicas, addends         see ParameterKind
-    update                    see ParameterKind; None: "decay" for a matrix, else "no_decay"
-
-    With sequence parallelism, each tp rank computes only an addend of the gradient of a parameter that is not cut over
-    tp, because it has only some of the tokens.
+    update                    see ParameterKind; None: config.matrix_update for a matrix, else "no_decay"
+    dtype                     None: the training type
     """
     cut, shards = cut or {}, tuple(sorted((cut or {}).values()))
     axes = [mesh.axis(cut[dim]) if dim in cut else (1, 0) for dim in range(len(shape))]
     size = tuple(length // ranks for length, (ranks, _) in zip(shape, axes))
     offset = tuple(length * rank for length, (_, rank) in zip(size, axes))
-    if config.sequence_shards > 1 and "tp" not in shards:
-        addends = {"tp", *addends}
-    addends = tuple(sorted(group for group in addends if mesh.axis(group)[0] > 1))
-    update = update or ("decay" if len(view or shape) > 1 else "no_decay")
+    addends = tuple(sorted(group for group in {*addends, *config.addends(shards)} if mesh.axis(group)[0] > 1))
+    update = update or (config.matrix_update if len(view or shape) > 1 else "no_decay")
     kind = ParameterKind(update, shards, replicas, addends)
-    dtype = torch.promote_types(config.params_dtype, torch.float32) if update == "sign" else config.params_dtype
-    shard = torch.empty(size, device=mesh.device, dtype=dtype)
+    shard = torch.empty(size, device=mesh.device, dtype=dtype or config.params_dtype)
     weight = nn.Parameter(shard.view(view or size))
-    weight.spec = ParameterSpec(tuple(shape), offset, size, kind, std, value, uses)
+    weight.spec = ParameterSpec(tuple(shape), offset, size, kind, std, value)
     weight.main_grad = weight.bucket = None        # set by optim/buckets.py; backward adds to main_grad
     return weight
 

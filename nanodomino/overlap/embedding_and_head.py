@@ -1,7 +1,7 @@
 """The two ends of the model, slice by slice: word embedding, and final norm + head + cross entropy.
 
 Both matrices are cut along the vocabulary (parallel.py), so both ends need collectives. Other slices hide these, as in
-a sublayer. Collectives in parentheses are only needed if the residual stream is sharded (sequence_parallel.py):
+a sublayer. Collectives in parentheses are only needed if an option shards the residual stream:
 
     embedding    forward    reduce of the word embeddings           backward    (gather of the gradient of x)
     head         forward    (gather of h)                           backward    reduce of the gradient of h
@@ -22,12 +22,13 @@ from nanodomino.layers.cross_entropy import (cross_entropy_gradient, in_chunks, 
 from nanodomino.layers.dropout_and_positions import drop
 from nanodomino.layers.main_grad import main_grad_of, wide_dtype
 from nanodomino.overlap.flight import result_of
+from nanodomino.overlap.residual_norm import SavedResidualNorm
 
 
 @dataclass
 class HeadTape:
     """Holds what forward keeps of a slice for the head's backward."""
-    norm: object                         # residual_norm.SavedResidualNorm
+    norm: SavedResidualNorm
     h: torch.Tensor                      # [b, s, h], never sharded, because it is much smaller than the logits
     logits: torch.Tensor                 # [b, s, num_logits] of this rank
     maximum: torch.Tensor                # [b, s], the largest logit on any rank

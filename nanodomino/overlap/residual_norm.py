@@ -22,13 +22,14 @@ import torch
 
 from nanodomino.layers.dropout_and_positions import add_residual, drop
 from nanodomino.layers.main_grad import add_gradients, wide_dtype
+from nanodomino.overlap.inside import Inside
 
 
 @dataclass
 class SavedResidualNorm:
     """Holds what forward keeps of a residual + norm for backward."""
     weights: tuple                       # (weight, bias) of the norm
-    previous: object                     # the domino.SublayerParts whose output is added; None at a chunk's start
+    previous: Inside | None              # the inside whose output is added; None at a chunk's start
     x: torch.Tensor                      # x' [b, s, h], the input of the norm
     statistics: tuple                    # from the norm's forward: for example mean and 1 / deviation of each token
 

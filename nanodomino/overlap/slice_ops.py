@@ -3,7 +3,7 @@
 A slice's generator yields to let the other slices compute:
 
     yield_if_in_flight(flights)    yields only if one of these flights sends something
-    yield_if_sharded()             yields only if the residual stream is sharded (sequence_parallel.py says why)
+    yield_if_sharded()             yields only if an option shards the residual stream (options/sequence_parallel.py)
     yield_then_wait(flights)       yields once, then waits
 
 The *column split* (Domino, 2409.15241, section 3.3) works within one slice, so it also helps at batch size 1. It cuts a
@@ -16,8 +16,31 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from nanodomino.layers.main_grad import add_weight_gradient, main_grad_of
-from nanodomino.overlap.flight import (Flight, prepare_all_gather, prepare_all_reduce, prepare_all_to_all,
-                                       prepare_reduce_scatter, result_of)
+from nanodomino.overlap.flight import Flight, prepare_all_reduce, result_of
+
+
+class ReplicatedResidual:
+    """Gathers and reduces for a residual stream of which every tensor-parallel rank holds all rows.
+
+    gather and reduce are the operators f and g of parallel.py: gather comes before a pair of matmuls in forward, reduce
+    after it; in backward it is the other way round. An option may replace this class to shard the rows.
+    """
+    shards = 1                           # the number of ranks that share the rows
+
+    def __init__(self, group):
+        self.group = group
+
+    def gather(self, x) -> Flight:
+        """Prepare what turns this rank's rows [b, s/shards, f] into all rows [b, s, f]: here nothing."""
+        return Flight(x)
+
+    def reduce(self, addend) -> Flight:
+        """Prepare the sum of all ranks' addends [b, s, f], for this rank's rows. It overwrites `addend`."""
+        return prepare_all_reduce(addend, self.group)
+
+    def own_rows(self, whole):
+        """Return this rank's rows of `whole` [b, s, ..]."""
+        return whole
 
 
 class SliceOps:
@@ -26,12 +49,12 @@ class SliceOps:
     Arguments slice (a domino.Slice) and site (a name such as "layers.3.mlp") only label what the trace records.
     """
 
-    def __init__(self, stream, columns: int, trace, always_yields=True):
-        """always_yields: yield between two sublayers even if nothing is in flight. A pair's forward and backward then
-        take turns without tensor parallelism too. With ep > 1 or cp > 1, and tp = 1, a slice runs on instead until
-        it launches its next collective."""
+    def __init__(self, stream: ReplicatedResidual, columns: int, trace, statistics_of, always_yields=True):
+        """statistics_of: {site: tensor} to which sublayers add what they count; see GPT.
+        always_yields: yield between two sublayers even if nothing is in flight. A pair's forward and backward then take
+        turns without tensor parallelism too. If it is False, a slice runs on until it launches its next collective."""
         self.stream, self.columns, self.trace, self.always_yields = stream, columns, trace, always_yields
-        self.loss_scale = 1.0                                  # for losses that a sublayer adds by itself
+        self.statistics_of = statistics_of
 
     # ---- collectives
 
@@ -47,32 +70,6 @@ class SliceOps:
         """Launch the gather of x [b, s/t, h], in chunks of its features. If x is replicated, nothing is sent."""
         chunks = self.column_chunks(x, -1) if self.stream.shards > 1 else [x]
         return [self.launch(slice, site, self.stream.gather(chunk)) for chunk in chunks]
-
-    def exchange(self, slice, site, rows, input_splits, output_splits, group, name="ep") -> list[Flight]:
-        """Launch an all-to-all of rows; see prepare_all_to_all(). name: the group's name in the trace."""
-        return [self.launch(slice, site, prepare_all_to_all(rows, input_splits, output_splits, group, name))]
-
-    def gather_places(self, slice, site, own, group) -> list[Flight]:
-        """Launch the all-gather of all cp ranks' places: [..] -> [c, ..]."""
-        return [self.launch(slice, site, prepare_all_gather(own, (group.size(), *own.shape), group, "cp"))]
-
-    def sum_places(self, slice, site, addends, group) -> list[Flight]:
-        """Launch the reduce-scatter of addends for all cp ranks' places: [c, ..] -> the sum for this rank's [..]."""
-        return [self.launch(slice, site, prepare_reduce_scatter(addends, addends.shape[1:], group, "cp"))]
-
-    def finish_then_reduce(self, slice, site, flights, complete):
-        """Return flights of the sum over tp of complete(tensor). flights: the all-to-all that delivers `tensor`.
-
-        A generator. Without tensor parallelism it returns `flights` themselves, so that the caller yields while the
-        all-to-all is in flight.
-        """
-        if self.stream.group.size() == 1:
-            flights[0].complete = complete
-            return flights
-        yield from self.yield_if_in_flight(flights)
-        addend = complete(self.wait(slice, site, flights))
-        return [self.launch(slice, site, self.stream.reduce(chunk.contiguous()))
-                for chunk in self.column_chunks(addend, -1)]
 
     def wait(self, slice, site, flights):
         """Wait for all flights of a tensor and return the tensor."""
@@ -111,7 +108,7 @@ class SliceOps:
         yield from self.yield_once(flights)
         return self.wait(slice, site, flights)
 
-    # ---- matmuls; a weight is a tensor or an Fp8Weight, which multiplies in 8 bits (layers/fp8.py)
+    # ---- matmuls; a weight is a tensor, or an option's object that multiplies in another way (options/fp8.py)
 
     def column_chunks(self, tensor, dim):
         """Cut a tensor into `columns` chunks of features. dim: -1 for an activation, 0 for a weight [out, in]."""

@@ -5,7 +5,7 @@ Each setting comes from the first of these sources that has it:
     flags  >  --config FILE  >  config.json of the resumed run  >  the model settings of --load  >  defaults
 
 So `train.py --run-dir runs/mine` alone resumes a run as it was. Some settings must not change when a run is resumed
-(EFFECTS in config/setting.py). run_folder.py checks them, once it has found the checkpoint.
+(EFFECTS in settings/setting.py). run_folder.py checks them, once it has found the checkpoint.
 """
 
 import argparse
@@ -15,11 +15,11 @@ from pathlib import Path
 from nanodomino.checkpoint.find_checkpoints import recorded_settings
 from nanodomino.config.config import Config
 from nanodomino.config.flags import Parser, add_flags
-from nanodomino.config.rules import check_needs
 from nanodomino.config.saved_settings import check_record, remembered_settings
-from nanodomino.config.setting import flag_settings, names_affecting
 from nanodomino.errors import UserError, require
 from nanodomino.files import read_file
+from nanodomino.settings.rules import check_needs
+from nanodomino.settings.setting import flag_settings, names_affecting
 
 
 def command_line_parser() -> Parser:

@@ -41,10 +41,10 @@ class Estimate:
 def least_bytes(config: Config) -> float:
     """Return a lower bound of the bytes of the fullest rank: a rank's mean model state plus one activation. Quick for
     a model of any size."""
-    layers = config.moe_layer_freq
+    layers = config.layer_period
     one, two = (parameter_count(dataclasses.replace(config, num_layers=count)) for count in (layers, 2 * layers))
     parameters = one + (config.num_layers / layers - 1) * (two - one)
-    return (parameters * state_bytes_per_parameter(config) / (config.tp * config.pp * config.ep)
+    return (parameters * state_bytes_per_parameter(config) / config.weight_shards
             + math.prod(config.residual_shape) * config.params_dtype.itemsize)
 
 

@@ -22,7 +22,7 @@ from nanodomino.config.config import Config
 def choose_kernels(config: Config):
     """Tell torch which kernels it may choose. Call this before the first matmul, because cuBLAS reads its variable only
     once."""
-    torch.backends.cuda.enable_cudnn_sdp(not (config.deterministic_mode or config.reset_attention_mask))
+    torch.backends.cuda.enable_cudnn_sdp(not (config.deterministic_mode or config.uses_attention_bias))
     if config.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")      # 8 buffers of 4096 KiB
         torch.use_deterministic_algorithms(True)

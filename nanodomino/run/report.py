@@ -23,20 +23,17 @@ from nanodomino.analysis.formulas import active_parameter_count, flops_per_token
 from nanodomino.analysis.hardware import find_peak_flops, peak_memory
 from nanodomino.checkpoint.find_checkpoints import recorded_settings
 from nanodomino.config.config import Config
-from nanodomino.config.setting import names_affecting
 from nanodomino.corpus.prepared_folder import Corpus
 from nanodomino.errors import counted
 from nanodomino.files import write_file
-from nanodomino.layers import fp8
 from nanodomino.mesh import Mesh
-from nanodomino.model import stage_layers
-from nanodomino.overlap import recompute, sequence_parallel
 from nanodomino.plot.curves import Curve, picture
 from nanodomino.run import kernels
 from nanodomino.run.metrics_file import MetricsFile, remove_outdated
-from nanodomino.run.step_statistics import StepStatistics
 from nanodomino.run.tensorboard import TensorBoard
 from nanodomino.schedules import simulation
+from nanodomino.schedules.placement_and_messages import stage_layers
+from nanodomino.settings.setting import names_affecting
 
 FEW_SAMPLES = 16         # a loss over fewer samples is noisy
 FEW_EPOCHS = 4           # up to 4 epochs, repeated text is almost as good as new text (2305.16264)
@@ -75,15 +72,15 @@ class Report:
     def describe(self, first_step: int):
         """Print the model, the batch, the rank grid and the schedule."""
         config, mesh = self.config, self.mesh
-        active = f" ({active_parameter_count(config):,} active)" if config.num_experts else ""
-        print(f"nanodomino: model {config.model}, {parameter_count(config):,} parameters{active}, {config.dtype} on "
-              f"{mesh.device.type}; {self.corpus.tokens['train']:,} training tokens from {self.corpus.path}")
+        count, active = parameter_count(config), active_parameter_count(config)
+        print(f"nanodomino: model {config.model}, {count:,} parameters{f' ({active:,} active)' * (active < count)}, "
+              f"{config.dtype} on {mesh.device.type}; {self.corpus.tokens['train']:,} training tokens from "
+              f"{self.corpus.path}")
         print(f"global batch {config.global_batch_size} x {config.seq_length} tokens = "
               f"{counted(config.microbatches, 'microbatch')} of {config.micro_batch_size} on "
               f"{'each of ' * (config.dp > 1)}{counted(config.dp, 'replica')}; slices {config.slices}, "
               f"columns {config.columns}, ZeRO stage {config.zero_stage}"
-              + sequence_parallel.in_words(config) + recompute.in_words(config) + fp8.in_words(config)
-              + kernels.in_words(config, mesh.device))
+              + config.in_words + kernels.in_words(config, mesh.device))
         print(what_hides_what(config))
         for split in ("valid", "test"):
             samples = max(self.corpus.tokens[split] - 1, 0) // config.seq_length
@@ -92,7 +89,8 @@ class Report:
                       + ("its loss will be noisy" if samples else "it will have no loss")
                       + "; prepare more text, or a larger split with data/prepare.py --split")
         print(mesh.picture([describe_stage(config, stage) for stage in range(mesh.pp)]) + default_layout(config, mesh))
-        print(simulation.picture(config.schedule, mesh.pp, config.microbatches, config.virtual_stages), flush=True)
+        print(simulation.picture(config.schedule_with_settings, mesh.pp, config.microbatches, config.virtual_stages),
+              flush=True)
         if config.train_iters == 0:
             print("evaluating without training, because --train-iters is 0", flush=True)
         elif first_step >= config.train_iters:
@@ -143,10 +141,11 @@ class Report:
         speed = self.tokens_per_step / seconds
         mfu = speed * flops_per_token(self.config) / self.peak_flops if self.peak_flops else None
         shown = step % self.config.log_interval == 0 or step == 1
-        statistics = StepStatistics(self.config, result.statistics)
+        counts = self.config.step_metrics(result.statistics)
         self.record(step=step, loss=result.loss, grad_norm=result.grad_norm, lr=learning_rate,
                     tokens=step * self.tokens_per_step, step_ms=seconds * 1000, tokens_per_second=speed,
-                    mfu=mfu, skipped=result.skipped, loss_scale=result.loss_scale, **statistics.metrics(shown))
+                    mfu=mfu, skipped=result.skipped, loss_scale=result.loss_scale,
+                    **{name: value for name, value in counts.items() if shown or not isinstance(value, dict)})
         self.bar.set_postfix(loss=f"{result.loss:.3f}", tokens_per_second=f"{speed:,.0f}", refresh=False)
         self.bar.update()
         loss_scale = f" | loss scale {result.loss_scale:g}" if self.config.dtype == "float16" else ""
@@ -156,12 +155,13 @@ class Report:
         elif shown:
             self.say(f"step {step:5d} | loss {result.loss:.4f} {self.entropies} | grad norm {result.grad_norm:.3f} | "
                      f"lr {learning_rate:.2e} | {seconds * 1000:.0f} ms | {speed:,.0f} tokens/s | "
-                     f"mfu {'n/a' if mfu is None else f'{mfu:.1%}'}{loss_scale}{statistics.in_words()}")
+                     f"mfu {'n/a' if mfu is None else f'{mfu:.1%}'}{loss_scale}"
+                     + self.config.step_in_words(counts))
 
     def losses(self, step: int, split: str, loss: float):
         """Report the loss on a split, "valid" or "test", and its perplexity and bits per byte."""
         perplexity = math.exp(min(loss, 700.0))
-        bits_per_byte = self.corpus.bits_per_byte(split, loss, self.config.eod_mask_loss)
+        bits_per_byte = self.corpus.bits_per_byte(split, loss, self.config.masks_end_of_text)
         self.record(step=step, **{f"{split}_loss": loss, f"{split}_perplexity": perplexity,
                                   f"{split}_bits_per_byte": bits_per_byte})
         self.say(f"step {step:5d} | {split} loss {loss:.4f} {self.entropies} | perplexity {perplexity:.2f}"
@@ -202,11 +202,10 @@ def describe_stage(config: Config, stage: int) -> str:
     """Return what a pipeline stage holds, chunk by chunk: 'embedding, layers 0 to 3; layers 8 to 11'."""
     placement, chunks = config.placement, []
     for virtual_stage in (placement.virtual_stage(stage, chunk) for chunk in range(placement.chunks)):
-        layers = stage_layers(config.num_layers, virtual_stage, placement.last + 1, config.mtp_num_layers)
+        layers = stage_layers(config.num_layers, virtual_stage, placement.last + 1, config.layers_behind_head)
         chunks.append(("embedding, " if virtual_stage == 0 else "")
                       + (f"layers {layers[0]} to {layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}")
-                      + (", head" + f", {counted(config.mtp_num_layers, 'depth')} of multi-token prediction"
-                         * (config.mtp_num_layers > 0) if virtual_stage == placement.last else ""))
+                      + (", head" + config.behind_head_in_words if virtual_stage == placement.last else ""))
     return "; ".join(chunks)
 
 
@@ -221,9 +220,7 @@ def default_layout(config: Config, mesh: Mesh) -> str:
 def what_hides_what(config: Config) -> str:
     """Return, in a sentence, which work runs while a collective within a layer is in flight."""
     reduce = "gather and reduce" if config.sequence_shards > 1 else "all-reduce"
-    keys = config.cp > 1 and config.cp_comm_type == "all_gather"
-    sent = " and ".join([reduce] * (config.tp > 1) + ["gather of keys and values"] * keys
-                        + ["all-to-all"] * (config.ep > 1 or config.cp > 1 and not keys))
+    sent = " and ".join([reduce] * (config.tp > 1) + [*dict.fromkeys(config.sent_inside)])
     if not sent:
         return "overlap: without tensor parallelism a layer sends nothing, so there is nothing to hide"
     halves = [action.halves for row in config.timetable.rows for action in row]

@@ -94,9 +94,7 @@ def find_checkpoint_to_load(config: Config) -> Path | None:
         return None
     checkpoint, record = with_checkpoint(Path(config.load), lambda checkpoint: read_manifest(checkpoint)["config"])
     check_settings(record, checkpoint, config, "model", *(() if config.finetune else ("optimizer",)))
-    depths = record.get("mtp_num_layers", 0)
-    require(config.mtp_num_layers <= depths, f"mtp-num-layers {config.mtp_num_layers} must be at most the {depths} of "
-            f"{checkpoint}, because --finetune can drop depths but not add any; try --mtp-num-layers {depths}")
+    config.check_record(record, checkpoint)
     return checkpoint
 
 

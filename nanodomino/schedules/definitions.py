@@ -31,6 +31,7 @@ A new schedule is a function and a line in SCHEDULES. Its cost and its messages 
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from nanodomino.schedules.actions import Backward, Forward, InputBackward, Pair, WeightBackward
@@ -154,11 +155,18 @@ def drop_missing(actions: list, microbatches: int) -> list:
 
 @dataclass(frozen=True)
 class Schedule:
-    actions: object                    # one of the functions above
+    name: str
+    function: Callable                 # one of the functions above
     chunks: range = range(1, 2)        # the permitted numbers of chunks per stage
     folded: bool = False               # whether the chunks are placed in a V
+    settings: tuple = ()               # (name, value) pairs: further arguments of the function
+
+    def actions(self, stage: int, stages: int, microbatches: int, chunks: int) -> list:
+        """Return the actions of one stage in order."""
+        return self.function(stage, stages, microbatches, chunks, **dict(self.settings))
 
 
-SCHEDULES = {"1f1b": Schedule(one_f_one_b), "gpipe": Schedule(gpipe), "paired": Schedule(paired),
-             "interleaved": Schedule(interleaved, chunks=range(2, 1000)), "zb-h1": Schedule(zb_h1),
-             "zb-v": Schedule(zb_v, chunks=range(2, 3), folded=True)}
+SCHEDULES = {schedule.name: schedule for schedule in (
+    Schedule("1f1b", one_f_one_b), Schedule("gpipe", gpipe), Schedule("paired", paired),
+    Schedule("interleaved", interleaved, chunks=range(2, 1000)), Schedule("zb-h1", zb_h1),
+    Schedule("zb-v", zb_v, chunks=range(2, 3), folded=True))}

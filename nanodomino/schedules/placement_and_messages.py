@@ -16,7 +16,23 @@ from functools import cached_property, lru_cache
 from itertools import count
 
 from nanodomino.schedules.actions import Action, Forward, InputBackward
-from nanodomino.schedules.definitions import SCHEDULES
+from nanodomino.schedules.definitions import SCHEDULES, Schedule
+
+
+def stage_layers(num_layers: int, stage: int, stages: int, behind_head=0) -> range:
+    """Return the indices of the layers that a stage holds. If the layers cannot be split equally, each of the
+    first stages holds one layer more.
+
+    For example, 10 layers on 4 stages are split into 3, 3, 2 and 2, so stage 1 holds layers 3, 4 and 5.
+    behind_head: the number of further layers behind the head. The last stage holds them all, so it has fewer layers of
+        the model, but at least one.
+    """
+    if behind_head and stages > 1:
+        first = num_layers - max((num_layers + behind_head) // stages - behind_head, 1)         # of the last stage
+        return stage_layers(first, stage, stages - 1) if stage < stages - 1 else range(first, num_layers)
+    each, extra = divmod(num_layers, stages)
+    first = stage * each + min(stage, extra)
+    return range(first, first + each + (stage < extra))
 
 
 @dataclass(frozen=True)
@@ -108,9 +124,9 @@ class Timetable:
 
 
 @lru_cache(maxsize=256)
-def timetable(name: str, stages: int, microbatches: int, chunks=1) -> Timetable:
-    """Return the timetable of the schedule with this name in SCHEDULES."""
-    schedule = SCHEDULES[name]
+def timetable(schedule: Schedule | str, stages: int, microbatches: int, chunks=1) -> Timetable:
+    """Return the timetable of a schedule, which may be given by its name in SCHEDULES."""
+    schedule = SCHEDULES[schedule] if isinstance(schedule, str) else schedule
     return Timetable(Placement(stages, chunks, schedule.folded), tuple(
         tuple(schedule.actions(stage, stages, microbatches, chunks)) for stage in range(stages)))
 

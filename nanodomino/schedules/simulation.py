@@ -10,6 +10,7 @@ from collections import deque
 from functools import lru_cache
 
 from nanodomino.errors import counted
+from nanodomino.schedules.definitions import Schedule
 from nanodomino.schedules.placement_and_messages import Message, Timetable, message_sent, timetable
 
 
@@ -90,13 +91,13 @@ def receives_to_post(table: Timetable, actions_ahead=0) -> list[list[list[Messag
     return receives
 
 
-def picture(name: str, stages: int, microbatches: int, chunks=1, shown=8) -> str:
-    """Return the schedule as text, one column per unit of time. At most `shown` microbatches are drawn."""
+def picture(schedule: Schedule | str, stages: int, microbatches: int, chunks=1, shown=8) -> str:
+    """Return a schedule as text, one column per unit of time. At most `shown` microbatches are drawn."""
     drawn = min(microbatches, shown)
-    rows = simulate(timetable(name, stages, drawn, chunks))
-    cost = bubble(simulate(timetable(name, stages, microbatches, chunks)))
+    rows = simulate(timetable(schedule, stages, drawn, chunks))
+    cost = bubble(simulate(timetable(schedule, stages, microbatches, chunks)))
     width = 1 + max(-(-len(str(action)) // action.length) for row in rows for action, _, _ in row)
-    lines = [f"schedule {name}: {counted(microbatches, 'microbatch')}"
+    lines = [f"schedule {getattr(schedule, 'name', schedule)}: {counted(microbatches, 'microbatch')}"
              + (f" (the first {drawn} drawn)" if drawn < microbatches else "")
              + (f" through {chunks} chunks a stage" if chunks > 1 else "")
              + f", bubble {cost:.0%} of the ideal time = {cost / (1 + cost):.0%} of the step"

@@ -193,7 +193,7 @@ def gather(trace: Trace, mesh: Mesh) -> Recording | None:
     """
     sizes = {name: mesh.axis(axis) for name, axis in (("stage", "pp"), ("dp", "dp"), ("tp", "tp"))}
     place = ", ".join(f"{name} {index}" for name, (size, index) in sizes.items() if size > 1)
-    groups = {name: tuple(dist.get_process_group_ranks(mesh.group(name))) for name in GROUPS if mesh.group(name)}
+    groups = {name: tuple(mesh.rows[name]) for name in GROUPS if name in mesh.groups}
     gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object((place, groups, trace.take(clock_offset())), gathered)
     if gathered is None:
@@ -204,8 +204,8 @@ def gather(trace: Trace, mesh: Mesh) -> Recording | None:
     for event in (event for events in ranks for event in events):
         event.begin, event.end = event.begin - begin, event.end - begin
     set_ready_times(recording, groups)
-    layout = ", ".join(f"{axis} {size}" for axis, size in dict(tp=mesh.tp, pp=mesh.pp, dp=mesh.dp, cp=mesh.cp,
-                                                               ep=mesh.ep).items() if size > 1)
+    layout = ", ".join(f"{axis} {size}" for axis in ("tp", "pp", "dp", "cp", "ep")
+                       if (size := mesh.sizes.get(axis) or mesh.axis(axis)[0]) > 1)
     recording.caption = f"{layout or 'one rank'}, step {', '.join(map(str, recording.steps))}"
     return recording
 

@@ -106,7 +106,7 @@ def test_the_operations_of_a_dry_run_are_the_models_flops(changes):
             matmuls += event.flops * (event.kind == "matmul")
             scores += event.flops * event.kind.startswith("attention")
     multiplied = config.mtp_num_layers * config.padded_vocab_size * config.hidden_size + sum(
-        weight.numel() * (formulas.expert_share(config) if "ep" in weight.spec.kind.shards else 1)
+        weight.numel() * config.active_share(weight.spec.kind)
         for name, weight in meta_stage(config).named_parameters() if weight.dim() > 1 and "position" not in name)
     pairs = 12 * (3 + config.mtp_num_layers) * config.num_attention_heads * config.kv_channels * config.seq_length
     merged = 4 * 3 * config.moe_router_topk * config.hidden_size if config.num_experts else 0      # experts' results

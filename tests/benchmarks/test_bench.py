@@ -24,7 +24,7 @@ from benchmarks.overlap import figures_of
 from benchmarks.slow_network import LARGEST_PACKET, build, parse_rate, slow_wire
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.errors import UserError
-from nanodomino.overlap.recompute import GRANULARITIES
+from nanodomino.options.recompute.tape_policy import GRANULARITIES
 
 TINY = ["--num-layers", "2", "--hidden-size", "32", "--seq-length", "16"]
 

@@ -78,7 +78,7 @@ def test_a_plan_that_does_not_fit_says_why(capsys, flags, terms):
 
 
 @pytest.mark.parametrize("arguments, words", [
-    (["--gpus", 63, "--tp", 8, "--pp", 4], "world size 63 must equal tensor x context x pipeline x data parallel"),
+    (["--gpus", 63, "--tp", 8, "--pp", 4], "world size 63 must equal tensor x pipeline x data parallel"),
     (["--gpu", "abacus"], "invalid choice: 'abacus'"),
     (["--reserve", 2], "--reserve must be from 0 to 0.9, but is 2.0"),
     (["--dtype", "float32"], "--gpu H100 needs --dtype bfloat16 or float16"),

@@ -106,7 +106,7 @@ def test_a_flag_is_given_even_if_its_value_is_the_default():
 @pytest.mark.parametrize("flags, words", [
     (["--dtype", "float32"], "needs --dtype bfloat16"),
     (["--gpus", "6", "--tp", "4"], "no layout for --gpus 6 obeys the rules together with the given flags; the first "
-     "that was tried breaks this one: world size 6 must equal tensor x context x pipeline x data parallel = 4 x 1 x 1"),
+     "that was tried breaks this one: world size 6 must equal tensor x pipeline x data parallel = 4 x 1 x 1"),
     (["--model", "nano-moe", "--ep", "3"], "expert-model-parallel-size 3 must divide num-experts 8"),
     (["--ep", "2"], "--expert-model-parallel-size 2 needs --num-experts to have an effect"),
     (["--checkpoint-in-cpu", "--recompute-granularity", "selective"],

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from support.runs import TINY, main_on_rank, make_corpus, metric_points, train_in_pool
 
 import nanodomino.generate.__main__ as generate
-import train
 from nanodomino.checkpoint.find_checkpoints import (checkpoints_of, delete_checkpoint, newest_intact_checkpoint,
                                                     with_checkpoint)
 from nanodomino.checkpoint.manifest import verify
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.errors import UserError
+from nanodomino.run import session
 from support.checkpoints import write_empty_checkpoint
 
 
@@ -51,7 +51,7 @@ def test_a_reader_whose_checkpoint_is_deleted_takes_the_newest(tmp_path, rotate,
 
 def main_while_its_checkpoint_is_deleted(command: str, flags: list[str]) -> tuple[int, str]:
     """Return (exit code, stdout) of main() on this rank of the pool. Step 3 is deleted before the ranks read it."""
-    module, name = (train, "restore") if command == "train" else (generate, "load_weights")
+    module, name = (session, "restore") if command == "train" else (generate, "load_weights")
     load, screen = getattr(module, name), io.TextIOWrapper(io.BytesIO())
 
     def load_later(folder, *others, **more):

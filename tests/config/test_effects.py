@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train
 from nanodomino.comm.trace import Trace
 from nanodomino.config.config import Config
-from nanodomino.config.setting import flag_settings
+from nanodomino.settings.setting import flag_settings
 
 ALONE = dict(num_layers=1, global_batch_size=4, micro_batch_size=4, lr_warmup_fraction=0.2)
 EIGHT = dict(num_layers=2, global_batch_size=16, micro_batch_size=4, tensor_model_parallel_size=2,
@@ -51,6 +51,7 @@ MODEL_AND_TRAINING = dict(
     train_iters=(9, {}), global_batch_size=(8, {}), optimizer=("lion", {}), lr=(0.02, {}), min_lr=(0.0, {}),
     lr_decay_style=("linear", {}), lr_warmup_fraction=(0.0, {}), weight_decay=(0.0, {}), clip_grad=(0.0, {}),
     adam_beta1=(0.0, {}), adam_beta2=(0.0, {}), adam_eps=(0.1, {}), lion_beta1=(0.0, LION), lion_beta2=(0.0, LION),
+    muon_momentum=(0.0, dict(optimizer="muon")),
     dtype=("float32", {}),
     fp8_format=("hybrid", FP32), fp8_recipe=("rowwise", FP8), first_last_layers_bf16=(True, FP8 | dict(num_layers=3)),
     loss_scale=(4.0, FP16), initial_loss_scale=(4.0, FP16), min_loss_scale=(2.0**100, OVERFLOW),
@@ -62,6 +63,7 @@ LAYOUT = dict(
     expert_model_parallel_size=(2, dict(num_experts=4, disable_bias_linear=True)),
     context_parallel_size=(2, {}), cp_comm_type=("a2a", dict(context_parallel_size=2)),
     micro_batch_size=(2, {}), slices=(1, {}), columns=(2, {}), schedule=("gpipe", dict(global_batch_size=32)),
+    look_ahead=(2, dict(schedule="eager-1f1b", global_batch_size=48)),
     virtual_stages=(3, dict(schedule="interleaved", num_layers=6)), sequence_parallel=(True, {}),
     recompute_granularity=("full", {}), zero_stage=(0, {}), bucket_size=(100, {}))
 # checkpoint_in_cpu needs a GPU: overlap/test_recompute.py

@@ -22,14 +22,14 @@ from nanodomino.checkpoint.shards import Box, LocalBox, full_shapes
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.config.config import Config
 from nanodomino.config.flags import markdown
-from nanodomino.config.rules import check_rules, holds
 from nanodomino.config.saved_settings import check_settings, from_record
-from nanodomino.config.setting import EFFECTS, check_values, flag_name, flag_settings, setting
 from nanodomino.errors import UserError
 from nanodomino.model import meta_model
 from nanodomino.run import estimates
 from nanodomino.run.command_line import command_line_parser, from_command_line
 from nanodomino.run.run_folder import open_run
+from nanodomino.settings.rules import check_rules, holds
+from nanodomino.settings.setting import EFFECTS, check_values, flag_name, flag_settings, setting
 
 
 def settled(*flags, world_size=1) -> Config:
@@ -298,9 +298,10 @@ def test_every_need_can_hold_and_can_fail():
     configs = [tiny(1), tiny(2, tensor_model_parallel_size=2, num_experts=4, disable_bias_linear=True, dtype="float16",
                              position_embedding_type="rope", mtp_num_layers=1, sample_tokens=0, loss_scale=8.0,
                              use_rope_scaling=True, moe_router_enable_expert_bias=True, lr_decay_style="constant",
-                             moe_router_score_function="sigmoid", recompute_granularity="full", optimizer="lion"),
+                             moe_router_score_function="sigmoid", recompute_granularity="full", optimizer="lion",
+                             schedule="eager-1f1b"),
                tiny(2, context_parallel_size=2, temperature=0.0, fp8_format="e4m3", dtype="bfloat16", load="x",
-                    position_embedding_type="none")]
+                    position_embedding_type="none", optimizer="muon")]
     for need in {need for field in flag_settings(Config) for need in field.metadata["needs"]}:
         assert {holds(need, config) for config in configs} == {True, False}, need
     assert [[holds(need, config) for config in configs] for need in ("--num-experts", "no --load", "--cp above 1")] == [

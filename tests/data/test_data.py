@@ -8,6 +8,7 @@ import shutil
 import sys
 import tracemalloc
 from collections import Counter
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -19,10 +20,11 @@ from tiktoken._educational import bpe_train
 
 from data import prepare as prepare_module
 from data.prepare import prepare, prepare_default_corpus
+from nanodomino.config.config import Config
 from nanodomino.corpus import documents
 from nanodomino.corpus.prepared_folder import SPLITS, load_corpus, sample_sha256
 from nanodomino.corpus.tokenizer import END_OF_TEXT, TiktokenTokenizer, build_tokenizer
-from nanodomino.data import EndOfText, TokenDataset
+from nanodomino.data import TokenDataset
 from nanodomino.errors import UserError
 
 PROSE = "The quick brown fox, they say, jumps over 12 lazy dogs.\n\n  It didn't see\tthem: naïve, 東京, 🙂!\n"
@@ -407,8 +409,8 @@ def test_to_a_gpu_goes_one_copy_of_the_rows_and_the_host_does_not_wait(corpus, m
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda rows: copies.append(("pinned", tuple(rows.shape))) or rows)
     monkeypatch.setattr(torch.Tensor, "to",
                         lambda rows, device, non_blocking: copies.append((device.type, non_blocking)) or rows)
-    TokenDataset(corpus, "train", 16, seed=1, end_of_text=EndOfText(corpus.end_of_text, mask_loss=True),
-                 device=torch.device("cuda")).batch(0, 0, 0, 1, 4, 4)
+    prepare_batch = partial(Config(eod_mask_loss=True).prepare_batch, end_of_text=corpus.end_of_text)
+    TokenDataset(corpus, "train", 16, 1, torch.device("cuda"), prepare_batch).batch(0, 0, 0, 1, 4, 4)
     assert copies == [("pinned", (4, 17)), ("cuda", True)]
 
 
@@ -416,7 +418,6 @@ def test_to_a_gpu_goes_one_copy_of_the_rows_and_the_host_does_not_wait(corpus, m
                          ids=["stages", "chunks"])
 def test_a_chunk_between_embedding_and_head_reads_no_tokens_but_knows_its_samples(corpus, virtual_stages, places):
     import train
-    from nanodomino.config.config import Config
     from nanodomino.mesh import meta_mesh
     config = Config(seq_length=16, micro_batch_size=4, global_batch_size=16, data_parallel_size=2,
                     pipeline_model_parallel_size=3, virtual_stages=virtual_stages).resolve(6)
@@ -443,8 +444,8 @@ def test_an_epoch_shows_every_window_once_in_an_order_of_its_own(corpus):
     assert all(sorted(epoch) == list(range(dataset.windows)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0] != sorted(epochs[0])
     again, other = TokenDataset(corpus, "train", 64, seed=1), TokenDataset(corpus, "train", 64, seed=2)
-    assert [again.window_of(i) for i in range(dataset.windows)] == epochs[0] != [other.window_of(i)
-                                                                                 for i in range(dataset.windows)]
+    assert [again.window_of(i) for i in range(dataset.windows)] == epochs[0]
+    assert [other.window_of(i) for i in range(dataset.windows)] not in epochs, "epoch 1 of seed 1 is not that of seed 2"
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -478,7 +479,7 @@ def test_evaluation_stops_at_the_end_and_counts_no_token_twice(corpus):
 
 def test_end_of_text_can_be_masked_from_the_loss(corpus):
     for asked in (False, True):
-        end_of_text = EndOfText(corpus.end_of_text, mask_loss=asked)
-        batch = TokenDataset(corpus, "train", 512, seed=1, end_of_text=end_of_text).batch(0, 0, 0, 1, 8, 8)
+        prepare_batch = partial(Config(eod_mask_loss=asked).prepare_batch, end_of_text=corpus.end_of_text)
+        batch = TokenDataset(corpus, "train", 512, seed=1, prepare=prepare_batch).batch(0, 0, 0, 1, 8, 8)
         at_end = batch.labels == corpus.end_of_text
         assert at_end.any() and torch.equal(batch.loss_mask == 0, at_end & torch.tensor(asked))

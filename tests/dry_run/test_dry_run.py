@@ -12,13 +12,13 @@ import train
 from benchmarks import measured
 from benchmarks.comm import comparable
 from benchmarks.common import RandomTokens
+from nanodomino.config.config import ALL_SCHEDULES
 from nanodomino.dry_run.accounts import Accounts, ActionEnd, Launch, Operation, Wait
 from nanodomino.dry_run.clock import Clock, clock_of
 from nanodomino.dry_run.rank import dry_run
 from nanodomino.dry_run.stages import Stage, stage_memory, step_seconds
 from nanodomino.errors import UserError
-from nanodomino.schedules.actions import Backward, Forward
-from nanodomino.schedules.definitions import SCHEDULES, Schedule
+from nanodomino.schedules.definitions import SCHEDULES
 
 PEAK = 0.01              # relative
 (TP2, TP4), (PP2, PP4), (CP2, CP4), (EP2, EP4) = (
@@ -129,22 +129,13 @@ def test_experts_need_as_much_on_average(pool, world_size, changes):
 
 # ---- pipelines of any size, from small runs
 
-def long_warm_up(stage, stages, microbatches, chunks=1):
-    """A schedule that nobody has written a formula for: 1F1B with more forwards first."""
-    ahead = min(2 * (stages - stage) + 4, microbatches)
-    rest = [action for i in range(microbatches) for action in (Backward(i), Forward(ahead + i))]
-    return [*map(Forward, range(ahead)), *(action for action in rest if action.microbatch < microbatches)]
-
-
-@pytest.mark.parametrize("schedule", [name if name in ("zb-h1", "long warm-up") else pytest.param(
-    name, marks=pytest.mark.exhaustive) for name in (*SCHEDULES, "long warm-up")])
-def test_small_runs_tell_what_all_layers_and_microbatches_of_four_stages_need(monkeypatch, schedule):
+@pytest.mark.parametrize("schedule", [name if name in ("zb-h1", "eager-1f1b") else pytest.param(
+    name, marks=pytest.mark.exhaustive) for name in ALL_SCHEDULES])
+def test_small_runs_tell_what_all_layers_and_microbatches_of_four_stages_need(schedule):
     """The state is exact. The ends of a stage are a large part of its two or four layers here."""
-    monkeypatch.setitem(SCHEDULES, "long warm-up", Schedule(long_warm_up))
-    config = dataclasses.replace(tiny(
-        4, **PP4, num_layers=8 * SCHEDULES[schedule].chunks[0],
-        hidden_size=32, global_batch_size=48, device="cpu", virtual_stages=SCHEDULES[schedule].chunks[0],
-        schedule="interleaved" if SCHEDULES[schedule].chunks[0] > 1 else "1f1b"), schedule=schedule)
+    chunks = ALL_SCHEDULES[schedule].chunks[0]
+    config = tiny(4, **PP4, num_layers=8 * chunks, hidden_size=32, global_batch_size=48, device="cpu",
+                  virtual_stages=chunks, schedule=schedule)
     one = machine(matmul_rate=1e12, memory_rate=1e11, intra_host_rate=1e10)
     for pp_rank in range(4):
         whole, found = dry_run(train, config, pp_rank), stage_memory(train, config, pp_rank)

@@ -7,9 +7,13 @@ import pytest
 import torch
 from support.harness import count_documents, tiny
 
-from nanodomino.layers.context_parallel import queries_and_keys
-from nanodomino.layers.positions import by_rank, in_order
 from nanodomino.mesh import meta_mesh
+from nanodomino.options.context_parallel.attention import queries_and_keys
+from nanodomino.options.context_parallel.places import by_rank, in_order
+
+
+def mesh_of(ranks, rank):
+    return meta_mesh(1, 1, 1, inner_axes=dict(cp=ranks), cp=rank)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -19,7 +23,7 @@ def test_every_rank_computes_as_many_scores_and_reads_as_many_keys(ranks):
     assert len({int((1 + part[0]).sum()) for part in own}) == 1
     assert torch.equal(in_order(own), places)
     for rank in range(ranks):
-        found = queries_and_keys(tiny(1), torch.zeros_like(places), meta_mesh(1, 1, 1, cp=ranks, cp_rank=rank),
+        found = queries_and_keys(tiny(1), torch.zeros_like(places), mesh_of(ranks, rank),
                                  torch.device("cpu"))
         assert found["keys"].numel() == 2 * (24 + 24 // (2 * ranks))
 
@@ -30,8 +34,8 @@ def test_sequences_of_queries_and_their_keys_are_those_counted_by_hand():
     assert documents.tolist() == [[0, 1, 1, 1, 2, 2, 2, 2]]
     expected = [([0], [1], [6, 7], [0, 1, 4, 5, 6, 7]), ([2, 3], [4, 5], [], [1, 2, 3, 4, 5])]
     for rank, (*sequences, keys) in enumerate(expected):
-        found = queries_and_keys(tiny(1), documents, meta_mesh(1, 1, 1, cp=2, cp_rank=rank), torch.device("cpu"))
-        starts = found["documents"]
+        found = queries_and_keys(tiny(1), documents, mesh_of(2, rank), torch.device("cpu"))
+        starts = found["attend"].keywords["documents"]
         assert starts.starts.diff().tolist() == [len(queries) for queries in sequences if queries]
         assert starts.longest == 2 and starts.keys.longest == [4, 3][rank]
         assert starts.keys.starts.tolist() == [[0, 1, 2, 6], [0, 3, 5]][rank]

@@ -10,7 +10,7 @@ from support.harness import EXPERTS, check_against_reference, tiny
 
 import train
 from nanodomino.dry_run.rank import dry_run
-from nanodomino.overlap.recompute import GRANULARITIES
+from nanodomino.options.recompute.tape_policy import GRANULARITIES
 
 STEPS = 2                # the second step sees the weights, moments and expert biases that the first step wrote
 SIGMOID, PRE_SOFTMAX = dict(moe_router_score_function="sigmoid"), dict(moe_router_pre_softmax=True)
@@ -48,6 +48,6 @@ def test_recomputation_repeats_no_dispatch(features, group, forward, backward):
         expected = Counter(forward) + Counter(backward) + Counter(repeated)
         found = Counter()
         for (name, kind), (calls, _) in dry_run(train, config).traffic.items():
-            if name in (group, "ep counts"):
+            if name in (group, "ep_counts"):
                 found[kind] += calls
         assert found == {kind: count * 2 * 2 * config.microbatches for kind, count in expected.items()}

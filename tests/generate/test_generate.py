@@ -26,10 +26,10 @@ from support.harness import END_OF_TEXT, FAMILIES, build, plain_text, sizes_of, 
 from support.reference import random_weights
 
 from nanodomino.corpus.tokenizer import TiktokenTokenizer, build_tokenizer
-from nanodomino.generate.draft import Draft
 from nanodomino.generate.generation import generate, sample_token
 from nanodomino.generate.printing import SEPARATOR, Writer
 from nanodomino.mesh import make_mesh
+from nanodomino.options.multi_token_prediction.draft import Draft
 
 DOCUMENTS = dict(reset_position_ids=True, reset_attention_mask=True)
 UNTIED = dict(untie_embeddings_and_output_weights=True)

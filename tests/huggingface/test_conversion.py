@@ -19,7 +19,6 @@ from nanodomino.checkpoint.load import load_weights, read_box
 from nanodomino.checkpoint.manifest import read_manifest, verify
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.config.config import Config
-from nanodomino.config.presets import PRESETS
 from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.corpus.tokenizer import build_tokenizer
 from nanodomino.data import TokenDataset
@@ -32,6 +31,7 @@ from nanodomino.huggingface.families import FAMILIES, family_of, read_config, wr
 from nanodomino.huggingface.import_model import import_model
 from nanodomino.huggingface.safetensors_files import GENERATION
 from nanodomino.huggingface.tensor_mapping import LLAMA_MODULES, map_tensors
+from nanodomino.settings.presets import PRESETS
 from support.checkpoints import save_steps
 from support.harness import FixedData, build, difference, full_tensors, tiny, train_steps
 from support.huggingface import (GPT2_SIZES, LENGTH, LLAMA3, MODELS, VOCABULARY, change_config, change_tensors,

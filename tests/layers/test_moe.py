@@ -5,7 +5,7 @@ from support.fake_world import fake_world
 from support.harness import build, random_data, tiny, train_rank, weights_and_data
 
 from nanodomino.domino import run_to_end
-from nanodomino.layers import moe
+from nanodomino.options.experts import moe
 
 
 def gradients(config):

@@ -1,6 +1,7 @@
 """Rotary positions, documents, and what a batch holds of them."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -9,10 +10,11 @@ from support.flash_on_cpu import flash_on_cpu
 from support.harness import (END_OF_TEXT, FAMILIES, build, count_depth_masks, count_documents, difference, tiny,
                              weights_and_data)
 
-from nanodomino.data import Batch, EndOfText
+from nanodomino.data import Batch
 from nanodomino.domino import run_to_end
-from nanodomino.layers.positions import (attention_bias, document_ids, positions_within_documents, rotary_frequencies,
-                                         rotation)
+from nanodomino.layers.positions import rotary_frequencies, rotation
+from nanodomino.layers.varlen import attention_bias
+from nanodomino.options.documents import document_ids, positions_within_documents
 
 
 # ---- rotary positions
@@ -55,32 +57,39 @@ def test_documents_and_positions_are_those_counted_by_hand():
     assert seen.sum(dim=1).tolist() == [1, 2, 3, 4, 1, 2, 3, 1] and not seen.triu(1).any()
 
 
+def batch_of(rows, counted=None, **settings):
+    """Return the batch of rows of tokens that a run with these settings makes."""
+    prepare = partial(tiny(1, **settings).prepare_batch, end_of_text=END_OF_TEXT)
+    return Batch.from_rows(rows, list(range(len(rows))), counted, prepare=prepare)
+
+
 @pytest.mark.parametrize("flags", [(False, False), (True, False), (False, True), (True, True)])
 def test_a_batch_has_the_positions_and_documents_that_its_flags_ask_for(flags):
     rows = torch.tensor([[7, 3, 8, 8, 3]])
-    batch = Batch.from_rows(rows, [0], end_of_text=EndOfText(3, False, *flags))
+    batch = batch_of(rows, reset_position_ids=flags[0], reset_attention_mask=flags[1])
     assert batch.positions.tolist() == ([[0, 1, 0, 1]] if flags[0] else [[0, 1, 2, 3]])
-    assert (batch.documents.tolist() if flags[1] else batch.documents) == ([[0, 0, 1, 1]] if flags[1] else None)
+    assert {name: ids.tolist() for name, ids in batch.extras.items()} == (
+        dict(documents=[[0, 0, 1, 1]]) if flags[1] else {})
     assert batch.loss_mask.sum() == 4
 
 
-@pytest.mark.parametrize("flags", [(), (True, False), (False, True)], ids=["", "positions", "attention"])
+@pytest.mark.parametrize("flags", [{}, dict(reset_position_ids=True), dict(reset_attention_mask=True)], ids=str)
 @pytest.mark.parametrize("mask_loss", [False, True])
 def test_each_depth_reads_the_batch_one_token_further(flags, mask_loss):
     """Depth d predicts the token d places after the next one: not beyond the last token, and not across the end of a
     document if that has effects. The loss mask belongs to the predicted token. The counts are by hand, in a loop."""
     rows = torch.randint(0, 6, (5, 13), generator=torch.Generator().manual_seed(0))
-    batch = Batch.from_rows(rows, list(range(5)), 4, EndOfText(END_OF_TEXT, mask_loss, *flags), depths=3)
-    masks = count_depth_masks(rows, batch.loss_mask, 3, any(flags))
+    batch = batch_of(rows, 4, eod_mask_loss=mask_loss, mtp_num_layers=3, **flags)
+    masks = count_depth_masks(rows, batch.loss_mask, 3, bool(flags))
     halves = batch.split(2)
     for depth, mask in enumerate(masks, 1):
-        batch, previous, halves = batch.ahead, batch, [half.ahead for half in halves]
+        batch, previous, halves = batch.extras["ahead"], batch, [half.extras["ahead"] for half in halves]
         assert torch.equal(batch.tokens, previous.labels)
         assert torch.equal(batch.labels[:, :12 - depth], rows[:, depth + 1:])
         assert torch.equal(batch.loss_mask, mask) and 0 < mask.sum() < mask.numel()
         for name in ("tokens", "labels", "loss_mask"):
             assert torch.equal(torch.cat([getattr(half, name) for half in halves]), getattr(batch, name))
-    assert batch.ahead is None and halves[0].ahead is None
+    assert not batch.extras and not halves[0].extras
 
 
 def losses_and_gradients(stage, optimizer, model, batches):
@@ -103,7 +112,7 @@ def test_a_packed_sample_is_its_documents_one_by_one(family, attention):
     rows = torch.cat([data.tokens[0], data.labels[0, :, -1:]], dim=1)[:6]
     with fake_world(0, 1), attention():
         _, model, optimizer, stage = build(config, weights)
-        batch = Batch.from_rows(rows, list(range(6)), end_of_text=EndOfText(END_OF_TEXT, False, True, True))
+        batch = batch_of(rows, reset_position_ids=True, reset_attention_mask=True)
         packed, expected = losses_and_gradients(stage, optimizer, model, [batch])
         alone = []
         for row in rows:

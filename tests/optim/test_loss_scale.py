@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.fake_world import fake_world
+from support.runs import make_corpus, metric_points, train_in_pool
 from support.harness import (build, difference, full_tensors, random_data, relative, sizes_of, tiny, train_rank,
                              weights_and_data)
 from support.reference import random_weights
-from support.runs import make_corpus, metric_points, train_in_pool
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train

@@ -11,11 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from nanodomino.comm.trace import Trace
+from nanodomino.domino import LinearPair
 from nanodomino.dry_run.rank import dry_run
 from nanodomino.layers.dropout_and_positions import MasksAndPositions
-from nanodomino.layers.sublayer_inside import LinearPair
-from nanodomino.overlap import host_offload
-from nanodomino.overlap.recompute import GRANULARITIES, TapePolicy
+from nanodomino.options.recompute import host_offload
+from nanodomino.options.recompute.tape_policy import GRANULARITIES, RecomputingTape
 from nanodomino.schedules.definitions import SCHEDULES
 
 DROPOUT = dict(hidden_dropout=0.2, attention_dropout=0.3)
@@ -101,10 +101,10 @@ def test_what_was_recomputed_is_freed_before_the_next_sublayer(monkeypatch):
     """Only one slice at a time holds a recomputed sublayer. Deferred weight gradients keep what they need."""
     again, found, restore = [], [], LinearPair.restore
 
-    def watched(self, ops, slice, tape, h):
+    def watched(self, slice, tape, h):
         alive = sum(tensor() is not None for tensor in again)
         assert tape.activation is None
-        yield from restore(self, ops, slice, tape, h)
+        yield from restore(self, slice, tape, h)
         found.append(alive)
         again.extend(map(weakref.ref, (h[0].tensor, tape.activation)))
 
@@ -204,7 +204,7 @@ def test_what_was_on_the_host_comes_back_in_time_and_with_the_same_bits(monkeypa
 
     def prepare(stage):
         stage.trace = stage.ops.trace = gpu.trace
-        stage.tape_policy = TapePolicy(offloading, torch.device("cuda"), config.slices, stage.residual_norm)
+        stage.tape_policy = RecomputingTape(offloading, torch.device("cuda"), config.slices, stage.residual_norm)
         stage.tape_policy.host.device = torch.device("cpu")
 
     assert same_bits(step_of(offloading, prepare), plain)

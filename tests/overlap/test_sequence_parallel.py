@@ -15,7 +15,7 @@ from support.harness import build, random_data, tiny
 from nanodomino.comm.trace import Trace
 from nanodomino.domino import Domino, run_to_end
 from nanodomino.mesh import make_mesh
-from nanodomino.overlap.sequence_parallel import ShardedResidual
+from nanodomino.options.sequence_parallel import ShardedResidual
 
 SHAPE = (3, 8, 6)                    # three samples of eight tokens, so that a rank holds rows of two samples
 

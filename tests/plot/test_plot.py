@@ -18,13 +18,13 @@ import torch
 from support.harness import corpus_without_files, tiny
 from support.runs import TINY, make_corpus
 
-import nanodomino.run.report
 from nanodomino.errors import UserError, sentence_and_code
 from nanodomino.files import new_file
 from nanodomino.plot.__main__ import main
 from nanodomino.plot.curves import (COLOURS, DOT, Curve, mean_around, picture, polyline, thinned, without_spikes)
 from nanodomino.plot.svg import ticks
 from nanodomino.run.report import Report
+import nanodomino.run.report
 
 LIMIT = 120              # seconds for a short run; it takes two
 SHAPES = "{http://www.w3.org/2000/svg}"

@@ -35,12 +35,13 @@ import train
 from nanodomino.checkpoint.manifest import file_digest, manifest_text
 from nanodomino.comm.world import LaunchInfo, read_launch_environment
 from nanodomino.config.config import Config
-from nanodomino.config.setting import flag_name, flag_settings
 from nanodomino.corpus.prepared_folder import SPLITS, sample_sha256
 from nanodomino.errors import UserError, sentence_and_code
+from nanodomino.run import session
 from nanodomino.run.command_line import from_command_line
 from nanodomino.run.rank_failure import report_and_exit
 from nanodomino.schedules.definitions import SCHEDULES
+from nanodomino.settings.setting import flag_name, flag_settings
 
 LIMIT = 60              # seconds until all processes of a row have ended; on an idle machine it takes 5
 STEP = "run/checkpoints/step-00000002"
@@ -77,7 +78,7 @@ HELP = "--help lists every flag"
 
 TABLE = [Bad(flags, says, processes=(n,)) for n, flags, *says in [
     # the layout
-    (8, "--tp 2 --pp 2 --dp 4", "world size 8 must equal", "2 x 1 x 2 x 4 = 16; start 16 processes with torchrun"),
+    (8, "--tp 2 --pp 2 --dp 4", "world size 8 must equal", "2 x 2 x 4 = 16; start 16 processes with torchrun"),
     (4, "--cp 3 --seq-length 12", "data parallel = 1 x 3 x 1 x 1 = 3", "--tp, --cp, --pp, --dp"),
     (4, "--pp 4 --num-layers 7 --schedule zb-v", "num-layers 7 must be at least",
      "try --num-layers 8 or a smaller --pp"),
@@ -332,7 +333,7 @@ def refuse(folder, monkeypatch):
     def reached(*_):
         raise ReachedTheGroup
 
-    for module in (train, nanodomino.generate.__main__):
+    for module in (session, nanodomino.generate.__main__):
         monkeypatch.setattr(module, "start_world", reached)
     monkeypatch.setattr("nanodomino.run.run_folder.lock_folder", lambda _: None)    # it lasts as long as the process
     monkeypatch.setattr("nanodomino.run.estimates.Estimate", lambda *_: SimpleNamespace(bytes=0))      # to save time

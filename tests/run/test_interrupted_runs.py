@@ -35,7 +35,7 @@ import json, os, signal, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 import torch
 import train
-from nanodomino.run import watchdog
+from nanodomino.run import session, watchdog
 
 fault, rank, train_step = sys.argv.pop(1), int(os.environ["RANK"]), train.train_step
 if "torchrun" in fault:                                     # the fork server writes it otherwise
@@ -55,17 +55,17 @@ def step(number, *others, **more):
     return train_step(number, *others, **more)
 
 if "device" in fault:           # as on NCCL: a queue with work in it, and collectives that do not raise in time
-    start_world, make_mesh = train.start_world, train.make_mesh
-    train.start_world = lambda place, device, timeout: start_world(place, device, timeout + 600)
-    train.make_mesh = (lambda pp, dp, tp, device, timeout, *more, **named:
+    start_world, make_mesh = session.start_world, session.make_mesh
+    session.start_world = lambda place, device, timeout: start_world(place, device, timeout + 600)
+    session.make_mesh = (lambda pp, dp, tp, device, timeout, *more, **named:
                        make_mesh(pp, dp, tp, device, timeout + 600, *more, **named))
-    class Busy(train.Watchdog):
+    class Busy(session.Watchdog):
         def __init__(self, *place):
             super().__init__(*place)
             self.queue = type("Queue", (), dict(query=lambda queue: False, record_event=lambda queue: Reached()))()
     class Reached:
         query = lambda mark: True
-    train.Watchdog, torch.cuda.set_device = Busy, lambda device: None
+    session.Watchdog, torch.cuda.set_device = Busy, lambda device: None
 
 train.train_step = step
 train.run_rank(train.main, sys.argv[1:])

@@ -16,7 +16,6 @@ from support.harness import corpus_without_files, tiny
 import train
 from nanodomino.analysis.formulas import flops_per_token, parameter_count
 from nanodomino.config.config import Config
-from nanodomino.config.presets import PRESETS
 from nanodomino.errors import UserError
 from nanodomino.files import write_file
 from nanodomino.model import meta_stage
@@ -25,6 +24,7 @@ from nanodomino.run.estimates import ANY_MACHINE, Estimate, require_memory
 from nanodomino.run.metrics_file import MetricsFile, remove_outdated
 from nanodomino.run.report import Report, default_layout, describe_stage, duration, expected_quality, what_hides_what
 from nanodomino.run.signals import StopSignal, stop_signals
+from nanodomino.settings.presets import PRESETS
 from nanodomino.zero import StepResult
 
 
@@ -150,15 +150,14 @@ def test_mfu_counts_the_gpus_of_all_hosts(tmp_path, monkeypatch):
 
 
 def test_the_losses_of_depths_are_reported(tmp_path, capsys):
-    """Each is a mean over the tokens that the depth counts. With experts, their numbers stand in the same rows."""
+    """Each is a mean over the tokens that the depth counts. With experts, their numbers follow."""
     place = SimpleNamespace(device=torch.device("cpu"), pp=1, picture=lambda held: " ".join(held))
     for experts in ({}, dict(num_experts=2, disable_bias_linear=True)):
         config = tiny(1, num_layers=2, mtp_num_layers=2, log_interval=1, **experts)
         (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
         shown = Report(config, corpus_without_files(tmp_path), place, tmp_path, 0, enabled=True)
-        routed = [30.0, 10.0, 0.0] if experts else []
-        rows = [[*routed, 0.0, 0.0]] * 2 + [[*routed, 60.0, 20.0], [*routed, 70.0, 10.0]]
-        shown.step(1, StepResult(1.0, 1.0, False, False, 1.0, tuple(sum(rows, []))), 0.1, seconds=1.0)
+        counts = [60.0, 20.0, 70.0, 10.0] + (4 * [30.0, 10.0, 0.0] if experts else [])
+        shown.step(1, StepResult(1.0, 1.0, False, False, 1.0, tuple(counts)), 0.1, seconds=1.0)
         said = capsys.readouterr().out
         assert "layers 0 to 1, head, 2 depths of multi-token prediction" in said
         assert " | mtp 1 loss 3.0000 | mtp 2 loss 7.0000" in said
@@ -176,7 +175,7 @@ def test_the_load_of_experts_is_reported(tmp_path, capsys):
     config = tiny(1, num_experts=4, disable_bias_linear=True, moe_layer_freq=2, log_interval=2)
     shown = Report(config, corpus_without_files(tmp_path), place, tmp_path, 0, enabled=True)
     tokens = config.global_batch_size * config.seq_length
-    counts = [96, 96, 96, 96, 0.03 * tokens, *[0] * 5, 48, 96, 48, 192, 0.04 * tokens]
+    counts = [96, 96, 96, 96, 0.03 * tokens, 48, 96, 48, 192, 0.04 * tokens]
     result = StepResult(1.0, 1.0, False, False, 1.0, counts)
     for step in (1, 2, 3):
         shown.step(step, result, 0.1, seconds=1.0)

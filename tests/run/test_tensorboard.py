@@ -9,10 +9,10 @@ import pytest
 from support.harness import tiny
 from support.runs import make_corpus, saved_steps, train_in_pool
 
-import nanodomino.run.tensorboard
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of, delete_checkpoint
 from nanodomino.errors import UserError
 from nanodomino.run.tensorboard import TensorBoard, check_package
+import nanodomino.run.tensorboard
 
 
 def shown(folder):

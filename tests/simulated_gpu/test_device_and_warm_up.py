@@ -18,7 +18,7 @@ from nanodomino.dry_run.accounts import Accounts
 from nanodomino.dry_run.rank import groups_of
 from nanodomino.errors import UserError
 from nanodomino.layers.attention import fused_attention
-from nanodomino.overlap.sequence_parallel import ShardedResidual
+from nanodomino.options.sequence_parallel import ShardedResidual
 from nanodomino.zero import sum_of_squares
 
 

@@ -38,7 +38,7 @@ class PaperStage:
         yield from [None] * self.turns["forward"]
         return torch.zeros(1), None, lambda output: (output.sum(), 1)
 
-    def backward(self, tape, gradient, on_gradients_ready, later):
+    def backward(self, tape, gradient, on_gradients_ready, later, loss_scale):
         yield from [None] * self.turns["backward"]
         return torch.zeros(1)
 

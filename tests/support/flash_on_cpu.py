@@ -13,7 +13,8 @@ from unittest import mock
 
 import torch
 
-from nanodomino.layers import context_parallel, varlen
+from nanodomino.layers import varlen
+from nanodomino.options.context_parallel import attention as context_parallel
 
 
 def probabilities(q, k):

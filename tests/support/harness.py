@@ -22,12 +22,13 @@ import train
 from nanodomino.comm.scatter_and_gather import all_gather
 from nanodomino.comm.trace import NO_TRACE
 from nanodomino.config.config import Config
-from nanodomino.config.setting import names_affecting
 from nanodomino.corpus.prepared_folder import Corpus
 from nanodomino.data import Batch
 from nanodomino.domino import Domino
 from nanodomino.mesh import make_mesh
 from nanodomino.optim.parameters import local_shard
+from nanodomino.run.session import write_sample
+from nanodomino.settings.setting import names_affecting
 from nanodomino.zero import ZeroOptimizer
 
 VOCABULARY = 29          # padded to 32, so that the last rank owns fewer words; padded to 64, it owns none
@@ -65,6 +66,21 @@ def corpus_without_files(path, **tokens) -> Corpus:
                   documents=dict.fromkeys(tokens, 9), bytes={split: 2 * count for split, count in tokens.items()})
 
 
+# {field of Sizes: setting of an option}
+OPTION_SIZES = dict(
+    num_experts="num_experts", layer_freq="moe_layer_freq", topk="moe_router_topk", expert_width="moe_ffn_hidden_size",
+    shared_width="moe_shared_expert_intermediate_size", score_function="moe_router_score_function",
+    pre_softmax="moe_router_pre_softmax", scaling="moe_router_topk_scaling_factor",
+    expert_bias="moe_router_enable_expert_bias", bias_rate="moe_router_bias_update_rate",
+    aux_coefficient="moe_aux_loss_coeff", z_coefficient="moe_z_loss_coeff", depths="mtp_num_layers",
+    depth_factor="mtp_loss_scaling_factor")
+
+
+def chosen(config: Config, setting: str):
+    """Return an option's setting, or None if test_deletion has deleted the option."""
+    return getattr(config, setting, None)
+
+
 def sizes_of(config: Config) -> Sizes:
     """Return the reference model's description of the same model."""
     return Sizes(num_layers=config.num_layers, hidden_size=config.hidden_size,
@@ -79,14 +95,7 @@ def sizes_of(config: Config) -> Sizes:
                  rotary_percent=config.rotary_percent,
                  rotary_base=config.rotary_base, rope_scaling=config.rope_scaling_factor if config.use_rope_scaling
                  else 0.0, interpolation=config.rotary_seq_len_interpolation_factor,
-                 num_experts=config.num_experts or 0, layer_freq=config.moe_layer_freq, topk=config.moe_router_topk,
-                 expert_width=config.moe_ffn_hidden_size or 0,
-                 shared_width=config.moe_shared_expert_intermediate_size or 0,
-                 score_function=config.moe_router_score_function, pre_softmax=config.moe_router_pre_softmax,
-                 scaling=config.moe_router_topk_scaling_factor, expert_bias=config.moe_router_enable_expert_bias,
-                 bias_rate=config.moe_router_bias_update_rate, aux_coefficient=config.moe_aux_loss_coeff,
-                 z_coefficient=config.moe_z_loss_coeff, depths=config.mtp_num_layers,
-                 depth_factor=config.mtp_loss_scaling_factor)
+                 **{size: chosen(config, setting) for size, setting in OPTION_SIZES.items() if chosen(config, setting)})
 
 
 @dataclass
@@ -98,7 +107,7 @@ class FixedData:
     positions: torch.Tensor | None = None      # None: 0, 1, ..
     documents: torch.Tensor | None = None      # None: each row is one
     depth_masks: list[torch.Tensor] = ()       # a loss mask for each depth, which only the reference reads
-    whole_documents: torch.Tensor | None = None    # [steps, global batch, s + 1]; None: depths may cross ends
+    config: Config | None = None               # whose options extend a batch
 
     @property
     def windows(self):
@@ -108,14 +117,11 @@ class FixedData:
         first = dp_rank * (global_batch_size // dp) + microbatch * micro_batch_size
         rows = slice(first, first + micro_batch_size)
         ids = [step * global_batch_size + first + row for row in range(micro_batch_size)]
-        positions = torch.arange(self.tokens.size(-1)).expand(micro_batch_size, -1)
-        if self.positions is not None:
-            positions = self.positions[step, rows]
-        batch = Batch(self.tokens[step, rows], self.labels[step, rows], self.loss_mask[step, rows], positions, ids,
-                      None if self.documents is None else self.documents[step, rows], self.positions is None)
-        batch.look_ahead(len(self.depth_masks), None if self.whole_documents is None else
-                         self.whole_documents[step, rows])
-        return batch
+        tokens, labels = self.tokens[step, rows], self.labels[step, rows]
+        batch = Batch.from_rows(torch.cat([tokens, labels[:, -1:]], dim=1), ids)
+        batch.loss_mask = self.loss_mask[step, rows].clone()
+        rows = torch.cat([tokens, labels[:, -1:]], dim=1)
+        return self.config.prepare_batch(batch, rows, END_OF_TEXT) if self.config else batch
 
 
 END_OF_TEXT = 3          # where samples hold documents, about every fourth token
@@ -152,14 +158,14 @@ def random_data(config: Config, steps: int, seed=7) -> FixedData:
     order = torch.randperm(config.global_batch_size, generator=generator)
     share = torch.linspace(-0.2, 1.1, config.global_batch_size)[order]
     loss_mask = (torch.rand(shape, generator=generator) < share[:, None]).float()
-    if config.reset_position_ids or config.reset_attention_mask:
+    by_position, by_attention = chosen(config, "reset_position_ids"), chosen(config, "reset_attention_mask")
+    if by_position or by_attention:
         tokens = torch.where(torch.rand(tokens.shape, generator=generator) < 0.25, END_OF_TEXT, tokens)
     positions, documents = count_documents(tokens[..., :-1])
-    bounded = config.uses_document_boundaries
-    return FixedData(tokens[..., :-1], tokens[..., 1:], loss_mask, positions if config.reset_position_ids else None,
-                     documents if config.reset_attention_mask else None,
-                     count_depth_masks(tokens, loss_mask, config.mtp_num_layers, bounded),
-                     count_documents(tokens)[1] if bounded else None)
+    depth_masks = count_depth_masks(tokens, loss_mask, chosen(config, "mtp_num_layers") or 0,
+                                    within_documents=by_position or by_attention)
+    return FixedData(tokens[..., :-1], tokens[..., 1:], loss_mask, positions if by_position else None,
+                     documents if by_attention else None, depth_masks, config)
 
 
 @dataclass
@@ -180,7 +186,7 @@ def build(config: Config, weights=None, trace=NO_TRACE):
 
     weights: full tensors by name, of which each rank takes its shard; None keeps the model's own initial weights.
     """
-    mesh = make_mesh(config.pp, config.dp, config.tp, torch.device("cpu"), ep=config.ep, cp=config.cp)
+    mesh = make_mesh(config.pp, config.dp, config.tp, torch.device("cpu"), **config.mesh_options)
     model = train.model_builder(config, mesh)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -202,7 +208,7 @@ def train_and_sample_rank(config: Config, weights, data: FixedData, steps: int) 
     corpus = SimpleNamespace(vocab_size=config.vocab_size, end_of_text=END_OF_TEXT,
                              tokenizer=lambda: SimpleNamespace(decode=str))
     with contextlib.redirect_stdout(screen):
-        train.write_sample(model, config, corpus, data, mesh)
+        write_sample(model, config, corpus, data, mesh)
     return dataclasses.replace(outcome, sample=screen.getvalue())
 
 
@@ -359,8 +365,8 @@ def plain_text(config: Config, weights, prompt: list[int], count: int, vocab_siz
         window = window if len(window) <= longest else window[-(longest // 2):]
         positions, documents = count_documents(tokens := torch.tensor([window]))
         with torch.no_grad():
-            logits = model(tokens, positions if config.reset_position_ids else torch.arange(len(window)),
-                           documents=documents if config.reset_attention_mask else None)
+            logits = model(tokens, positions if chosen(config, "reset_position_ids") else torch.arange(len(window)),
+                           documents=documents if chosen(config, "reset_attention_mask") else None)
         token = int(logits[0, -1, :vocab_size].argmax())
         if token == end_of_text:
             break

@@ -12,7 +12,6 @@ import dataclasses
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import lru_cache
 from unittest import mock
 
 import torch
@@ -22,8 +21,8 @@ from support.reference import random_weights
 
 from nanodomino import model
 from nanodomino.config.config import Config
-from nanodomino.config.setting import names_affecting
 from nanodomino.mesh import meta_mesh
+from nanodomino.settings.setting import names_affecting
 
 TOLERANCE = 1e-9         # largest relative error of any number, in float64
 CHECKED = 2              # steps in a test: the second step sees the weights that the first step wrote
@@ -120,10 +119,10 @@ class Text(FixedData):
         return super().windows - 5
 
 
-@lru_cache
-def text(vocabulary, samples, length, steps, depths=0) -> Text:
+def text(config, steps) -> Text:
     """Return data that can be learnt: nine tokens in ten follow from the previous token. The loss mask is uneven."""
-    batches, masks = [], []
+    vocabulary, samples, length, batches, masks = (config.vocab_size, config.global_batch_size, config.seq_length,
+                                                   [], [])
     for step in range(steps):
         generator = torch.Generator().manual_seed(1000 + step)
         rows = torch.randint(0, vocabulary, (samples, length + 1), generator=generator)
@@ -138,7 +137,8 @@ def text(vocabulary, samples, length, steps, depths=0) -> Text:
         masks.append(mask)
     rows = torch.stack(batches)
     mask = torch.stack(masks)
-    return Text(rows[..., :-1], rows[..., 1:], mask, depth_masks=count_depth_masks(rows, mask, depths, False))
+    return Text(rows[..., :-1], rows[..., 1:], mask, config=config,
+                depth_masks=count_depth_masks(rows, mask, config.mtp_num_layers, False))
 
 
 @dataclass
@@ -162,7 +162,7 @@ def plain(entry: Pitfall, steps: int):
         Config, "model", "optimizer", "run", "losses")))
     if key not in _plain:
         weights = drawn_weights(config) if entry.drawn else random_weights(sizes_of(config), seed=3)
-        data = text(config.vocab_size, config.global_batch_size, config.seq_length, steps, config.mtp_num_layers)
+        data = text(config, steps)
         records, final = train_plainly(config, weights, data, steps)
         side = Side([record.loss for record in records], [record.gradient_norm for record in records],
                     [record.gradients for record in records], final,
@@ -173,7 +173,7 @@ def plain(entry: Pitfall, steps: int):
 
 def drawn_weights(config):
     """Return the initial weights that a single process draws, by name."""
-    whole = dataclasses.replace(config, tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
+    whole = config.on_one_rank()
     alone = dataclasses.replace(meta_mesh(1, 1, 1), device=torch.device("cpu"))
     return {name: weight.detach() for name, weight in model.GPT(whole, alone).named_parameters()}
 

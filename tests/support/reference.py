@@ -99,8 +99,8 @@ class Sizes:
 class StepRecord:
     """The results of one training step. gradients: before clipping, as full tensors in nanodomino's layout.
 
-    statistics: for each layer the tokens of each expert and the sum of its losses (nothing without experts), then, if
-    there are depths, the sum of a depth's losses and their number.
+    statistics: for each depth the sum of its losses and their number; then, for each layer with experts, the tokens of
+    each expert and the sum of the layer's losses.
     """
 
     loss: float
@@ -534,11 +534,8 @@ def train_reference(
         # parameters() lists the tied matrix once, so the norm counts it once; the scale is min(1, clip / (norm +
         # 1e-6)).
         norm = nn.utils.clip_grad_norm_(model.parameters(), clip_grad or math.inf)
-        dense = [0.0] * (sizes.num_experts + 1) if sizes.num_experts else []
-        rows = [mlp.statistics if isinstance(mlp, Experts) else dense for mlp in mlps]
-        if sums:
-            measured = [(total.item(), mask.sum().item()) for total, mask in zip(sums, depth_masks)]
-            rows = [[*row, *pair] for row, pair in zip(rows, [(0.0, 0.0)] * sizes.num_layers + measured)]
+        rows = [(total.item(), mask.sum().item()) for total, mask in zip(sums, depth_masks)]
+        rows += [mlp.statistics for mlp in mlps if isinstance(mlp, Experts)]
         statistics = [number for row in rows for number in row]
         records.append(StepRecord(loss.item(), gradients, norm.item(), statistics))
         for group in optimizer.param_groups:

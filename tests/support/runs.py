@@ -35,7 +35,7 @@ from nanodomino.checkpoint.find_checkpoints import checkpoints_of
 from nanodomino.checkpoint.manifest import step_of
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.errors import UserError, sentence_and_code
-from nanodomino.run import run_folder
+from nanodomino.run import run_folder, session
 
 PATIENCE = 90           # seconds until a launch counts as stuck
 TINY = ("--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 8 "
@@ -76,7 +76,8 @@ def main_on_rank(flags: list[str], bad_steps=()) -> Ended:
     def start_world(place, device, timeout):
         _set_pg_timeout(timedelta(seconds=timeout), dist.group.WORLD)
 
-    with (mock.patch.multiple(train, get_batch=poisoned, start_world=start_world,
+    with (mock.patch.object(train, "get_batch", poisoned),
+          mock.patch.multiple(session, start_world=start_world,
                               StopSignal=lambda say: SimpleNamespace(number=0, received_at=0.0)),
           mock.patch.object(run_folder, "lock_folder", lambda run_dir: (run_dir / "lock").touch()),
           contextlib.redirect_stdout(screen)):

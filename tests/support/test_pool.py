@@ -39,6 +39,7 @@ def sleep():
 
 
 def refuse_everywhere():
+    dist.barrier()                                             # so that all connections of the group stand
     raise SystemExit("bad configuration")
 
 

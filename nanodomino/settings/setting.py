@@ -19,6 +19,7 @@ launch, because its sources (such as lr or the number of processes) may have cha
 
 import dataclasses
 from dataclasses import field
+from functools import partial
 
 from nanodomino.errors import require
 
@@ -54,6 +55,19 @@ def setting(section, default, help, *, affects, choices=(), alias=None, short=No
         section=section, help=help, affects=affects, choices=tuple(choices), alias=alias, short=short or {},
         at_least=at_least, above=above, at_most=at_most, below=below, derived=derived,
         needs=(needs,) if isinstance(needs, str) else needs))
+
+
+model_setting = partial(setting, "The model", affects="model")
+layout_setting = partial(setting, "The layout", affects="nothing")
+training_setting = partial(setting, "The training", affects="losses")
+data_setting = partial(setting, "The data", affects="run")
+run_setting = partial(setting, "The run", affects="nothing")
+machine_setting = partial(setting, "The machine", affects="nothing")
+
+
+def family_setting(help, **options):
+    """Declare a setting whose default depends on the preset's family, such as GPT2 or LLAMA in presets.py."""
+    return model_setting(None, f"{help} (default: the preset's)", **options)
 
 
 def flag_name(name: str) -> str:

@@ -47,9 +47,12 @@ from nanodomino.comm.device import capability_of, on_gpu
 from nanodomino.comm.scatter_and_gather import all_to_all
 from nanodomino.layers.activations import ACTIVATIONS
 from nanodomino.layers.dropout_and_positions import add_residual
-from nanodomino.layers.router import Router, Routing
+from nanodomino.layers.main_grad import add_weight_gradient, main_grad_of
 from nanodomino.layers.sublayer import Sublayer
 from nanodomino.optim.parameters import parameter
+from nanodomino.options.experts.router import Router, Routing
+from nanodomino.overlap.flight import prepare_all_to_all
+from nanodomino.overlap.inside import Inside
 from nanodomino.parallel import (ColumnParallelLinear, RowParallelLinear, copy_to_tensor_parallel,
                                  reduce_from_tensor_parallel)
 
@@ -157,21 +160,18 @@ class MoE(Sublayer):
 
     def __init__(self, config, mesh, site: str):
         super().__init__(config, mesh, site)
-        self.activation, self.mesh = ACTIVATIONS[config.activation], mesh
-        self.fp8 = None                                        # experts always multiply in the training type
+        self.activation, self.mesh, self.ep = ACTIVATIONS[config.activation], mesh, mesh.axis("ep")[0]
+        self.group, self.counts_group = (mesh.groups.get(name) for name in ("ep", "ep_counts"))
         (experts, h), ffn = (config.num_experts, config.hidden_size), config.moe_ffn_hidden_size
         self.router, self.experts = Router(config, mesh), nn.Module()
         stack = (self.activation.inputs,) if self.activation.inputs > 1 else ()          # SwiGLU's gate and up
         self.experts.dense_h_to_4h = parameter(
-            (experts, *stack, ffn, h), config, mesh, cut={0: "ep", len(stack) + 1: "tp"}, replicas="expert_dp",
-            view=(experts // mesh.ep, -1, h), std=config.init_method_std)
+            (experts, *stack, ffn, h), config, mesh, cut={0: "ep", len(stack) + 1: "tp"},
+            replicas=config.expert_replicas, view=(experts // self.ep, -1, h), std=config.init_method_std)
         self.experts.dense_4h_to_h = parameter(
-            (experts, h, ffn), config, mesh, cut={0: "ep", 2: "tp"}, replicas="expert_dp",
+            (experts, h, ffn), config, mesh, cut={0: "ep", 2: "tp"}, replicas=config.expert_replicas,
             std=config.init_method_std / (2 * config.num_layers) ** 0.5)
         self.shared_expert = SharedExpert(config, mesh) if config.moe_shared_expert_intermediate_size else None
-
-    def inside(self, compiled=None) -> "MoEInside":
-        return MoEInside(self)                                 # not compiled, because the number of rows often changes
 
     def forward(self, x, masks_and_positions):
         """The definition, with blocking communication and plain autograd. Leaves the routing losses, which the caller
@@ -182,14 +182,14 @@ class MoE(Sublayer):
         experts, tokens_per_expert = router.choose(logits.detach())
         if torch.is_grad_enabled():
             self.auxiliary_loss = router.loss(logits, experts) * router.counts_here
-        tokens_per_expert, each = tokens_per_expert.view(self.mesh.ep, -1), [1] * self.mesh.ep
+        tokens_per_expert, each = tokens_per_expert.view(self.ep, -1), [1] * self.ep
         dispatch = plan_dispatch(experts, tokens_per_expert, exchange_rows(
-            tokens_per_expert, each, each, self.mesh.ep_counts_group))
+            tokens_per_expert, each, each, self.counts_group))
         rows = h.flatten(0, 1)[dispatch.permutation // experts.size(-1)]
         splits = dispatch.input_splits, dispatch.output_splits
-        rows = ExchangeRows.apply(rows, *splits, self.mesh.ep_group)[dispatch.by_expert]
+        rows = ExchangeRows.apply(rows, *splits, self.group)[dispatch.by_expert]
         results = grouped_linear(self.activation.function(grouped_linear(rows, w1, dispatch)), w2, dispatch)
-        results = ExchangeRows.apply(results[dispatch.unsort], *reversed(splits), self.mesh.ep_group)
+        results = ExchangeRows.apply(results[dispatch.unsort], *reversed(splits), self.group)
         y = combine(results, dispatch, router.weights(logits, experts).to(h.dtype))
         if shared := self.shared_expert:
             c = F.linear(h, shared.dense_h_to_4h.weight)
@@ -218,105 +218,129 @@ class MoETape:
     results: torch.Tensor                # [n k, h], the experts' results, in the order of sending
 
 
-class MoEInside:
-    """Runs router, dispatch, experts and combine in the interface of sublayer_inside.py."""
-    output_bias = None
+class MoEInside(Inside):
+    """Runs router, dispatch, experts and combine."""
 
-    def __init__(self, sublayer: MoE):
-        self.site, self.router = sublayer.site, sublayer.router
-        self.activation, self.mesh, shared = sublayer.activation, sublayer.mesh, sublayer.shared_expert
-        self.group, self.statistics = self.mesh.ep_group, sublayer.statistics
+    def __init__(self, sublayer: MoE, ops):
+        super().__init__(sublayer)
+        self.ops, self.router, self.activation = ops, sublayer.router, sublayer.activation
+        shared = sublayer.shared_expert
+        self.ep, self.statistics = sublayer.ep, ops.statistics_of[self.site]
         self.w1, self.w2 = sublayer.experts.dense_h_to_4h, sublayer.experts.dense_4h_to_h
         self.shared = (shared.dense_h_to_4h.weight, shared.dense_4h_to_h.weight) if shared else None
 
-    def keep(self, ops, h):
+    def keep(self, h):
         return h
 
-    def forward(self, ops, slice, h):
+    def exchange(self, slice, rows, input_splits, output_splits, group):
+        """Launch an all-to-all of rows; see prepare_all_to_all()."""
+        return [self.ops.launch(slice, self.site, prepare_all_to_all(rows, input_splits, output_splits, group))]
+
+    def matmul(self, slice, function, *operands):
+        """Return function(*operands), which the trace records as a matmul."""
+        with self.ops.trace.span("matmul", slice=slice.index, site=self.site):
+            return function(*operands)
+
+    def forward(self, slice, h):
+        ops, sublayer = self.ops, self.sublayer
         h = ops.wait(slice, self.site, h)
-        with ops.trace.span("matmul", slice=slice.index, site=self.site):
-            routing = self.router.route(h, slice.training)
-        tokens_per_expert, each = routing.tokens_per_expert.view(self.mesh.ep, -1), [1] * self.mesh.ep
-        flights = ops.exchange(slice, self.site, tokens_per_expert, each, each, self.mesh.ep_counts_group)
+        routing = self.matmul(slice, self.router.route, h, slice.training)
+        tokens_per_expert, each = routing.tokens_per_expert.view(self.ep, -1), [1] * self.ep
+        flights = self.exchange(slice, tokens_per_expert, each, each, sublayer.counts_group)
         if self.router.counts_here and slice.training:
             experts = len(routing.tokens_per_expert)
             self.statistics[:experts] += routing.tokens_per_expert
             self.statistics[experts] += routing.loss
         dispatch = plan_dispatch(routing.experts, tokens_per_expert, ops.wait(slice, self.site, flights))
         rows = h.flatten(0, 1)[dispatch.permutation // routing.experts.size(-1)]
-        flights = ops.exchange(slice, self.site, rows, dispatch.input_splits, dispatch.output_splits, self.group)
-        shared = self.shared_column_output(ops, slice, h)
+        flights = self.exchange(slice, rows, dispatch.input_splits, dispatch.output_splits, sublayer.group)
+        shared = self.shared_column_output(slice, h)
         yield from ops.yield_if_in_flight(flights)
         rows = ops.wait(slice, self.site, flights)[dispatch.by_expert]
         del flights                                            # free the rows that were sent
-        c = self.column(ops, slice, rows, dispatch), shared
+        c = self.matmul(slice, grouped_linear, rows, self.w1, dispatch), shared
         activation = self.activate(c)
         yield from ops.yield_if_sharded()
-        with ops.trace.span("matmul", slice=slice.index, site=self.site):
-            results = grouped_linear(activation[0], self.w2, dispatch)[dispatch.unsort]
-        flights = ops.exchange(slice, self.site, results, dispatch.output_splits, dispatch.input_splits, self.group)
-        with ops.trace.span("matmul", slice=slice.index, site=self.site):
-            own = F.linear(activation[1], self.shared[1]) if self.shared else None
+        results = self.matmul(slice, grouped_linear, activation[0], self.w2, dispatch)[dispatch.unsort]
+        flights = self.exchange(slice, results, dispatch.output_splits, dispatch.input_splits, sublayer.group)
+        own = self.matmul(slice, F.linear, activation[1], self.shared[1]) if self.shared else None
         tape = MoETape(routing, dispatch, rows, c, c, activation, results=flights[0].tensor)
 
         def complete(results):
             y = combine(results, dispatch, routing.weights.detach().to(h.dtype))
             return y if own is None else y + own
-        return (yield from ops.finish_then_reduce(slice, self.site, flights, complete)), tape
+        return (yield from self.finish_then_reduce(slice, flights, complete)), tape
+
+    def finish_then_reduce(self, slice, flights, complete):
+        """Return flights of the sum over tp of complete(tensor). flights: the all-to-all that delivers `tensor`.
+
+        A generator. Without tensor parallelism it returns `flights` themselves, so that the caller yields while the
+        all-to-all is in flight.
+        """
+        ops = self.ops
+        if ops.stream.group.size() == 1:
+            flights[0].complete = complete
+            return flights
+        yield from ops.yield_if_in_flight(flights)
+        addend = complete(ops.wait(slice, self.site, flights))
+        return [ops.launch(slice, self.site, ops.stream.reduce(chunk.contiguous()))
+                for chunk in ops.column_chunks(addend, -1)]
 
     def activate(self, c: tuple) -> tuple:
         """Apply the activation function to the c of the experts and, unless that is None, of the shared expert."""
         return tuple(x if x is None else self.activation.function(x) for x in c)
 
-    def column(self, ops, slice, rows, dispatch):
-        with ops.trace.span("matmul", slice=slice.index, site=self.site):
-            return grouped_linear(rows, self.w1, dispatch)
-
-    def shared_column_output(self, ops, slice, h):
+    def shared_column_output(self, slice, h):
         """Return the shared expert's c [b, s, .. ffn/t]; None without a shared expert."""
-        if self.shared is None:
-            return None
-        with ops.trace.span("matmul", slice=slice.index, site=self.site):
-            return F.linear(h, self.shared[0])
+        return self.matmul(slice, F.linear, h, self.shared[0]) if self.shared else None
 
-    def restore(self, ops, slice, tape: MoETape, h):
+    def restore(self, slice, tape: MoETape, h):
         """Recompute the activations from c, or c from the received rows. No row travels again."""
+        yield from ()
         c = tape.column_output
         if c is None:
-            shared = self.shared_column_output(ops, slice, ops.wait(slice, self.site, h))
-            c = self.column(ops, slice, tape.rows, tape.dispatch), shared
+            shared = self.shared_column_output(slice, self.ops.wait(slice, self.site, h))
+            c = self.matmul(slice, grouped_linear, tape.rows, self.w1, tape.dispatch), shared
         tape.column_output, tape.core, tape.activation = None, c, self.activate(c)
-        return
-        yield
 
-    def backward(self, ops, slice, tape: MoETape, grad_y, h):
-        routing, dispatch = tape.routing, tape.dispatch
+    def backward(self, slice, tape: MoETape, grad_y, h):
+        ops, group, routing, dispatch = self.ops, self.sublayer.group, tape.routing, tape.dispatch
         grad_y, weights = ops.wait(slice, self.site, grad_y), routing.weights.detach().to(tape.rows.dtype)
         rows = (grad_y.unsqueeze(2) * weights.unsqueeze(-1)).flatten(0, 2)[dispatch.permutation]
-        flights = ops.exchange(slice, self.site, rows, dispatch.input_splits, dispatch.output_splits, self.group)
+        flights = self.exchange(slice, rows, dispatch.input_splits, dispatch.output_splits, group)
         results = tape.results[dispatch.inverse_permutation].view(*weights.shape, -1)
         grad_weights = torch.einsum("bskh,bsh->bsk", results, grad_y).to(routing.weights.dtype)
         h = ops.wait(slice, self.site, h)
-        grad_h = self.router.backward(routing, grad_weights, h, ops.loss_scale)
+        grad_h = self.router.backward(routing, grad_weights, h, slice.loss_scale)
         matmuls = []
         if self.shared:
             w1, w2 = self.shared
-            with ops.trace.span("matmul", slice=slice.index, site=self.site):
-                grad_c = self.activation.backward(F.linear(grad_y, w2.t()), tape.core[1])
-                grad_h = grad_h + F.linear(grad_c, w1.t())
+            grad_c = self.activation.backward(self.matmul(slice, F.linear, grad_y, w2.t()), tape.core[1])
+            grad_h = grad_h + self.matmul(slice, F.linear, grad_c, w1.t())
             matmuls = [(w2, grad_y, tape.activation[1]), (w1, grad_c, h)]
         yield from ops.yield_if_in_flight(flights)
         grad_out = ops.wait(slice, self.site, flights)[dispatch.by_expert]
         del flights
-        with ops.trace.span("matmul", slice=slice.index, site=self.site):
-            grad_c = self.activation.backward(
-                grouped_linear(grad_out, self.w2.transpose(1, 2), dispatch), tape.core[0])
+        gradient = self.matmul(slice, grouped_linear, grad_out, self.w2.transpose(1, 2), dispatch)
+        grad_c = self.activation.backward(gradient, tape.core[0])
         yield from ops.yield_if_sharded()
-        with ops.trace.span("matmul", slice=slice.index, site=self.site):
-            rows = grouped_linear(grad_c, self.w1.transpose(1, 2), dispatch)[dispatch.unsort]
-        flights = ops.exchange(slice, self.site, rows, dispatch.output_splits, dispatch.input_splits, self.group)
-        matmuls += [(self.w2, grad_out, tape.activation[0], dispatch.ends), (self.w1, grad_c, tape.rows, dispatch.ends)]
+        rows = self.matmul(slice, grouped_linear, grad_c, self.w1.transpose(1, 2), dispatch)[dispatch.unsort]
+        flights = self.exchange(slice, rows, dispatch.output_splits, dispatch.input_splits, group)
+        matmuls += [(ExpertWeight(self.w2, dispatch.ends), grad_out, tape.activation[0]),
+                    (ExpertWeight(self.w1, dispatch.ends), grad_c, tape.rows)]
 
         def complete(rows):
             return grad_h + rows[dispatch.inverse_permutation].view(*weights.shape, -1).sum(dim=2)
-        return (yield from ops.finish_then_reduce(slice, self.site, flights, complete)), matmuls
+        return (yield from self.finish_then_reduce(slice, flights, complete)), matmuls
+
+
+@dataclass
+class ExpertWeight:
+    """Stands for the weights of all local experts [experts, out, in] in a list of weight gradients."""
+    weight: nn.Parameter
+    ends: list[int]                      # see Dispatch
+
+    def add_gradient(self, grad_output, rows):
+        """Add grad_output^T rows of each expert to its main_grad. Both are sorted by expert."""
+        for start, end, expert in zip([0, *self.ends], self.ends, main_grad_of(self.weight)):
+            add_weight_gradient(expert, grad_output[None, start:end], rows[None, start:end])

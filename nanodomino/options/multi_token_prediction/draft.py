@@ -17,6 +17,8 @@ It has its own keys and values, for all tokens that are part of the text.
 import torch
 
 from nanodomino.generate.cache import KeyValueCache
+from nanodomino.model import Chunk
+from nanodomino.options.multi_token_prediction.runner import depth_chunks
 from nanodomino.parallel import gather_logits
 
 
@@ -28,6 +30,10 @@ class Draft:
 
     def __init__(self):
         self.guess, self.steps = [], 0
+
+    def chunks(self, model) -> list[Chunk]:
+        """Return the chunks that need keys and values besides those of the main model."""
+        return depth_chunks(model)[:1]
 
     def next_tokens(self, cache: KeyValueCache, window: list[int], vocab_size: int) -> list[int]:
         """Run the main model once, and return the one or two tokens that follow those of the window."""

@@ -38,7 +38,7 @@ bucket.derived keeps both, in one byte per number, until zero.py changes the wei
 and the tape keeps it in 1 byte per number instead of 2 or 4. This holds for the input of the column-parallel matmul,
 h, and for the input of an MLP's row-parallel matmul. There are two exceptions: attention's backward needs attention's
 output in the training type anyway, and a sharded residual stream gathers h again in backward
-(overlap/sequence_parallel.py). With rowwise scales x^T has other scales than x. So the tape keeps the training type,
+(sequence_parallel.py). With rowwise scales x^T has other scales than x. So the tape keeps the training type,
 and backward converts once more.
 
 **What stays in the training type:** the embedding, the head, norms, softmax(q k^T) v, routers, and the merges of
@@ -53,13 +53,16 @@ exception is --columns with --sequence-parallel, which cuts the rows of h.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import nn
 
 from nanodomino.comm.device import on_gpu
+from nanodomino.domino import LinearPair
+from nanodomino.errors import require
 from nanodomino.layers.main_grad import main_grad_of
+from nanodomino.settings.rules import check_divisible
+from nanodomino.settings.setting import training_setting
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = {"hybrid": (E4M3, E5M2), "e4m3": (E4M3, E4M3)}     # --fp8-format: type of weights and activations, gradients
@@ -192,21 +195,60 @@ class Fp8Weight:
         main_grad.add_(scaled_matmul(grad_output, x, dtype))
 
 
-def recipe_for(config, site: str) -> Callable | None:
-    """Return a function compiled -> Fp8Recipe for the sublayer `site`, such as "layers.3.mlp"; None if it multiplies in
-    the training type."""
-    ends = tuple(f"layers.{layer}." for layer in (0, config.num_layers - 1))
-    if config.fp8_format is None or config.first_last_layers_bf16 and site.startswith(ends):
-        return None
-    return partial(Fp8Recipe.of, config.fp8_format, config.fp8_recipe, config.params_dtype)
+@dataclass(frozen=True)
+class Settings:
+    """The part of Config that is about fp8."""
+    fp8_format: str = training_setting(
+        None, "8-bit types for the matmuls of attention and MLP; embedding, head and experts stay in --dtype (hybrid: "
+              "e4m3 for weights and activations, e5m2 for gradients; e4m3: for all; default: no fp8)",
+        choices=FORMATS)
+    fp8_recipe: str = training_setting(
+        "tensorwise", "whether each tensor or each of its rows has a scale of its own in fp8", choices=RECIPES,
+        needs="--fp8-format")
+    first_last_layers_bf16: bool = training_setting(
+        False, "with fp8, compute the first and the last layer in the type of --dtype", needs="--fp8-format")
 
+    def inside(self, sublayer, mesh, ops, compiled):
+        pair, ends = super().inside(sublayer, mesh, ops, compiled), ("layers.0.", f"layers.{self.num_layers - 1}.")
+        if (self.fp8_format and isinstance(pair, LinearPair)
+                and not (self.first_last_layers_bf16 and pair.site.startswith(ends))):
+            recipe = Fp8Recipe.of(self.fp8_format, self.fp8_recipe, self.params_dtype, compiled)
+            pair.column, pair.row = Fp8Weight(pair.column, recipe), Fp8Weight(pair.row, recipe)
+        return pair
 
-def in_8_bits(pair, recipe: Fp8Recipe):
-    """Make a LinearPair multiply in 8 bits, and return it."""
-    pair.column, pair.row = Fp8Weight(pair.column, recipe), Fp8Weight(pair.row, recipe)
-    return pair
+    @property
+    def has_special_ends(self):
+        return self.first_last_layers_bf16
 
+    def check_device(self, device):
+        super().check_device(device)
+        require(not self.fp8_format or torch.cuda.get_device_capability(device) >= (8, 9), "--fp8-format needs a GPU "
+                "of compute capability 8.9 or higher (Ada, Hopper or newer); leave it out, or try --device cpu")
 
-def in_words(config) -> str:
-    """Return, for example, ', fp8 hybrid tensorwise'; '' without fp8."""
-    return f", fp8 {config.fp8_format} {config.fp8_recipe}" if config.fp8_format else ""
+    @property
+    def in_words(self):
+        return super().in_words + (f", fp8 {self.fp8_format} {self.fp8_recipe}" if self.fp8_format else "")
+
+    def check_rules(self):
+        if self.fp8_format:
+            self.check_fp8_rules()
+        super().check_rules()
+
+    def check_fp8_rules(self):
+        """A CPU multiplies matrices of all sizes."""
+        require(self.dtype != "float64", "--fp8-format adds up in fp32, so --dtype must not be float64; try --bf16")
+        require(self.num_layers > 2 or self.layers_behind_head or not self.first_last_layers_bf16,
+                f"num-layers {self.num_layers} must be at least 3 with --first-last-layers-bf16, or no layer "
+                "multiplies in 8 bits; try --num-layers 3, or leave out --first-last-layers-bf16")
+        if self.device == "cpu" or self.device == "auto" and not torch.cuda.is_available():
+            return
+        require(self.fp8_recipe == "tensorwise" or self.dtype == "bfloat16", "on GPUs --fp8-recipe rowwise needs "
+                f"--bf16, but --dtype is {self.dtype}; add --bf16, or use --fp8-recipe tensorwise")
+        for name, size, parts, flag in (
+                ("hidden-size", self.hidden_size, self.columns, "columns"),
+                ("seq-length", self.seq_length, self.sample_parts, "cp"),
+                ("num-attention-heads x kv-channels", self.num_attention_heads * self.kv_channels, self.tp, "tp"),
+                ("(num-attention-heads + 2 num-query-groups) x kv-channels", self.qkv_size, self.tp, "tp"),
+                ("ffn-hidden-size", self.ffn_hidden_size, self.tp, "tp")):
+            check_divisible(name, size, f"16 x {parts} =", 16 * parts,
+                            f"another --{flag}, or leave out --fp8-format, which on GPUs needs multiples of 16")

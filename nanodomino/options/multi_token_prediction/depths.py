@@ -54,12 +54,3 @@ class PredictionDepth(nn.Module):
         [b, s, h], into the hidden states of this depth."""
         merged = F.linear(torch.cat([self.enorm(words), self.hnorm(x)], dim=-1), self.eh_proj.weight)
         return self.layer(merged, masks_and_positions)
-
-
-def prediction_depths(config, mesh, layer_class) -> nn.ModuleList:
-    """Return the depths of the model, for the stage with the head. Their layers are numbered after the model's last."""
-    depths = nn.ModuleList()
-    for site in (f"mtp.{number}" for number in range(config.mtp_num_layers)):
-        layer = layer_class(config, mesh, config.num_layers + len(depths), f"{site}.layer")
-        depths.append(PredictionDepth(config, mesh, site, layer))
-    return depths

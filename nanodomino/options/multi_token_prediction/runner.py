@@ -1,4 +1,4 @@
-"""Runs the depths of multi-token prediction (layers/multi_token_prediction.py) slice by slice.
+"""Runs the depths of multi-token prediction (depths.py) slice by slice.
 
 A depth is a merge, followed by a chunk of one layer and the head. So domino.py's forward_slice and backward_slice run
 this chunk too, and other slices hide its collectives:
@@ -10,7 +10,7 @@ this chunk too, and other slices hide its collectives:
 The hidden states between a layer and its head go to two places: to the final norm and to the next depth's merge. So in
 backward their gradient is a sum, and a merge's backward comes before that of the head to its left. The final norm and
 the head get gradients from every depth and from the main model. So these gradients are complete only after the backward
-of the main model's head, which comes last (`uses` in optim/parameters.py).
+of the main model's head, which comes last (GPT.reported_modules counts the reports).
 
 Every tp rank holds the merge's whole matrix and multiplies all rows of the residual stream that it holds (Megatron-LM
 cuts this matrix over tp). So a merge needs no collective, but its look-up of the next tokens' embeddings does, as at
@@ -25,53 +25,59 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
+from nanodomino.domino import Domino
+from nanodomino.model import Chunk
+from nanodomino.overlap.residual_norm import SavedResidualNorm
+from nanodomino.overlap.slices import NothingBehindHead, Slice
+
 
 @dataclass
 class DepthTape:
     """Holds what forward keeps of a slice in one depth."""
-    slice: object                        # the domino.Slice that passes through the depth's layer and head
-    embedding_norm: object               # residual_norm.SavedResidualNorm
-    hidden_norm: object
+    slice: Slice                         # the slice that passes through the depth's layer and head
+    embedding_norm: SavedResidualNorm
+    hidden_norm: SavedResidualNorm
 
 
-class PredictionDepths:
+class PredictionDepths(NothingBehindHead):
     """Runs the depth after a slice's head. Both methods are generators. After the last depth they do nothing."""
 
-    def __init__(self, domino):
+    def __init__(self, domino: Domino):
         self.domino, self.ops, self.ends, self.residual_norm = domino, domino.ops, domino.ends, domino.residual_norm
         model = domino.model
-        self.factor = model.config.mtp_loss_scaling_factor / max(len(model.mtp), 1)
+        self.factor = model.config.mtp_loss_scaling_factor / len(model.mtp)
         self.counts_here = model.mesh.tp_rank == 0             # all tp ranks have the same losses
-        chunks = [chunk for chunk in model.chunks if chunk.post_process] + model.depth_chunks
-        self.after = dict(zip(chunks, zip(model.mtp, model.depth_chunks)))             # chunk -> the depth after it
+        self.chunks = depth_chunks(model)
+        chunks = [*(chunk for chunk in model.chunks if chunk.post_process), *self.chunks]
+        self.after = dict(zip(chunks, zip(model.mtp, self.chunks)))                    # chunk -> the depth after it
 
     def forward(self, slice):
         """Merge the slice's hidden states with the embeddings of the next tokens, and run the next depth's chunk."""
         if slice.chunk not in self.after or not slice.training:
             return
         depth, chunk = self.after[slice.chunk]
-        batch, x = slice.batch.ahead, slice.head.norm.x
+        batch, x = slice.batch.extras["ahead"], slice.head.norm.x
         words = yield from self.ends.look_up(slice, depth.site, batch.tokens)
         e, embedding_norm = self.residual_norm.forward(slice, words, None, None, depth.enorm.weights)
         h, hidden_norm = self.residual_norm.forward(slice, x, None, None, depth.hnorm.weights)
         with self.ops.trace.span("matmul", slice=slice.index, site=depth.site):
             hidden = F.linear(torch.cat([e, h], dim=-1), depth.eh_proj.weight)
         ahead = replace(slice, chunk=chunk, batch=batch, hidden=hidden, tape=[], head=None, output=None)
-        slice.ahead = DepthTape(ahead, embedding_norm, hidden_norm)
+        slice.behind_head = DepthTape(ahead, embedding_norm, hidden_norm)
         del e, h, hidden, words                                # free what the tape does not keep
         yield from self.domino.forward_slice(ahead)
         if self.counts_here:
             counted = torch.stack([ahead.output * batch.loss_mask, batch.loss_mask])
-            depth.layer.mlp.statistics[-2:] += counted.sum(dim=(1, 2))
+            self.ops.statistics_of[depth.site] += counted.sum(dim=(1, 2))
 
     def backward(self, slice, ready):
         """Return the gradient of the slice's hidden states from the next depth; None after the last depth."""
-        if slice.ahead is None:
+        if slice.behind_head is None:
             return None
-        tape, slice.ahead = slice.ahead, None
+        tape, slice.behind_head = slice.behind_head, None
         depth, batch, results = self.after[slice.chunk][0], tape.slice.batch, {}
-        tape.slice.deferred = slice.deferred
-        gradient = batch.loss_mask.to(tape.slice.output.dtype) * (self.factor * self.ops.loss_scale)
+        tape.slice.deferred, tape.slice.loss_scale = slice.deferred, slice.loss_scale
+        gradient = batch.loss_mask.to(tape.slice.output.dtype) * (self.factor * slice.loss_scale)
         yield from self.domino.backward_slice(tape.slice, gradient, results, ready)
         grad, tape.slice = results[slice.index], None
         with self.ops.trace.span("matmul", slice=slice.index, site=depth.site):
@@ -90,3 +96,8 @@ class PredictionDepths:
         yield from self.ends.add_word_gradients(slice, depth.site, batch.tokens, flights)
         ready(self.domino.model.embedding.word_embeddings)
         return grad_x
+
+
+def depth_chunks(model) -> list[Chunk]:
+    """Return a chunk for each depth that this stage holds."""
+    return [Chunk([depth.layer], pre_process=False, post_process=True) for depth in getattr(model, "mtp", ())]

@@ -30,48 +30,37 @@ flight, the slice restores sublayer k - 1. So at most one sublayer's activations
     backward of k     W2, core, W1  ->  [ all-reduce of the gradient of h .................. ]  wait, residual + norm
                                         fetch x, h of k - 1 | weight gradients of k | c, a of k - 1
 
-Three classes share the work. Domino (domino.py) owns the tape, launches and waits. TapePolicy below decides what a tape
-entry keeps, and recomputes h. The sublayer's inside (layers/sublayer_inside.py) recomputes c and a.
+Three classes share the work. Domino (domino.py) owns the tape, launches and waits. RecomputingTape below decides what a
+tape entry keeps, and recomputes h. The sublayer's inside (LinearPair in domino.py) recomputes c and a.
 
 With full recomputation, --checkpoint-in-cpu also moves x to the host's memory (host_offload.py).
 """
 
-from dataclasses import dataclass, replace
-
-import torch
+from dataclasses import replace
 
 from nanodomino.comm.device import kind_of
-from nanodomino.overlap.host_offload import HostMemory
+from nanodomino.options.recompute.host_offload import HostMemory
+from nanodomino.overlap.slices import TapeEntry
 
-# The fields dropped at the end of a sublayer's forward: "h" is a field of TapeEntry, the others of its `inside`.
-GRANULARITIES = {"none": ("column_output",),                   # c is not needed: `core` holds what backward needs of it
+# The fields dropped at the end of a sublayer's forward: "h" is a field of TapeEntry, the others of its inside_tape.
+GRANULARITIES = {"none": (),
                  "selective": ("core", "activation"),
                  "full": ("h", "column_output", "core", "activation")}
 
 
-@dataclass
-class TapeEntry:
-    """Holds what forward keeps of one sublayer. Dropped tensors are None."""
-    parts: object                        # domino.SublayerParts
-    norm: object                         # residual_norm.SavedResidualNorm
-    h: torch.Tensor | None               # the norm's output [b, s, h]; only this rank's rows if the stream is sharded
-    inside: object                       # what the inside keeps, for example a LinearPairTape
-    h_flights: list | None = None        # set in backward: the flights that gather all rows of h
-
-
-class TapePolicy:
-    """Decides what a stage's tapes keep."""
+class RecomputingTape:
+    """Keeps of a sublayer what --recompute-granularity says. Implements the methods of overlap.slices.WholeTape."""
+    restores = True
 
     def __init__(self, config, device, slices: int, residual_norm):
         self.drops, self.residual_norm = GRANULARITIES[config.recompute_granularity], residual_norm
-        self.recomputes = config.recompute_granularity != "none"
         self.keeps_masks = "h" not in self.drops               # the dropout masks of the residual stream
         self.host = HostMemory(device, slices) if config.offloads_to_host and kind_of(device) == "cuda" else None
 
     def keep(self, entry: TapeEntry) -> TapeEntry:
         """Drop what backward will recompute, and start to move x to the host if it is to be kept there."""
         for name in self.drops:
-            setattr(entry if name == "h" else entry.inside, name, None)
+            setattr(entry if name == "h" else entry.inside_tape, name, None)
         if self.host:
             entry.norm = replace(entry.norm, x=self.host.leave(entry.norm.x))
         return entry
@@ -84,10 +73,3 @@ class TapePolicy:
             if len(tape) > 1:
                 self.host.fetch(tape[-2].norm.x)
         return self.residual_norm.norm_again(entry.norm) if entry.h is None else entry.h
-
-
-def in_words(config) -> str:
-    """Return, for example, ', full recomputation from the host's memory'; '' if nothing is recomputed."""
-    if config.recompute_granularity == "none":
-        return ""
-    return f", {config.recompute_granularity} recomputation" + " from the host's memory" * config.offloads_to_host

@@ -1,20 +1,17 @@
 """The presets (sizes and other settings of models), and tables of dtypes, decay styles, layouts and vocabularies."""
 
-import math
-
 import torch
 
 # The architecture of each family of models; a preset adds its sizes.
 GPT2 = dict(normalization="LayerNorm", layernorm_epsilon=1e-5, position_embedding_type="learned_absolute",
             rotary_base=10_000.0, use_rope_scaling=False, rope_scaling_factor=8.0, swiglu=False,
             disable_bias_linear=False, add_qkv_bias=False, qk_layernorm=False,
-            untie_embeddings_and_output_weights=False, moe_router_topk=2, moe_aux_loss_coeff=0.0)
+            untie_embeddings_and_output_weights=False)
 LLAMA = GPT2 | dict(normalization="RMSNorm", position_embedding_type="rope", swiglu=True, disable_bias_linear=True)
 
 # The sizes of GPT-2 come from its published weights, those of GPT-3 from 2005.14165, table 2.1. The gpt2 presets use
 # GPT-3's learning rates. The other sizes come from the configurations published with the models' weights (2307.09288,
-# 2407.21783, 2412.15115, 2505.09388, 2502.02737, 2401.04088). nano, nano-llama and nano-moe are small enough for a
-# laptop. A token passes through as many weights of experts in nano-moe as of MLPs in nano-llama.
+# 2407.21783, 2412.15115, 2505.09388, 2502.02737). nano and nano-llama are small enough for a laptop.
 PRESET_FIELDS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "lr", "global_batch_size",
                  "micro_batch_size", "init_method_std")
 LLAMA_FIELDS = ("num_query_groups", "ffn_hidden_size")
@@ -42,22 +39,10 @@ PRESETS = {name: GPT2 | dict(zip(PRESET_FIELDS, values)) for name, *values in (
     ("qwen3-0.6b",   28, 1024, 16, 4096, 3e-4,   512,  2, 0.02,  8,  3072, dict(
         kv_channels=128, rotary_base=1_000_000.0, layernorm_epsilon=1e-6, qk_layernorm=True)),
     ("smollm2-135m", 30,  576,  9, 2048, 3e-3,   512,  8, 0.04,  3,  1536, dict(rotary_base=100_000.0)),
-    ("nano-moe",      8,   96,  8,  128, 4e-3,    16,  4, 0.06,  4,   128, dict(
-        num_experts=8, moe_aux_loss_coeff=0.01)),
-    ("mixtral-8x7b", 32, 4096, 32, 4096, 3e-4,   512,  1, 0.02,  8, 14336, dict(
-        untie_embeddings_and_output_weights=True, rotary_base=1_000_000.0, num_experts=8, moe_aux_loss_coeff=0.01)),
-    ("qwen3-30b-a3b", 48, 2048, 32, 4096, 3e-4,  512,  1, 0.02,  4,  6144, dict(
-        untie_embeddings_and_output_weights=True, kv_channels=128, rotary_base=1_000_000.0, layernorm_epsilon=1e-6,
-        qk_layernorm=True, num_experts=128, moe_router_topk=8, moe_ffn_hidden_size=768, moe_aux_loss_coeff=0.001)),
 )}
 FINETUNE_BATCH_SIZE = 16     # the largest default of global_batch_size with --finetune; a preset's suits pre-training
 FINETUNE_LR_DIVISOR = 10     # likewise: in 20 steps at the preset's 3e-3, SmolLM2's loss rose from 1.8 to 3.6
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-
-# {style: f}. The learning rate is min_lr + f(progress) (lr - min_lr). progress grows from 0 at the end of the warm-up
-# to 1 at the last step.
-LR_DECAY_STYLES = {"cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
-                   "linear": lambda progress: 1.0 - progress, "constant": lambda progress: 1.0}
 
 # {ranks per replica: (tp, pp)} for runs that set neither tp nor pp. From 4 ranks on, use both together where possible;
 # avoid a dp of 3, 5 or 7, which rarely divides the batch.

@@ -40,72 +40,78 @@ The kernel takes the keys of one sequence after the other, so keys that two sequ
 s + s/(2c) keys of a sample, whichever parts it holds.
 """
 
+from dataclasses import dataclass
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
-from nanodomino.layers.attention import Attention
+from nanodomino.domino import LinearPair
 from nanodomino.layers.dropout_and_positions import AttentionInputs
-from nanodomino.layers.positions import (attention_bias, by_rank, first_of_document, in_order, own_places, rotation,
-                                         to_device)
-from nanodomino.layers.sublayer_inside import LinearPair
-from nanodomino.layers.varlen import document_inputs, starts_of, uses_varlen
+from nanodomino.layers.positions import rotation, to_device
+from nanodomino.layers.varlen import attention_bias, first_of_document, starts_of, uses_varlen, varlen_attention
+from nanodomino.options.context_parallel.places import by_rank, in_order, own_places
+from nanodomino.overlap.flight import prepare_all_gather, prepare_all_to_all, prepare_reduce_scatter
 
 
-class ContextParallelAttention(Attention):
-    """Attention whose training exchanges keys and values, or heads, over the cp group. The definition, forward(), is
-    inherited: each rank computes whole samples, as in generation."""
-
-    def __init__(self, config, mesh, site: str):
-        super().__init__(config, mesh, site)
-        self.config, self.mesh = config, mesh
-
-    @property
-    def pair(self):
-        return {"all_gather": GatheredKeys, "a2a": ExchangedHeads}[self.config.cp_comm_type]
+@dataclass(frozen=True)
+class GatheredInputs(AttentionInputs):
+    """The AttentionInputs for this rank's queries and all keys."""
+    keys: torch.Tensor | None = None         # which of the gathered keys attention reads
 
 
-class GatheredKeys(LinearPair):
+class SharedSampleAttention(LinearPair):
+    """Runs attention of samples that the ranks of the cp group share."""
+
+    def __init__(self, sublayer, mesh, ops, compiled, config):
+        super().__init__(sublayer, ops, compiled)
+        self.mesh, self.config, self.ranks, self.group = mesh, config, mesh.axis("cp")[0], mesh.group("cp")
+
+    def send(self, slice, flight):
+        """Launch a flight, let other slices compute, and return its tensor."""
+        return self.ops.yield_then_wait(slice, self.site, [self.ops.launch(slice, self.site, flight)])
+
+    def run_unless_deferred(self, slice, matmuls):
+        """Run the weight gradients `matmuls` to hide a collective, unless the schedule defers them."""
+        if slice.deferred is None:
+            self.ops.weight_gradients(slice, self.site, matmuls)
+
+
+class GatheredKeys(SharedSampleAttention):
     """Runs attention of this rank's queries to all keys (--cp-comm-type all_gather)."""
 
-    def core(self, ops, slice, c):
+    def core(self, slice, c):
         attention, inputs = self.sublayer, self.inputs(slice.masks_and_positions, c)
         q, k, v, saved = attention.prepare(self.forward_kernel, c, inputs)
         own = torch.cat([k, v], dim=3)                         # [b, s/c, groups, 2, d]
-        gathered = yield from ops.yield_then_wait(
-            slice, self.site, ops.gather_places(slice, self.site, own, attention.mesh.cp_group))
+        gathered = yield from self.send(slice, prepare_all_gather(own, (self.ranks, *own.shape), self.group, "cp"))
         k, v = gathered.flatten(0, 2)[inputs.keys].split(1, dim=3)
         context, segment = attention.attend_forward(q, k, v, inputs)
         return context, (segment, saved, inputs.keys, gathered.shape)
 
-    def core_backward(self, ops, slice, gradient, saved, matmuls):
-        attention, (segment, saved, keys, shape) = self.sublayer, saved
+    def core_backward(self, slice, gradient, saved, matmuls):
+        attention, ops, (segment, saved, keys, shape) = self.sublayer, self.ops, saved
         q, k, v = attention.attend_backward(segment, gradient)
         addends = k.new_zeros(shape)                           # for the places of all ranks, from this rank's queries
         addends.flatten(0, 2).index_add_(0, keys.flatten(), torch.cat([k, v], dim=3).flatten(0, 1))
-        flights = ops.sum_places(slice, self.site, addends, attention.mesh.cp_group)
-        run_unless_deferred(ops, slice, self.site, matmuls)
+        flights = [ops.launch(slice, self.site, prepare_reduce_scatter(addends, shape[1:], self.group, "cp"))]
+        self.run_unless_deferred(slice, matmuls)
         own = yield from ops.yield_then_wait(slice, self.site, flights)
         return attention.prepare_backward(self.backward_kernel, q, *own.split(1, dim=3), saved)
 
-    def inputs(self, masks_and_positions, c) -> AttentionInputs:
+    def inputs(self, masks_and_positions, c) -> GatheredInputs:
         """Return the AttentionInputs for this rank's queries and all keys. c [b, s/c, ..]: the output of W1."""
-        config, mesh, this = self.sublayer.config, self.sublayer.mesh, masks_and_positions
-        b, s = c.size(0), c.size(1) * mesh.cp
+        config, mesh, this = self.config, self.mesh, masks_and_positions
+        b, s = c.size(0), c.size(1) * self.ranks
         mask = this.attention_dropout_mask(self.site, s, c)
         if mask is not None:
             mask = own_places(mask.chunk(mesh.tp, dim=1)[mesh.tp_rank], mesh, dim=2)
         if this.shared is None:
-            documents = torch.zeros(b, s, dtype=torch.int64) if this.documents is None else this.documents
+            documents = this.extras.get("documents", torch.zeros(b, s, dtype=torch.int64))
             find = queries_and_keys if uses_varlen(config, c.device) else bias_and_keys
-            this.shared = dict(rotary=rotation(config, this.positions, s // mesh.cp, c.device),
+            this.shared = dict(rotary=rotation(config, this.positions, c.size(1), c.device),
                                **find(config, documents, mesh, c.device))
-        return AttentionInputs(mask, **this.shared)
-
-
-def run_unless_deferred(ops, slice, site, matmuls):
-    """Run the weight gradients `matmuls` to hide a collective, unless the schedule defers them."""
-    if slice.deferred is None:
-        ops.weight_gradients(slice, site, matmuls)
+        return GatheredInputs(mask, **this.shared)
 
 
 def gathered_places(b: int, s: int, ranks: int):
@@ -118,7 +124,7 @@ def bias_and_keys(config, documents, mesh, device) -> dict:
     different = documents if documents.any() else documents[:1]                    # one bias serves all samples
     bias = attention_bias(to_device(different, device), config.params_dtype)
     return dict(attention_bias=own_places(bias, mesh, dim=2),
-                keys=to_device(gathered_places(*documents.shape, mesh.cp), device))
+                keys=to_device(gathered_places(*documents.shape, mesh.axis("cp")[0]), device))
 
 
 def queries_and_keys(config, documents, mesh, device) -> dict:
@@ -131,49 +137,51 @@ def queries_and_keys(config, documents, mesh, device) -> dict:
     lengths = last + 1 - first
     starts = F.pad(lengths.cumsum(0), (1, 0))
     keys = torch.arange(starts[-1]) + (first - starts[:-1]).repeat_interleave(lengths)
-    keys = gathered_places(*places.shape, mesh.cp).flatten()[keys].unsqueeze(0)
-    return dict(documents=starts_of(begins, device, keys=starts_of(starts, device)), keys=to_device(keys, device))
+    keys = gathered_places(*places.shape, mesh.axis("cp")[0]).flatten()[keys].unsqueeze(0)
+    return dict(attend=partial(varlen_attention, documents=starts_of(begins, device, keys=starts_of(starts, device))),
+                keys=to_device(keys, device))
 
 
-class ExchangedHeads(LinearPair):
+class ExchangedHeads(SharedSampleAttention):
     """Runs attention of whole samples and 1/c of this rank's heads (--cp-comm-type a2a)."""
 
-    def core(self, ops, slice, c):
+    def core(self, slice, c):
         attention, inputs = self.sublayer, self.inputs(slice.masks_and_positions, c)
         *heads, saved = attention.prepare(self.forward_kernel, c, inputs)
         sizes = [x.size(3) for x in heads]                     # query heads, keys and values of a group
-        whole = in_order((yield from self.exchange(ops, slice, self.by_heads(torch.cat(heads, dim=3)))))
+        whole = in_order((yield from self.exchange(slice, self.by_heads(torch.cat(heads, dim=3)))))
         context, segment = attention.attend_forward(*whole.split(sizes, dim=3), inputs)
-        own = yield from self.exchange(ops, slice, torch.stack(by_rank(context, attention.mesh.cp)))
+        own = yield from self.exchange(slice, torch.stack(by_rank(context, self.ranks)))
         return own.movedim(0, 2).flatten(2), (segment, saved, sizes)
 
-    def core_backward(self, ops, slice, gradient, saved, matmuls):
+    def core_backward(self, slice, gradient, saved, matmuls):
         attention, (segment, saved, sizes) = self.sublayer, saved
-        arriving = self.exchange(ops, slice, self.by_heads(gradient))
-        run_unless_deferred(ops, slice, self.site, matmuls)
+        arriving = self.exchange(slice, self.by_heads(gradient))
+        self.run_unless_deferred(slice, matmuls)
         whole = in_order((yield from arriving))
         whole = torch.cat([*attention.attend_backward(segment, whole)], dim=3)
-        own = yield from self.exchange(ops, slice, torch.stack(by_rank(whole, attention.mesh.cp)))
+        own = yield from self.exchange(slice, torch.stack(by_rank(whole, self.ranks)))
         heads = own.movedim(0, 2).flatten(2, 3).split(sizes, dim=3)
         return attention.prepare_backward(self.backward_kernel, *heads, saved)
 
     def by_heads(self, own):
         """Cut own [b, s/c, groups or heads, ..] into each rank's heads: [c, b, s/c, groups/c or heads/c, ..]."""
-        return own.unflatten(2, (self.sublayer.mesh.cp, -1)).movedim(2, 0).contiguous()
+        return own.unflatten(2, (self.ranks, -1)).movedim(2, 0).contiguous()
 
-    def exchange(self, ops, slice, parts):
+    def exchange(self, slice, parts):
         """Send parts[i] to rank i. The generator returns the received parts, in the order of the ranks."""
-        each, group = [1] * len(parts), self.sublayer.mesh.cp_group
-        return ops.yield_then_wait(slice, self.site, ops.exchange(slice, self.site, parts, each, each, group, "cp"))
+        each = [1] * len(parts)
+        return self.send(slice, prepare_all_to_all(parts, each, each, self.group, "cp"))
 
     def inputs(self, masks_and_positions, c) -> AttentionInputs:
         """Return the AttentionInputs for whole samples; the rotary angles are for this rank's places. c [b, s/c, ..].
         """
-        config, mesh, this = self.sublayer.config, self.sublayer.mesh, masks_and_positions
-        mask = this.attention_dropout_mask(self.site, c.size(1) * mesh.cp, c)
+        config, mesh, this = self.config, self.mesh, masks_and_positions
+        rank = mesh.axis("cp")[1]
+        mask = this.attention_dropout_mask(self.site, c.size(1) * self.ranks, c)
         if mask is not None:
-            mask = mask.chunk(mesh.tp * mesh.cp, dim=1)[mesh.tp_rank * mesh.cp + mesh.cp_rank].clone()
+            mask = mask.chunk(mesh.tp * self.ranks, dim=1)[mesh.tp_rank * self.ranks + rank].clone()
         if this.shared is None:
             this.shared = dict(rotary=rotation(config, this.positions, c.size(1), c.device),
-                               **document_inputs(config, this.documents, c.device))
+                               **config.attention_extras(this.extras, c.device))
         return AttentionInputs(mask, **this.shared)

@@ -70,10 +70,11 @@ class Router(nn.Module):
         super().__init__()
         self.config, self.num_experts, self.topk = config, config.num_experts, config.moe_router_topk
         self.counts_here = mesh.tp_rank == 0                   # only tp rank 0 adds losses and counts
-        self.cp, self.cp_group = mesh.cp, mesh.cp_group
+        self.sample_parts, self.sample_group = config.sample_parts, mesh.groups.get("cp")
         self.weight = parameter((config.num_experts, config.hidden_size), config, mesh, std=config.init_method_std,
                                 addends=("tp",))
-        self.expert_bias = (parameter((config.num_experts,), config, mesh, addends=("tp",), update="sign")
+        self.expert_bias = (parameter((config.num_experts,), config, mesh, addends=("tp",), update="sign",
+                                      dtype=torch.promote_types(config.params_dtype, torch.float32))
                             if config.moe_router_enable_expert_bias else None)
 
     def scores(self, logits):
@@ -116,9 +117,9 @@ class Router(nn.Module):
             probabilities = divide_by_sum(probabilities)
         chosen = torch.zeros_like(logits[:, 0]).scatter_add_(
             1, experts.flatten(1), torch.ones_like(logits[..., :1]).expand(experts.shape).flatten(1))
-        if self.cp > 1:                                        # other ranks hold other tokens of the same samples
-            dist.all_reduce(chosen, group=self.cp_group)
-        balance = count * (chosen / (self.cp * s * self.topk) * probabilities.mean(dim=1)).sum()
+        if self.sample_parts > 1:                              # other ranks hold other tokens of the same samples
+            dist.all_reduce(chosen, group=self.sample_group)
+        balance = count * (chosen / (self.sample_parts * s * self.topk) * probabilities.mean(dim=1)).sum()
         return (config.moe_aux_loss_coeff * s * balance
                 + config.moe_z_loss_coeff * logits.logsumexp(dim=-1).square().sum())
 

@@ -40,31 +40,19 @@ So a gather is hidden by the other slice's W2, and a reduce by the other slice's
 only to its own rows. So each rank has a different addend of their gradients. zero.py sums these addends once a step.
 """
 
-from nanodomino.overlap.flight import Flight, prepare_all_gather, prepare_all_reduce, prepare_reduce_scatter
+from dataclasses import dataclass
+
+from nanodomino.overlap.flight import Flight, prepare_all_gather, prepare_reduce_scatter
+from nanodomino.overlap.slice_ops import ReplicatedResidual
+from nanodomino.settings.setting import layout_setting
 
 
-class ReplicatedResidual:
-    """Gathers and reduces for a replicated residual stream: every tensor-parallel rank holds all rows."""
-    shards = 1
-
-    def __init__(self, group):
-        self.group = group
-
-    def gather(self, x) -> Flight:
-        return Flight(x)
-
-    def reduce(self, addend) -> Flight:
-        return prepare_all_reduce(addend, self.group)
-
-    def own_rows(self, whole):
-        return whole
-
-
-class ShardedResidual:
+class ShardedResidual(ReplicatedResidual):
     """Gathers and reduces for a sharded residual stream: each tensor-parallel rank holds 1/t of the rows."""
 
     def __init__(self, group):
-        self.group, self.shards = group, group.size()
+        super().__init__(group)
+        self.shards = group.size()
 
     def gather(self, x) -> Flight:
         """Prepare an all-gather: [b, s/t, f] -> [b, s, f]."""
@@ -81,11 +69,27 @@ class ShardedResidual:
         return rows.view(len(whole), -1, *whole.shape[2:]).clone()
 
 
-def residual_stream(config, mesh) -> ReplicatedResidual | ShardedResidual:
-    """Return the stream that config.sequence_parallel asks for. With tp = 1 the stream is never sharded."""
-    return (ShardedResidual if config.sequence_shards > 1 else ReplicatedResidual)(mesh.tp_group)
+@dataclass(frozen=True)
+class Settings:
+    """Sequence parallelism's part of Config. With tp = 1 the stream is never sharded."""
+    sequence_parallel: bool = layout_setting(
+        False, "split the residual stream along the sequence over the tensor-parallel ranks", needs="--tp above 1")
 
+    @property
+    def sequence_shards(self):
+        return self.tp if self.sequence_parallel else 1
 
-def in_words(config) -> str:
-    """Return ', sequence parallel' if the stream is sharded, else ''."""
-    return ", sequence parallel" * (config.sequence_shards > 1)
+    def residual_stream(self, mesh):
+        return ShardedResidual(mesh.tp_group) if self.sequence_shards > 1 else super().residual_stream(mesh)
+
+    def addends(self, shards):
+        # each tp rank has only some of the tokens, so it computes an addend of the gradients of what is not cut over tp
+        return super().addends(shards) | ({"tp"} if self.sequence_shards > 1 and "tp" not in shards else set())
+
+    @property
+    def in_words(self):
+        return super().in_words + ", sequence parallel" * (self.sequence_shards > 1)
+
+    @property
+    def seq_length_divisor(self):
+        return self.sequence_shards * super().seq_length_divisor

@@ -7,13 +7,11 @@ can't be computed is refused by a require() call, whose message gives the rule, 
 import math
 import re
 
-import torch
 
-from nanodomino.config.presets import PRESETS
-from nanodomino.config.setting import flag_name, flag_settings
 from nanodomino.errors import counted, require
 from nanodomino.layers.positions import rotary_size
 from nanodomino.schedules.definitions import SCHEDULES
+from nanodomino.settings.setting import flag_name, flag_settings
 
 # The most forwards that all stages together may run in a step. Every rank lists them all, with their backwards, before
 # the first step. For this many that takes a few seconds and a few hundred megabytes.
@@ -54,17 +52,14 @@ def check_needs(config, names):
     the default, and --no-SETTING, are accepted too.
     """
     for setting in flag_settings(config):
-        value, default = getattr(config, setting.name), PRESETS[config.model].get(setting.name, setting.default)
+        value, default = getattr(config, setting.name), config.preset.get(setting.name, setting.default)
         if setting.name not in names or value is False or value == default:
             continue
         flag = flag_name(setting.name)
         for need in setting.metadata["needs"]:
             require(holds(need, config), f"{flag}{'' if value is True else f' {value}'} needs {need} to have an "
                     f"effect; change that, or leave out {flag}")
-    require("ffn_hidden_size" not in names or not config.num_experts or config.moe_layer_freq > 1
-            or config.ffn_hidden_size == config.moe_ffn_hidden_size,
-            f"--ffn-hidden-size {config.ffn_hidden_size} has no effect, because every layer has experts of width "
-            f"{config.moe_ffn_hidden_size}; leave it out")
+    config.check_given(names)
 
 
 # ---- combinations
@@ -82,28 +77,25 @@ def check_divisible(name: str, number: int, by: str, divisor: int, fix: str):
 def check_rules(c):
     """Check a resolved Config. Raises UserError."""
     tp, pp, dp, heads, groups = c.tp, c.pp, c.dp, c.num_attention_heads, c.num_query_groups
-    needed = tp * c.cp * pp * dp
+    sizes = {"tensor": tp, **c.inner_axes, "pipeline": pp, "data": dp}
+    needed = math.prod(sizes.values())
     require(needed == c.world_size,
-            f"world size {c.world_size} must equal tensor x context x pipeline x data parallel = {tp} x {c.cp} x {pp} "
-            f"x {dp} = {needed}; start {counted(needed, 'process')} with torchrun, or change --tp, --cp, --pp, --dp")
+            f"world size {c.world_size} must equal {' x '.join(sizes)} parallel = "
+            f"{' x '.join(map(str, sizes.values()))} = {needed}; start {counted(needed, 'process')} with torchrun, or "
+            f"change {', '.join('--' + axis for axis in ('tp', *c.inner_axes, 'pp', 'dp'))}")
     if c.kv_channels == c.hidden_size // heads:
         check_divisible("hidden-size", c.hidden_size, "num-attention-heads", heads,
                         f"--hidden-size {heads * max(c.hidden_size // heads, 1)}")
     check_divisible("num-attention-heads", heads, "num-query-groups", groups, f"--num-query-groups {divisors(heads)}")
-    for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size",
-                 *(("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size") if c.num_experts else ())):
+    for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size", *c.sizes_divisible_by_tp):
         size = getattr(c, name) or 0
         check_divisible(name.replace("_", "-"), size, "tensor-model-parallel-size", tp, f"--tp {divisors(size)}")
     require(not c.rope or 0 < rotary_size(c) <= c.kv_channels and rotary_size(c) % 2 == 0,
             f"RoPE must rotate an even number of channels from 2 to {c.kv_channels}, but rotary-percent "
             f"{c.rotary_percent:g} x kv-channels {c.kv_channels} is {rotary_size(c)}; try "
             + (f"--kv-channels {c.kv_channels + 1}" if c.kv_channels % 2 else "--rotary-percent 1"))
-    if c.num_experts:
-        check_expert_rules(c)
-    if c.fp8_format:
-        check_fp8_rules(c)
 
-    chunks = SCHEDULES[c.schedule].chunks
+    chunks = c.schedule_with_settings.chunks
     require(c.virtual_stages in chunks,
             f"virtual-stages must be from {chunks[0]} to {chunks[-1]} with schedule {c.schedule}, but is "
             f"{c.virtual_stages}; try --virtual-stages {chunks[0]}, or another --schedule")
@@ -124,20 +116,12 @@ def check_rules(c):
             f"sample; try --slices {c.micro_batch_size}, or --columns 2 to overlap within a slice")
     require(c.columns <= c.hidden_size, f"columns {c.columns} must be at most hidden-size {c.hidden_size}; try 2 or 4")
 
-    # With context parallelism a rank holds two equal parts of a sample, which sequence parallelism splits again.
-    parts = c.cp * math.lcm(2, c.sequence_shards) if c.cp > 1 else c.sequence_shards
-    check_divisible("seq-length", c.seq_length, "2 cp (and by cp x tp with --sequence-parallel), here", parts,
-                    f"--seq-length {-(-c.seq_length // parts) * parts}")
-    if c.cp > 1 and c.cp_comm_type == "a2a":
-        check_divisible("num-query-groups", groups, f"tp x cp = {tp} x {c.cp} =", tp * c.cp,
-                        "--cp-comm-type all_gather, since with a2a every rank gets whole groups")
+    check_divisible("seq-length", c.seq_length, "2 cp (and by cp x tp with --sequence-parallel), here",
+                    c.seq_length_divisor,
+                    f"--seq-length {-(-c.seq_length // c.seq_length_divisor) * c.seq_length_divisor}")
     require(c.seq_length <= c.max_position_embeddings,
             f"seq-length {c.seq_length} must be at most max-position-embeddings {c.max_position_embeddings}; "
             f"try --max-position-embeddings {c.seq_length}")
-    require(c.mtp_num_layers < c.seq_length,
-            f"mtp-num-layers {c.mtp_num_layers} must be below seq-length {c.seq_length}, or the last depth predicts "
-            f"nothing; try --mtp-num-layers {c.seq_length - 1}")
-
     require(c.load or not c.finetune, "--finetune needs a checkpoint to take the weights from; add --load FOLDER")
     require(c.min_loss_scale <= c.initial_loss_scale, f"min-loss-scale {c.min_loss_scale:g} must be at most "
             f"initial-loss-scale {c.initial_loss_scale:g}; try --min-loss-scale {c.initial_loss_scale:g}")
@@ -146,36 +130,3 @@ def check_rules(c):
             and len(c.traced_steps) > 0 and c.traced_steps[-1] <= c.train_iters,
             f"--trace must be FIRST:LAST, two steps with 1 <= FIRST <= LAST <= --train-iters {c.train_iters}, but is "
             f"{c.trace}; try --trace {min(10, c.train_iters)}:{min(12, c.train_iters)}")
-
-
-def check_expert_rules(c):
-    """Check the rules for experts of a resolved Config. Raises UserError."""
-    require(c.disable_bias_linear, "experts have no biases, so --num-experts needs --disable-bias-linear; add it")
-    require(c.moe_router_topk <= c.num_experts, f"moe-router-topk {c.moe_router_topk} must be at most num-experts "
-            f"{c.num_experts}; try --moe-router-topk {c.num_experts}")
-    require(c.moe_router_topk > 1 or c.moe_router_score_function != "softmax" or c.moe_router_pre_softmax,
-            "moe-router-topk must be at least 2 with --moe-router-score-function softmax, but is 1: the softmax over a "
-            "single chosen expert is always 1, so the router would learn nothing from the loss of the model; add "
-            "--moe-router-pre-softmax")
-    both = math.gcd(c.num_experts, c.dp * c.cp)
-    require(both % c.ep == 0, f"expert-model-parallel-size {c.ep} must divide num-experts {c.num_experts} and the "
-            f"data x context parallel size {c.dp} x {c.cp}; try --ep {divisors(both)}")
-
-
-def check_fp8_rules(c):
-    """Check the rules for fp8 of a resolved Config. A CPU multiplies matrices of all sizes. Raises UserError."""
-    require(c.dtype != "float64", "--fp8-format adds up in fp32, so --dtype must not be float64; try --bf16")
-    require(c.num_layers > 2 or c.mtp_num_layers or not c.first_last_layers_bf16,
-            f"num-layers {c.num_layers} must be at least 3 with --first-last-layers-bf16, or no layer multiplies in "
-            "8 bits; try --num-layers 3, or leave out --first-last-layers-bf16")
-    if c.device == "cpu" or c.device == "auto" and not torch.cuda.is_available():
-        return
-    require(c.fp8_recipe == "tensorwise" or c.dtype == "bfloat16", "on GPUs --fp8-recipe rowwise needs --bf16, but "
-            f"--dtype is {c.dtype}; add --bf16, or use --fp8-recipe tensorwise")
-    for name, size, parts, flag in (
-            ("hidden-size", c.hidden_size, c.columns, "columns"), ("seq-length", c.seq_length, c.cp, "cp"),
-            ("num-attention-heads x kv-channels", c.num_attention_heads * c.kv_channels, c.tp, "tp"),
-            ("(num-attention-heads + 2 num-query-groups) x kv-channels", c.qkv_size, c.tp, "tp"),
-            ("ffn-hidden-size", c.ffn_hidden_size, c.tp, "tp")):
-        check_divisible(name, size, f"16 x {parts} =", 16 * parts,
-                        f"another --{flag}, or leave out --fp8-format, which on GPUs needs multiples of 16")

@@ -1,0 +1,17 @@
+"""The learning rate of each step: a linear rise, then a decay."""
+
+import math
+
+# --lr-decay-style: (1 at the start of the decay .. 0 at its end) as a function of the progress from 0 to 1
+LR_DECAY_STYLES = {"cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+                   "linear": lambda progress: 1.0 - progress, "constant": lambda progress: 1.0}
+
+
+def learning_rate(step: int, config) -> float:
+    """Return the learning rate of a step, 1 to train_iters. The rate rises linearly to lr, then decays to min_lr at the
+    last step. With the decay style `constant` it stays at lr."""
+    warmup = int(config.lr_warmup_fraction * config.train_iters)
+    if step <= warmup:
+        return config.lr * step / warmup
+    progress = (step - warmup) / max(config.train_iters - warmup, 1)
+    return config.min_lr + (config.lr - config.min_lr) * LR_DECAY_STYLES[config.lr_decay_style](progress)

@@ -1,0 +1,113 @@
+"""Packed documents: the effects of the token that ends a document.
+
+A sample is a window of a long sequence of documents, so it may hold parts of several documents. With two
+settings, the model treats each document as if it stood alone. --reset-attention-mask keeps attention inside the token's
+own document. --reset-position-ids lets positions restart at 0 in each document (both are Megatron-LM's names). An
+end-of-text token belongs to the document that it ends:
+
+    tokens      a  b  c  #  d  e  #  f         #: end-of-text
+    documents   0  0  0  0  1  1  1  2
+    positions   0  1  2  3  0  1  2  0
+
+With --eod-mask-loss, the loss does not count where the label is an end-of-text token.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from nanodomino.generate.cache import KeyValueCache
+from nanodomino.layers.positions import to_device
+from nanodomino.layers.varlen import attention_bias, first_of_document, inputs_within_documents
+from nanodomino.settings.setting import data_setting
+
+
+def document_ids(tokens, end_of_text: int):
+    """Return the number of each token's document within its sample, [b, s], for tokens [b, s]."""
+    ends = (tokens == end_of_text).long()
+    return ends.cumsum(dim=1) - ends
+
+
+def positions_within_documents(documents):
+    """Return each token's position within its own document, [b, s], for the document numbers [b, s]."""
+    positions = torch.arange(documents.size(1), device=documents.device).expand_as(documents)
+    return positions - positions.where(first_of_document(documents), 0).cummax(dim=1).values
+
+
+class DocumentCache(KeyValueCache):
+    """A KeyValueCache for a model that was trained with document boundaries.
+
+    document_start: the number of cached tokens before the current document.
+    """
+    document_start = 0
+
+    def look_around(self, tokens):
+        """Only the first call after the cache was empty may pass tokens of several documents."""
+        (positions, first_visible, bias), config = super().look_around(tokens), self.model.config
+        if self.end_of_text is None:
+            return positions, first_visible, bias
+        if self.length > 0:
+            return (positions - self.document_start * config.reset_position_ids,
+                    self.document_start * config.reset_attention_mask, bias)
+        documents = document_ids(tokens, self.end_of_text)
+        return (positions_within_documents(documents) if config.reset_position_ids else positions, first_visible,
+                attention_bias(documents, config.params_dtype) if config.reset_attention_mask else bias)
+
+    def finish(self, tokens):
+        ends = [i for i, token in enumerate(tokens[0].tolist(), self.length) if token == self.end_of_text]
+        self.document_start = ends[-1] + 1 if ends else self.document_start
+        super().finish(tokens)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The part of Config that is about documents."""
+    eod_mask_loss: bool = data_setting(False, "leave predictions of the end-of-text token out of the loss")
+    reset_position_ids: bool = data_setting(
+        False, "restart positions at 0 after each end-of-text token",
+        needs="--position-embedding-type rope or learned_absolute")
+    reset_attention_mask: bool = data_setting(False, "let tokens attend only to their own document")
+
+    @property
+    def uses_document_boundaries(self) -> bool:
+        """Whether positions or attention depend on where the documents in a sample end."""
+        return self.reset_position_ids or self.reset_attention_mask
+
+    @property
+    def uses_attention_bias(self):
+        return self.reset_attention_mask or super().uses_attention_bias
+
+    @property
+    def masks_end_of_text(self):
+        return self.eod_mask_loss or super().masks_end_of_text
+
+    @property
+    def all_chunks_read_tokens(self):
+        return self.uses_document_boundaries or super().all_chunks_read_tokens
+
+    @property
+    def cache_class(self):
+        return DocumentCache if self.uses_document_boundaries else super().cache_class
+
+    def prepare_batch(self, batch, rows, end_of_text):
+        batch, device = super().prepare_batch(batch, rows, end_of_text), batch.tokens.device
+        if self.eod_mask_loss:
+            batch.loss_mask.masked_fill_(batch.labels == end_of_text, 0)
+        if self.uses_document_boundaries:
+            documents = document_ids(rows, end_of_text)[:, :-1]
+            if self.reset_position_ids:
+                batch.positions, batch.in_order = to_device(positions_within_documents(documents), device), False
+            if self.reset_attention_mask:
+                batch.extras["documents"] = documents          # in the host's memory
+        return batch
+
+    def goes_on(self, rows, distance, end_of_text):
+        if not self.uses_document_boundaries:
+            return super().goes_on(rows, distance, end_of_text)
+        documents = document_ids(rows, end_of_text)
+        return documents[:, distance:] == documents[:, :-distance]
+
+    def attention_extras(self, extras, device):
+        if "documents" not in extras:
+            return super().attention_extras(extras, device)
+        return inputs_within_documents(self, extras["documents"], device)

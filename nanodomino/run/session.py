@@ -1,0 +1,228 @@
+"""Everything that stands around a training: what comes before the first step, and what happens between two steps.
+
+open_session() turns a command line into a Session: it checks settings, data, memory and the run's folder, then connects
+the ranks. Checks that need no other rank come first, so that most mistakes end the run before any rank communicates.
+
+The Session then answers train.py's questions (which step comes next? is it time to save?) and does what has nothing to
+do with how a model is trained: reports, checkpoints, timelines, signals, a sample at the end.
+"""
+
+import dataclasses
+import signal
+import time
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from data.prepare import DEFAULT_CORPUS, prepare_default_corpus
+from nanodomino.checkpoint.find_checkpoints import recorded_settings, with_checkpoint
+from nanodomino.checkpoint.load import restore
+from nanodomino.checkpoint.save import Saver
+from nanodomino.comm.trace import Trace, VerboseTrace
+from nanodomino.comm.world import LaunchInfo, find_device, start_world
+from nanodomino.config.config import Config
+from nanodomino.corpus.prepared_folder import Corpus, load_corpus
+from nanodomino.errors import UserError, counted, require
+from nanodomino.generate.generation import generate
+from nanodomino.mesh import Mesh, make_mesh
+from nanodomino.run.agreement import check_agreement, from_rank_0
+from nanodomino.run.check_copies import drift_warning
+from nanodomino.run.command_line import from_command_line
+from nanodomino.run.estimates import Estimate, estimated_seconds, require_memory, with_two_slices
+from nanodomino.run.kernels import choose_kernels
+from nanodomino.run.report import Report, expected_quality
+from nanodomino.run.run_folder import Run, open_run
+from nanodomino.run.signals import StopSignal
+from nanodomino.run.tensorboard import check_package
+from nanodomino.run.threads import choose_threads
+from nanodomino.run.watchdog import Watchdog
+from nanodomino.timeline.draw import draw_timeline
+
+PROMPT_TOKENS = 32       # length of the prompt, taken from the validation text, for the sample at the end
+
+
+def find_corpus(config: Config, launch: LaunchInfo) -> Corpus:
+    """Load the prepared data. If the default data is missing, the first process of each host prepares it first."""
+    folder = Path(config.data_path or DEFAULT_CORPUS)
+    if config.data_path is None and not folder.exists():
+        if launch.local_rank == 0:
+            prepare_default_corpus(folder)
+        waited = 0.0
+        while not folder.exists():
+            require(waited < 600, f"{folder} was not prepared within 10 minutes; run python data/prepare.py first")
+            time.sleep(0.2)
+            waited += 0.2
+    return load_corpus(folder)
+
+
+@contextmanager
+def open_session(arguments: list[str], launch: LaunchInfo, program):
+    """Check settings, data and device, then start the process groups and yield a Session.
+
+    program: the module train.py, whose dataset_builder reads the data, and whose train_step is run dry for the
+        estimates of memory and time.
+    Raises UserError.
+    """
+    config = from_command_line(arguments, launch.world_size)
+    device = find_device(config, launch)
+    corpus = find_corpus(config, launch)
+    config = dataclasses.replace(config.with_vocabulary(corpus.vocab_size).with_device(device),
+                                 data_path=str(corpus.path.resolve()), data_sha256=corpus.sha256["train"])
+    config = with_two_slices(program, config, device, launch.local_world_size)
+    datasets = program.dataset_builder(config, corpus, device)
+    if config.sample_tokens:
+        corpus.tokenizer()                                     # a failure should show now, not at the end
+    check_package(config)
+    run = estimate = None
+    if launch.rank == 0:
+        estimate = require_memory(program, config, device, launch.local_world_size)
+        run = open_run(config, launch)
+        if run.checkpoint:
+            corpus.check_tokenizer_of(run.checkpoint)
+
+    choose_kernels(config)
+    start_world(launch, device, config.timeout)
+    mesh = make_mesh(config.pp, config.dp, config.tp, device, config.timeout, **config.mesh_options)
+    check_agreement(config)
+    run = from_rank_0(run)
+    config = dataclasses.replace(config, cpu_threads=choose_threads(
+        config, device, from_rank_0(recorded_settings(run.folder)), quiet=launch.rank > 0))
+    with Watchdog(launch, mesh, config.timeout) as watchdog:
+        session = Session(config, corpus, datasets, mesh, run, watchdog, estimate)
+        try:
+            yield session
+        except Exception as error:
+            if session.signals:                                # for the failure report
+                error.step, error.signals = session.step, session.signals
+            raise
+        dist.barrier()                                         # so that none disconnects while another communicates
+    dist.destroy_process_group()
+
+
+class Session:
+    """Holds what a run has besides model and optimizer. done: the steps that are finished; step: the latest one begun.
+
+    estimate: the Estimate of the run's memory and time; None except on rank 0.
+    """
+
+    def __init__(self, config: Config, corpus: Corpus, datasets: dict, mesh: Mesh, run: Run, watchdog: Watchdog,
+                 estimate: Estimate | None):
+        self.config, self.corpus, self.datasets, self.mesh, self.run = config, corpus, datasets, mesh, run
+        self.watchdog, self.estimate, self.signals, self.on_action = watchdog, estimate, None, watchdog.mark
+        self.trace = (VerboseTrace if config.verbose else Trace)(mesh.device, recording=False)
+        self.done = self.step = 0
+        self.stopped = self.stopped_by_signal = False
+
+    @property
+    def starts_from_weights(self) -> bool:
+        """Whether the run starts from the weights of another run, without its optimizer state."""
+        return self.run.weights_only
+
+    def load(self, model, optimizer):
+        """Load the checkpoint to start from, if there is one, and begin to report."""
+        config, run, checkpoint = self.config, self.run, None
+        if run.checkpoint:
+            checkpoint, self.done = with_checkpoint(run.source, partial(
+                restore, model=model, optimizer=optimizer, mesh=self.mesh, weights_only=run.weights_only),
+                run.checkpoint)
+        self.saver = Saver(run.folder, self.mesh, config.keep_last, config.timeout)
+        self.report = Report(config, self.corpus, self.mesh, run.folder, self.done, enabled=dist.get_rank() == 0)
+        if run.weights_only:
+            why = "" if "lr" in config.given else ", a tenth of the preset's: --lr sets another"
+            self.report.say(f"starting from the weights in {checkpoint}, without its optimizer state and step, with "
+                            f"the peak learning rate {config.lr:g}{why}")
+        if self.done < config.train_iters:
+            self.report.estimate(self.estimate, estimated_seconds(self.estimate, config, self.mesh))
+        if config.traced_steps and config.traced_steps[-1] <= self.done:
+            self.report.say(f"nothing is left to trace: this run has done {counted(self.done, 'step')}, and --trace is "
+                            f"{config.trace}")
+
+    # ---- between two steps
+
+    def steps(self):
+        """Yield the number of each step until the run ends or is asked to stop."""
+        self.signals, self.start_time = StopSignal(self.report.say), time.perf_counter()
+        while self.done < self.config.train_iters and not self.stopped:
+            self.step, self.step_start = self.done + 1, time.perf_counter()
+            self.watchdog.context.update(step=self.step, signals=self.signals)
+            self.trace.recording = self.step in self.config.traced_steps
+            yield self.step
+        self.saver.wait()
+        if failure := self.saver.failure():                    # fatal, since no later checkpoint follows
+            raise UserError(f"{failure}; free some disk space and start again to resume from the last checkpoint")
+
+    def stop_requested(self) -> bool:
+        """Return whether this rank has received a signal to stop."""
+        return self.signals.number > 0
+
+    def after_step(self, result, learning_rate: float, optimizer):
+        """Report a finished step, draw its timeline, and decide whether to stop. Raises UserError if too many steps in
+        a row were skipped. result: its StepResult."""
+        config, step, self.trace.recording = self.config, self.step, False
+        self.done, self.stopped_by_signal = step, result.stop
+        self.stopped = result.stop or (config.exit_interval is not None and step % config.exit_interval == 0)
+        self.report.step(step, result, learning_rate, time.perf_counter() - self.step_start)
+        if step in config.traced_steps and (step == config.traced_steps[-1] or self.stopped):
+            self.report.say(draw_timeline(self.trace, self.mesh, self.run.folder / f"trace-{step:08d}"))
+        if optimizer.skipped_in_a_row >= config.max_skipped_steps:
+            self.saver.wait()                                  # for a checkpoint still being written
+            self.report.draw_curve()
+            raise UserError(f"{counted(optimizer.skipped_in_a_row, 'step')} in a row, up to step {step}, had a loss or "
+                            f"gradient that is not finite; {optimizer.loss_scale.advice()}start from an earlier "
+                            f"checkpoint, or from scratch, with a smaller --lr than {config.lr}")
+
+    def time_to(self, interval: int) -> bool:
+        """Return whether the finished step is the last one or a multiple of `interval`."""
+        return self.done % interval == 0 or self.done == self.config.train_iters
+
+    def report_loss(self, split: str, evaluate):
+        """Report evaluate(dataset), the loss on a split, if the run has one."""
+        if split in self.datasets and self.config.eval_iters:
+            self.report.losses(self.done, split, evaluate(self.datasets[split]))
+
+    def save(self, model, optimizer):
+        """Start to save a checkpoint. Warn if copies of a parameter have drifted apart."""
+        if warning := drift_warning(model, optimizer, self.mesh):
+            self.report.say(f"warning: {warning}")
+        self.saver.save(self.done, model, optimizer, self.config)
+        self.report.draw_curve()
+
+    def check_saver(self):
+        """Warn if an earlier checkpoint could not be written."""
+        if failure := self.saver.failure():
+            self.report.say(f"warning: {failure}; training continues")
+
+    # ---- the end
+
+    def end_early(self) -> int:
+        """Report a run that was asked to stop. Returns the exit code."""
+        self.report.end(self.done, time.perf_counter() - self.start_time)
+        self.report.say(f"stopped early after saving the checkpoint of step {self.done}; --run-dir {self.run.folder} "
+                        "resumes from it")
+        return 128 + (self.signals.number or signal.SIGTERM) if self.stopped_by_signal else 0
+
+    def end(self, model) -> int:
+        """Report the end of the run and print a sample. Returns the exit code."""
+        self.report.end(self.done, time.perf_counter() - self.start_time)
+        self.watchdog.finished.set()                           # the other replicas may wait long for the sample
+        if self.config.sample_tokens:
+            write_sample(model, self.config, self.corpus, self.datasets.get("valid", self.datasets["train"]), self.mesh)
+        return 0
+
+
+def write_sample(model, config: Config, corpus: Corpus, dataset, mesh: Mesh):
+    """Let the first replica continue the first tokens of a split, and print the text. If an option spreads a replica's
+    weights over several ranks of the dp group, these generate the same text."""
+    _, index = mesh.axis("dp")
+    if index < max([1, *(mesh.axis(name)[0] for name in config.groups_that_generate_together)]):
+        prompt = dataset.batch(0, 0, 0, 1, 1, 1, shuffle=False).tokens[0, :PROMPT_TOKENS].tolist()
+        tokens = generate(model, mesh, prompt, config.sample_tokens, corpus.vocab_size, config.temperature,
+                          config.top_k, config.seed, end_of_text=corpus.end_of_text)
+        if index > 0:
+            return
+        tokenizer = corpus.tokenizer()
+        print(f"---- a sample (temperature {config.temperature}, top-k {config.top_k}){expected_quality(config)}; the "
+              f"first {len(prompt)} tokens are the prompt\n"
+              f"{tokenizer.decode(prompt)}|{tokenizer.decode(tokens[len(prompt):])}\n----", flush=True)
