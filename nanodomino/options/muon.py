@@ -1,0 +1,131 @@
+"""Muon: orthogonalized momentum for the matrices of the layers, AdamW for everything else (--optimizer muon).
+
+A step of AdamW changes each number of a weight by itself. A step of Muon changes a matrix as a whole: it replaces the
+momentum M = U S V^T (its singular value decomposition) by U V^T, so that all directions of the matrix learn at the same
+rate, not only those with the largest gradients (github.com/KellerJordan/Muon; 2502.16982):
+
+    m = b m + (1 - b) g     u = b m + (1 - b) g     w = (1 - lr decay) w - lr 0.2 sqrt(max(rows, columns)) orthogonal(u)
+
+The factor 0.2 sqrt(max(rows, columns)) gives the update the size of AdamW's, so the same --lr serves both (2502.16982,
+section 2.2). Five Newton-Schulz iterations approximate U V^T by matmuls alone, in the training type.
+
+**Whole matrices.** A rank holds only a shard of a matrix (tensor parallelism), and updates only its partition of a flat
+bucket (ZeRO). So each step gathers twice: first the updates u of a bucket over the replicas, then, for each matrix that
+lies at least partly in this rank's partition, the shards of the tensor-parallel ranks. Each rank orthogonalizes these
+matrices, and keeps its own part of the result. The gather of the next bucket, and of the next matrix, is in flight
+while a matrix is orthogonalized.
+
+Word embedding, head and position embedding stay with AdamW, as do vectors: their rows are looked up one by one.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from nanodomino.comm.scatter_and_gather import all_gather
+from nanodomino.optim.buckets import Bucket
+from nanodomino.optim.optimizers import OptimizerSpec
+from nanodomino.settings.setting import training_setting
+
+COEFFICIENTS, ITERATIONS = (3.4445, -4.7750, 2.0315), 5      # of Newton-Schulz; by Keller Jordan
+
+
+def orthogonal(matrices):
+    """Return about U V^T of each matrix U S V^T of a tensor [.., rows, columns]."""
+    a, b, c = COEFFICIENTS
+    tall = matrices.size(-2) > matrices.size(-1)
+    x = matrices.mT if tall else matrices
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if tall else x
+
+
+class Muon(torch.optim.Optimizer):
+    """Updates the masters of buckets of matrices. zero: the ZeroOptimizer, whose mesh and trace it uses."""
+
+    def __init__(self, groups, config, zero):
+        super().__init__(groups, dict(lr=config.lr, weight_decay=config.weight_decay))
+        self.momentum, self.dtype, self.zero, self.mesh = config.muon_momentum, config.params_dtype, zero, zero.mesh
+
+    @torch.no_grad()
+    def step(self):
+        buckets = [(group, bucket) for group in self.param_groups for bucket in group["buckets"]]
+        ahead = [self.start_update(bucket) for _, bucket in buckets[:1]]
+        for index, (group, bucket) in enumerate(buckets):
+            updates = self.finish(*ahead.pop())
+            ahead += [self.start_update(following) for _, following in buckets[index + 1:index + 2]]
+            own = self.orthogonalize(bucket, updates)
+            bucket.master.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(own, alpha=-group["lr"])
+
+    def start_update(self, bucket: Bucket):
+        """Compute this rank's partition of u and launch the gather of all partitions. Returns finish()'s arguments."""
+        gradient, state = bucket.own_grad, self.state[bucket.master]
+        moment = state.setdefault("momentum_buffer", torch.zeros_like(bucket.master))
+        moment.lerp_(gradient, 1.0 - self.momentum)
+        return self.gather(gradient.lerp(moment, self.momentum), bucket.kind.replicas, bucket.partitions)
+
+    def gather(self, own, group: str, ranks: int):
+        """Launch an all-gather of the flat tensor `own` over a group of more than one rank. Returns finish()'s
+        arguments."""
+        if ranks == 1:
+            return own, group, None
+        whole = own.new_empty(ranks * len(own))
+        work = all_gather(whole, own, self.mesh.group(group))
+        self.zero.trace.watch("all_gather", work, group=group, bytes=whole.nbytes)
+        return whole, group, work
+
+    def finish(self, whole, group: str, work):
+        """Wait for gather() and return its tensor."""
+        if work:
+            self.zero.wait(group, work)
+        return whole
+
+    def orthogonalize(self, bucket: Bucket, updates):
+        """Replace the matrices in the flat tensor `updates`, which is laid out like the bucket, and return this rank's
+        partition of it."""
+        first, last = bucket.own_offset, bucket.own_offset + len(bucket.master)
+        own = [weight for weight in bucket.parameters
+               if bucket.offsets[weight] < last and bucket.offsets[weight] + weight.numel() > first]
+        ahead = [self.start_join(weight, bucket.view(weight, updates)) for weight in own[:1]]
+        for index, weight in enumerate(own):
+            matrices, cut = self.finish_join(weight, *ahead.pop())
+            ahead += [self.start_join(other, bucket.view(other, updates)) for other in own[index + 1:index + 2]]
+            result = orthogonal(matrices.to(self.dtype)).to(matrices.dtype) * (0.2 * max(matrices.shape[-2:]) ** 0.5)
+            if cut is not None:
+                result = result.narrow(cut, weight.spec.offset[cut], weight.spec.size[cut])
+            bucket.view(weight, updates).copy_(result.reshape(weight.shape))
+        return updates[first:last] if bucket.partitions > 1 else updates
+
+    def start_join(self, weight, shard):
+        """Launch the gather of a matrix, or of stacked matrices, over the tensor-parallel ranks."""
+        return self.gather(shard.flatten(), "tp", self.mesh.tp if "tp" in weight.spec.kind.shards else 1)
+
+    def finish_join(self, weight, *gathered):
+        """Return (matrices [.., rows, columns], the dimension that is cut over tp or None)."""
+        flat, size, shape = self.finish(*gathered), weight.spec.size, weight.spec.shape
+        if len(flat) == weight.numel():
+            return flat.view(size), None
+        (cut,) = (dim for dim in (len(shape) - 2, len(shape) - 1) if size[dim] < shape[dim])
+        return torch.cat([*flat.view(self.mesh.tp, *size)], dim=cut), cut
+
+
+MUON = OptimizerSpec(Muon, moments=("momentum_buffer",))
+OPTIMIZERS = {"muon": MUON}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The part of Config that is about Muon."""
+    muon_momentum: float = training_setting(0.95, "Muon's momentum", below=1.0, needs="--optimizer muon")
+
+    @property
+    def matrix_update(self):
+        return "muon" if self.optimizer == "muon" else super().matrix_update
+
+    @property
+    def updates(self):
+        if self.optimizer != "muon":
+            return super().updates
+        return replace(self, optimizer="adamw").updates | {"muon": (MUON, self.weight_decay)}
