@@ -13,5 +13,6 @@ OPTIONS = tuple(import_module(f"nanodomino.options.{name}") for name in (
     "documents",                        # effects of the ends of documents within a sample
     "recompute.settings",               # backward recomputes activations, or fetches them from the host
     "sequence_parallel",                # tensor-parallel ranks share the rows of the residual stream
+    "eager_1f1b",                       # a schedule for slow messages between stages
     "muon",                             # an optimizer that orthogonalizes the momentum of matrices
 ))
