@@ -1,0 +1,16 @@
+"""The core without options: a dense GPT on two layouts equals one plain process.
+
+These two cases use no option's settings. tests/options/test_deletion.py runs them in copies without options.
+"""
+
+import pytest
+from support.harness import FAMILIES, check_against_reference, tiny
+
+CASES = [dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, schedule="zb-v", num_layers=5, slices=2,
+              **FAMILIES["llama"]),
+         dict(tensor_model_parallel_size=2, slices=3, columns=2, zero_stage=2, hidden_dropout=0.2)]
+
+
+@pytest.mark.parametrize("settings", CASES, ids=["stages", "replicas"])
+def test_a_dense_model_equals_one_plain_process(pool, settings):
+    check_against_reference(pool, tiny(4, **settings), steps=2)
