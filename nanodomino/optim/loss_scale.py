@@ -80,11 +80,3 @@ class LossScale:
         if self.moves and state:
             self.value = max(state["value"], self.least)
             self.good_steps, self.patience = state["good_steps"], min(state["patience"], self.hysteresis)
-
-
-def is_valid_state(value) -> bool:
-    """Return whether `value`, read from a checkpoint that may be damaged, can be passed to LossScale.restore()."""
-    return value is None or (isinstance(value, dict) and value.keys() == {"value", "good_steps", "patience"}
-                             and all(type(number) in (int, float) and 0 <= number < LOSS_SCALE_LIMIT
-                                     for number in value.values())
-                             and value["value"] > 0 and {type(value["good_steps"]), type(value["patience"])} == {int})
