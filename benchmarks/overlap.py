@@ -180,7 +180,8 @@ def dtensor_model(config, mesh) -> Plain:
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-    unsplit = GPT(config, replace(mesh, tp=1, tp_rank=0))          # all weights, on every rank
+    alone = replace(mesh, sizes=dict.fromkeys(mesh.sizes, 1), coordinates=dict.fromkeys(mesh.sizes, 0), rows={})
+    unsplit = GPT(config, alone)                                   # all weights, on every rank
     model = Plain(config).to(mesh.device, config.params_dtype).load(unsplit.state_dict())
     ranks = init_device_mesh(mesh.device.type, (config.tp,))
     for layer in model.layers.values():

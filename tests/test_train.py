@@ -98,7 +98,7 @@ def test_compiled_runs_give_the_same_losses(tmp_path, corpus, alone, processes, 
     flags = (*SHALLOW, "--dtype", "float64", "--train-iters", 3, "--run-dir", "A", "--data-path", corpus,
              "--eval-iters", 0, "--compile", "--compile-backend", backend, "--exit-interval", 2)
     log = tmp_path / "output.txt"
-    assert torchrun(tmp_path, log, processes, ROOT / "train.py", *flags).wait(180) == 0, log.read_text()
+    assert torchrun(tmp_path, log, processes, ROOT / "train.py", *flags).wait(600) == 0, log.read_text()
     for name in ("loss", "grad_norm"):
         assert metric_points(tmp_path / "A", name) == nearly(metric_points(alone[0], name)[:2]), name
 
