@@ -8,6 +8,7 @@
     checkpoint   How long does training wait for a checkpoint, and how long does resuming take?
     memory       Does a rank need the memory that the dry run says?
     recompute    How much time does recomputation cost, and how much memory does it save?
+    timeline     What does every rank do during a step? (draws the pictures in docs/)
     plan         Would a model fit on given GPUs, how fast would it train, and which layout is fastest? (an estimate)
 
 Each question prints a short table, then one JSON object as the last line. A question that compares alternatives times
@@ -23,7 +24,8 @@ import sys
 
 from nanodomino.errors import run_command
 
-QUESTIONS = ("overlap", "throughput", "pipeline", "zero", "comm", "checkpoint", "memory", "recompute", "plan")
+QUESTIONS = ("overlap", "throughput", "pipeline", "zero", "comm", "checkpoint", "memory", "recompute", "timeline",
+             "plan")
 
 
 def main(arguments: list[str]) -> int:

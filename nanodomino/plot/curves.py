@@ -13,9 +13,8 @@ runs, which may still be training:
     python -m nanodomino.plot runs/nano-001 runs/nano-002 --output both.svg
 
 A long run has more steps than the picture has pixels. So each column of pixels shows only the smallest and the largest
-value of its steps: no spike is lost, and the file stays small. The axes ignore the largest 2 % of the losses and of the
-gradient norms, so that a few spikes do not flatten the rest. The tops of such spikes are cut off. A loss that is NaN or
-infinite is null in metrics.jsonl and leaves a gap.
+value of its steps: no spike is lost. The axes leave out the largest 2 % of the losses and of the gradient norms, which
+would flatten the rest. A loss that is NaN or infinite is null in metrics.jsonl and leaves a gap.
 """
 
 import json
@@ -135,12 +134,12 @@ class Panel:
         self.name, self.top, self.bottom = name, top, top + height
         shown = [value for value in shown if math.isfinite(value)] or [0.0]
         margin = max(0.04 * (max(shown) - min(shown)), 0.01 * abs(max(shown)), 1e-9)
-        self.low, high = min(shown) - margin, max(shown) + margin
-        self.scale = height / (high - self.low)
+        self.low, self.high = min(shown) - margin, max(shown) + margin
+        self.scale = height / (self.high - self.low)
         self.svg = [f'<clipPath id="{name}"><rect x="{LEFT - 4}" y="{top}" width="{WIDTH - LEFT - RIGHT + 8}" '
                     f'height="{height}"/></clipPath>',
                     text(LEFT, top - 9, title), line(f"M{LEFT} {self.bottom}H{WIDTH - RIGHT}", "#bbb")]
-        for value in ticks(self.low, high, self.scale, max(height / 9, 20)):
+        for value in ticks(self.low, self.high, self.scale, max(height / 9, 20)):
             self.svg += [line(f"M{LEFT} {self.y(value):.1f}H{WIDTH - RIGHT}", GRID),
                          text(LEFT - 6, self.y(value) + 4, f"{value:g}", "end small")]
 
@@ -165,7 +164,12 @@ def picture(curves: list[Curve]) -> str:
                         if math.isfinite(curve.last.get(name, math.nan))})
 
     marks = [*together["valid_loss"][1], *together["test_loss"][1], *(value for value, _ in entropies)]
-    loss = Panel("loss", "loss, nats per token", GAP, HIGH, [*without_spikes(together["loss"][1]), *marks])
+    tokenizers = {curve.tokenizer for curve in curves} - {None}
+    title = f"loss, nats per {'byte' if tokenizers == {'byte-257'} else 'token'}"
+    loss = Panel("loss", title, GAP, HIGH, [*without_spikes(together["loss"][1]), *marks])
+    if len(above := together["loss"][0][together["loss"][1] > loss.high]):
+        loss.svg.append(text(WIDTH - RIGHT, GAP - 9, f"above the picture: {len(above)} of the steps "
+                             f"{above.min():,.0f} to {above.max():,.0f}", "end small pale"))
     norm = Panel("norm", "gradient norm", loss.bottom + GAP, LOW, without_spikes(together["grad_norm"][1]))
     rate = Panel("rate", "learning rate", norm.bottom + GAP, LOW, [0.0, *together["lr"][1]])
     for value, name in entropies:
@@ -197,7 +201,7 @@ def picture(curves: list[Curve]) -> str:
         body += [line("".join(f"M{x:.0f} {loss.bottom}v-9" for x in skipped), colour, STRONG),
                  line(f"M8 {y - 4:.1f}h20", colour, 'stroke-width="4"'),
                  text(36, y, ", ".join(last_values(curve, reach)))]
-    if len({curve.tokenizer for curve in curves} - {None}) > 1:
+    if len(tokenizers) > 1:
         y += LINE
         body.append(text(8, y, "the tokenizers of these runs differ: compare bits per byte, not losses per token"))
     y += LINE

@@ -6,10 +6,9 @@ Each rank has two rows. A table below them says where each rank's time went (mer
             communication          ===         \\          ====                   bars: collectives; arrows: messages
     rank 1  compute              \\[ F0 ][ B0 ]///[ F1 ][  B1  ]                between stages
 
-The number in a box is the microbatch, and the colour says whether it is a forward or a backward. If a stage holds
-several chunks of layers, primes tell them apart: 3' is microbatch 3 in chunk 1. If there are several slices, letters
-show where slices a and b compute, and which of them a collective belongs to. A frame encloses a pair, that is, a
-forward and a backward that take turns. Collectives that are in flight at the same time lie in separate lanes.
+The legend explains colours, numbers and letters. A letter shows where a slice computes, and which slice a collective
+belongs to. A frame encloses a pair: a forward and a backward that take turns. Collectives that are in flight at the
+same time lie in separate lanes.
 
 train.py also writes each recording as Chrome trace JSON. https://ui.perfetto.dev opens the file and shows every matmul.
 """
@@ -41,6 +40,8 @@ PURPOSES = {"activations over tp": "#e69f00", "attention over cp": "#6f9a3e", "r
             "loss and norm, all ranks": "#9a9a9a"}
 PURPOSE_OF = dict(zip(("tp", "cp", "ep", "dp", "weights", "embedding", "world"), PURPOSES))
 LETTERS = {action.kind: action.letter for action in ACTIONS}
+SIGNS = {"send": "message between stages", "forward": "0, 1, ...: microbatches",
+         "chunk": "0', 1', ...: in the stage's second chunk of layers", "slice": "a, b, ...: slices of a microbatch"}
 DEFINITIONS = """<marker id="tip" viewBox="0 0 6 6" refX="5.5" refY="3" markerWidth="6" markerHeight="6" orient="auto">\
 <path d="M0 0L6 3L0 6z" fill="#444"/></marker>
 """ + "".join(f"""<pattern id="{name}" width="6" height="6" patternUnits="userSpaceOnUse" \
@@ -160,15 +161,18 @@ def legend(recordings, y) -> tuple[list[str], float]:
     """Return (elements, the y below them) of a legend of each colour and sign in the recordings."""
     events = [event for recording in recordings for events in recording.ranks for event in events]
     present = {event.kind for event in events} | {purpose(event) for event in events if event.kind in COLLECTIVES}
+    present |= {name for name in ("chunk", "slice") if any(event.args.get(name) for event in events)}
     entries = [(name, colour) for name, colour in (WORK | PURPOSES).items() if name in present]
     entries += [("exposed communication", "url(#exposed)"), ("idle", "url(#idle)"),
-                ("pale: waiting for the last rank to join", "#e4e4e4"), ("message between stages", None)]
+                ("pale: waiting for the last rank to join", "#e4e4e4")]
+    entries += [(words, None) for kind, words in SIGNS.items() if kind in present]
     elements, x = [], 8
     for name, fill in entries:
         if x + 19 + LETTER * len(name) > WIDTH:
             x, y = 8, y + LINE
-        elements += [box(x, y, 14, 12, fill, stroke="#888") if fill else arrow(x, y + 6, x + 14, y + 6),
-                     text(x + 19, y + 10.5, name.replace("_", " "))]
+        elements += [box(x, y, 14, 12, fill, stroke="#888")] if fill else []
+        elements += [arrow(x, y + 6, x + 14, y + 6)] if name == SIGNS["send"] else []
+        elements.append(text(x + 19, y + 10.5, name.replace("_", " ")))
         x += 31 + LETTER * len(name)
     return elements, y + LINE
 

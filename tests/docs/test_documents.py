@@ -1,5 +1,6 @@
 """Checks that the files, functions, tests, flags and commands in documents exist, and that the README is one page."""
 
+import ast
 import re
 import shlex
 import subprocess
@@ -150,6 +151,21 @@ def test_the_readme_is_a_page():
 
 
 @pytest.mark.parametrize("path", ["README.md", "docs/tour.md"])
-def test_the_minutes_of_a_file_are_500_lines_an_hour(path):
-    for file, minutes in re.findall(r"^\| `([\w/]+\.py)` \| (\d+) \|", text_of(path), re.MULTILINE):
-        assert len(text_of(file).splitlines()) * 60 / 500 == pytest.approx(int(minutes), abs=4), file
+def test_lines_and_minutes_of_a_file_or_folder_are_counted_with_500_lines_an_hour(path):
+    rows = re.findall(r"^\| `([\w/]+(?:\.py|/))` \| (?:(\d+) \| )?(\d+) \|", text_of(path), re.MULTILINE)
+    for name, lines, minutes in rows:
+        files = (ROOT / name).glob("*.py") if name.endswith("/") else [ROOT / name]
+        counted = sum(len(text_of(file).splitlines()) for file in files)
+        assert counted * 60 / 500 == pytest.approx(int(minutes), abs=4), (name, counted)
+        assert counted == pytest.approx(int(lines or counted), abs=30), (name, counted)
+    assert rows
+
+
+def test_a_promise_in_the_readme_says_whether_the_default_tests_check_it():
+    for names, says in re.findall(r"\| (`test_.*`) \| (.*) \|", text_of("README.md")):
+        for name in re.findall(r"\w+", names):
+            sources = [text for path in tracked_files() if f"def {name}(" in (text := text_of(path))]
+            marks = [ast.unparse(mark) for source in sources for function in ast.parse(source).body
+                     if getattr(function, "name", "") == name for mark in function.decorator_list]
+            partly = "exhaustive" in " ".join(marks) or f"metafunc.function is {name}" in " ".join(sources)
+            assert "pytest.mark.exhaustive" not in marks and ("`--exhaustive`" in says) == partly, name

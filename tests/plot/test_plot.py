@@ -15,13 +15,15 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
+from support import ROOT
 from support.harness import corpus_without_files, tiny
 from support.runs import TINY, make_corpus
 
 from nanodomino.errors import UserError, sentence_and_code
 from nanodomino.files import new_file
 from nanodomino.plot.__main__ import main
-from nanodomino.plot.curves import (COLOURS, DOT, Curve, mean_around, picture, polyline, thinned, without_spikes)
+from nanodomino.plot.curves import (COLOURS, DOT, RESULTS, Curve, mean_around, picture, polyline, thinned,
+                                     without_spikes)
 from nanodomino.plot.svg import ticks
 from nanodomino.run.report import Report
 import nanodomino.run.report
@@ -164,6 +166,15 @@ def test_the_picture_says_what_it_draws():
     assert any("mean over 9 steps, centred" in word for word in words)
     assert SKIPPED_MARK not in drawn and drawn.count(DOT) == 2 + 1
     assert "mean" not in "".join(texts(picture([curve_of(*fall(99))]))), "a short run has no mean"
+
+
+def test_the_picture_in_docs_has_the_words_that_the_code_draws_today():
+    """`python train.py` draws it again. It has the loss's unit, and says which steps lie above the picture."""
+    like = curve_of(*fall(200), {"step": 200, "tokenizer": "byte-257", **dict.fromkeys(RESULTS, 2.5)})
+    like.name = "nano-001"
+    drawn, published = ([re.sub(r"[\d.]+", "", word) for word in texts(svg)] for svg in (
+        picture([like]), (ROOT / "docs" / "loss.svg").read_text()))
+    assert {*drawn} == {*published} > {"loss, nats per byte"} and any("above the picture" in word for word in drawn)
 
 
 def heights(svg: str, colour: str) -> list[float]:

@@ -10,6 +10,7 @@ import re
 import time
 from collections import Counter, defaultdict
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,10 +19,12 @@ from xml.etree import ElementTree
 import pytest
 import torch
 import torch.distributed as dist
+from support import ROOT
 from support.harness import build, random_data, tiny
 
 import nanodomino.comm.trace
 import train
+from benchmarks.timeline import PICTURES
 from nanodomino.comm.trace import Event, Trace, clock_offset
 from nanodomino.dry_run.rank import dry_run
 from nanodomino.mesh import meta_mesh
@@ -341,6 +344,20 @@ def test_the_picture_numbers_every_microbatch_and_shows_messages_and_totals():
     assert lengths == [short, short, -short, -short, 0], "the last one is the legend's"
     places = re.findall(r'<text (x="\S+" y="\S+" class="middle"|x="\S+" y="\S+">)', svg)
     assert len({*places}) == len(places), "no text covers another; the legend takes two lines"
+
+
+def legend_words(svg) -> set[str]:
+    """Return a picture's texts without numbers, except short ones, which are drawn only where there is room."""
+    return {words for text in texts(svg) if re.search("[a-z]{2}", words := re.sub(r"[-\d., %]+", " ", text))}
+
+
+@pytest.mark.parametrize("name", [path.stem.partition("-")[2] for path in (ROOT / "docs").glob("timeline-*.svg")])
+def test_a_picture_in_docs_has_the_words_that_the_code_draws_today(pool, name):
+    """`bench.py timeline` draws it again."""
+    small = dict(hidden_size=16, seq_length=8)
+    recordings = [replace(record(pool, 2, **settings | small), caption=caption)
+                  for caption, settings in PICTURES[name].items()]
+    assert legend_words(picture(recordings)) == legend_words((ROOT / "docs" / f"timeline-{name}.svg").read_text())
 
 
 def test_recordings_share_one_scale():

@@ -1,0 +1,79 @@
+"""What does every rank do during a step? Draws the pictures in docs/, each from steps that it records.
+
+    sudo python bench.py timeline --picture domino --wire 700mbit
+    python bench.py timeline --picture schedules
+    python bench.py timeline --picture zero
+
+    --picture    one of the tables in PICTURES; each of its lines becomes a recording, all on one scale
+    --output     the SVG file (default: docs/timeline-PICTURE.svg in this folder)
+    --wire       the rate of a slow link between the ranks, as in bench.py overlap
+
+After a step that warms up, --repeats steps are recorded, and the quickest is drawn. Each rank has one core.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import train
+from benchmarks.common import BENCH, RandomTokens, about, config_of, describe, join
+from nanodomino.comm.trace import Trace
+from nanodomino.domino import Domino
+from nanodomino.plot.svg import check_output, write_output
+from nanodomino.timeline.draw import gather, picture
+from nanodomino.timeline.merged_trace import Recording, table
+from nanodomino.zero import ZeroOptimizer
+
+SLOW = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=1, num_layers=2, hidden_size=512,
+            seq_length=256, micro_batch_size=8, global_batch_size=8)
+STAGES = dict(tensor_model_parallel_size=1, pipeline_model_parallel_size=2, num_layers=8, hidden_size=256,
+              seq_length=128, micro_batch_size=4, global_batch_size=32)
+REPLICAS = dict(tensor_model_parallel_size=1, pipeline_model_parallel_size=1, data_parallel_size=2, num_layers=4,
+                hidden_size=256, seq_length=128, micro_batch_size=4, global_batch_size=16, bucket_size=400_000)
+
+# {picture: {caption: settings}}, all on two ranks
+PICTURES = {
+    "domino": {f"{words} per microbatch": dict(SLOW, slices=count)
+               for words, count in (("one slice", 1), ("two slices, a and b,", 2))},
+    "schedules": {name: dict(STAGES, schedule=name)
+                  for name in ("gpipe", "1f1b", "paired", "interleaved", "zb-h1", "zb-v")},
+    "zero": {"ZeRO-1: gradients are reduced while the last backward still runs": dict(REPLICAS, zero_stage=1)}}
+
+
+def add_flags(parser):
+    parser.add_argument("--picture", choices=PICTURES, required=True, help="which steps to record")
+    parser.add_argument("--output", type=Path, metavar="PICTURE.svg", help="the file (default: the picture in docs/)")
+    parser.add_argument("--wire", metavar="RATE", help="rate of a slow link between the ranks, such as 700mbit; "
+                                                       "needs root and iproute2 (default: the loopback)")
+
+
+def processes(flags) -> int:
+    flags.output = flags.output or BENCH.parent / "docs" / f"timeline-{flags.picture}.svg"
+    check_output(flags.output)
+    return 2
+
+
+def answer(flags, launch):
+    configs = {caption: config_of(flags, 2, num_attention_heads=8, vocab_size=257, device="cpu", **settings)
+               for caption, settings in PICTURES[flags.picture].items()}
+    config, mesh = join(next(iter(configs.values())), launch, one_core=True)      # one layout for all of a picture
+    recordings = [record(config.with_device(mesh.device), mesh, caption, flags.repeats)
+                  for caption, config in configs.items()]
+    if launch.rank > 0:
+        return "", {}
+    write_output(flags.output, picture(recordings))
+    return "\n".join([describe(config), *(row for recording in recordings
+                                          for row in (recording.caption, *table(recording)))]), about(config)
+
+
+def record(config, mesh, caption: str, repeats: int) -> Recording | None:
+    """Return the recording of the quickest step after the first. Returns None on other ranks than rank 0."""
+    trace, recordings = Trace(mesh.device), []
+    model = train.model_builder(config, mesh)
+    optimizer = ZeroOptimizer(model, config, mesh, trace)
+    stage = Domino(model, config.slices, config.columns, trace=trace)
+    for step in range(1, repeats + 2):
+        train.train_step(step, stage, optimizer, RandomTokens(config), config, mesh)
+        recordings.append(gather(trace, mesh))
+    if recordings[0] is None:
+        return None
+    return replace(min(recordings[1:], key=lambda each: each.end - each.begin), caption=caption)
