@@ -790,7 +790,7 @@ def applies(entry: Pitfall) -> str:
 
 def section(entry: Pitfall) -> str:
     """Return the text about a bug in docs/pitfalls.md: title, lesson, and what prevents the bug."""
-    return re.search(rf'<a id="{entry.number}"></a>\n### (.*?)\n\n(<a|## )', DOCUMENT.read_text(), re.DOTALL)[1]
+    return re.search(rf'<a id="{entry.number}"></a>(.*?)\n\n', DOCUMENT.read_text(), re.DOTALL)[1]
 
 
 def lines(entry: Pitfall, right: Side, found: Side) -> list[str]:
