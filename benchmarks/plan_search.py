@@ -38,7 +38,7 @@ from benchmarks.common import CONFIG_FLAGS, about, bytes_text, progress, seconds
 from nanodomino.analysis.formulas import flops_per_token, mfu, parameter_count, state_bytes_per_parameter
 from nanodomino.analysis.hardware import FP8_SPEEDUP
 from nanodomino.analysis.machine import Machine
-from nanodomino.config.config import Config
+from nanodomino.config.config import ALL_SCHEDULES, Config
 from nanodomino.dry_run.clock import Clock
 from nanodomino.dry_run.rank import kinds_of
 from nanodomino.dry_run.stages import (add_up, extrapolate, fullest_rank_bytes, layers_of, message_seconds, small_run,
@@ -160,16 +160,26 @@ class Costs:
         return (sum(seconds for one in parts for name, seconds in one.items() if name.endswith("exposed"))
                 / sum(sum(one.values()) for one in parts))
 
+    @property
+    def most_rounds(self):
+        """How many rounds of p microbatches are simulated at most: 3. An option's schedule may differ in later ones."""
+        return 3 if self.config.schedule in SCHEDULES else math.inf
+
+    def timetable(self, rounds: int):
+        """Return the timetable of `rounds` x p microbatches, and of the rest."""
+        config = self.config
+        return timetable(config.schedule_with_settings, config.pp,
+                         rounds * config.pp + config.microbatches % config.pp, config.virtual_stages)
+
     def seconds(self) -> float:
         """Estimate a step: the simulated schedule and what follows it. After two rounds of p microbatches, each further
         round adds the same."""
-        config, (rounds, rest) = self.config, divmod(self.config.microbatches, self.config.pp)
+        config, rounds = self.config, self.config.microbatches // self.config.pp
         if (schedule := like(config.schedule)) not in self.runs:
             self.add(schedule)
         message = message_seconds(config, self.machine)
-        some = [simulation.step_time(simulation.simulate(timetable(
-            config.schedule, config.pp, count * config.pp + rest, config.virtual_stages), self.action_seconds, message))
-            for count in ([rounds] if rounds <= 3 else [2, 3])]
+        some = [simulation.step_time(simulation.simulate(self.timetable(count), self.action_seconds, message))
+                for count in ([rounds] if rounds <= self.most_rounds else [2, 3])]
         return some[-1] + (rounds - 3) * (some[-1] - some[0]) + self.end_seconds()
 
     def end_seconds(self) -> float:
@@ -200,8 +210,7 @@ class Costs:
         config = self.config
         if like(config.schedule) == "paired" and "paired" not in self.runs:
             self.add("paired")
-        rest, rounds = config.microbatches % config.pp, min(config.microbatches // config.pp, 3)
-        rows = timetable(config.schedule, config.pp, rounds * config.pp + rest, config.virtual_stages).rows
+        rows = self.timetable(min(config.microbatches // config.pp, self.most_rounds)).rows
         sharded = config.ep / config.dp
         shares = {"parameters": 1.0, "gradients": sharded if config.zero_stage == 2 else 1.0,
                   "optimizer": sharded if config.zero_stage else 1.0}
@@ -222,7 +231,7 @@ class Costs:
 
 def like(schedule: str) -> str:
     """Return the simplest schedule with the same kinds of actions: 1f1b, zb-h1 or paired."""
-    row = SCHEDULES[schedule].actions(1, 2, 4, SCHEDULES[schedule].chunks[0])
+    row = ALL_SCHEDULES[schedule].actions(1, 2, 4, ALL_SCHEDULES[schedule].chunks[0])
     kinds = {half.kind for action in row for half in action.halves}
     return ("paired" if any(len(action.halves) > 1 for action in row)
             else "zb-h1" if "input_backward" in kinds else "1f1b")
@@ -346,13 +355,13 @@ class Search:
     def chunk_counts(self, schedule: str, config: Config) -> list[int]:
         """Return the numbers of chunks per stage to try with a schedule: those that divide the layers evenly or, if
         none does, the smallest."""
-        counts = [count for count in SCHEDULES[schedule].chunks if config.pp * count <= config.num_layers
+        counts = [count for count in ALL_SCHEDULES[schedule].chunks if config.pp * count <= config.num_layers
                   and (count <= MOST_CHUNKS or "virtual_stages" in self.given)]
         if config.pp == 1 and "schedule" not in self.given:
             counts = [count for count in counts if count == 1]
         even = [count for count in counts if config.num_layers % (config.pp * count) == 0]
         return [count for count in self.choices("virtual_stages", even or counts[:1])
-                if count in SCHEDULES[schedule].chunks]
+                if count in ALL_SCHEDULES[schedule].chunks]
 
     def accepted(self, config: Config, **settings) -> Config | None:
         """Return the resolved Config with these settings. If it breaks a rule, or if a given flag has no effect, return

@@ -35,7 +35,6 @@ from collections import Counter
 
 from nanodomino.config.config import Config
 from nanodomino.model import meta_model
-from nanodomino.optim.optimizers import OPTIMIZERS
 from nanodomino.parallel import VocabParallelEmbedding
 
 
@@ -82,10 +81,10 @@ def mfu(config: Config, seconds: float, peak: float) -> float:
 
 
 def state_bytes_per_parameter(config: Config) -> float:
-    """Return the bytes of model state per parameter that a rank holds, without padding."""
+    """Return the bytes of model state that a rank holds per parameter in the matrices of layers, without padding."""
     element, shards = config.params_dtype.itemsize, config.dp * config.sample_parts
     main = max(4, element)                                     # gradients, moments and master weights
-    stored = len(OPTIMIZERS[config.optimizer].moments) + (element < main)
+    stored = len(config.optimizer_spec.moments) + (element < main)
     return (element + main / (shards if config.zero_stage == 2 else 1)
             + stored * main / (shards if config.zero_stage else 1))
 

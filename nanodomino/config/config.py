@@ -35,7 +35,7 @@ from nanodomino.layers.norms import NORMALIZATIONS
 from nanodomino.layers.positions import POSITION_EMBEDDING_TYPES
 from nanodomino.optim.learning_rate import LR_DECAY_STYLES
 from nanodomino.optim.loss_scale import LOSS_SCALE_LIMIT, SMALLEST_LOSS_SCALE
-from nanodomino.optim.optimizers import OPTIMIZERS
+from nanodomino.optim.optimizers import OPTIMIZERS, OptimizerSpec
 from nanodomino.schedules.definitions import SCHEDULES, Schedule
 from nanodomino.schedules.placement_and_messages import Placement, Timetable, timetable
 from nanodomino.settings.presets import (DEFAULT_LAYOUTS, DTYPES, FINETUNE_BATCH_SIZE, FINETUNE_LR_DIVISOR,
@@ -44,10 +44,6 @@ from nanodomino.settings.rules import check_rules, default_ffn_hidden_size, defa
 from nanodomino.settings.setting import (check_values, data_setting, family_setting, layout_setting, machine_setting,
                                        model_setting, run_setting, training_setting)
 
-
-# what several settings need to have an effect
-ROPE, ADAMW, LION = "--position-embedding-type rope", "--optimizer adamw", "--optimizer lion"
-DYNAMIC = ("--dtype float16", "no --loss-scale")
 
 
 def with_options(name: str, table: dict) -> dict:
@@ -59,6 +55,11 @@ def with_options(name: str, table: dict) -> dict:
 
 ALL_SCHEDULES, ALL_OPTIMIZERS = with_options("SCHEDULES", SCHEDULES), with_options("OPTIMIZERS", OPTIMIZERS)
 ALL_PRESETS = with_options("PRESETS", PRESETS)
+
+# what several settings need to have an effect
+ROPE, DYNAMIC = "--position-embedding-type rope", ("--dtype float16", "no --loss-scale")
+ADAMW, LION = ("--optimizer " + " or ".join(name for name, spec in ALL_OPTIMIZERS.items() if read in (
+    name, spec.also_reads)) for read in ("adamw", "lion"))
 
 
 @dataclass(frozen=True)
@@ -263,6 +264,11 @@ class CoreSettings(Seams):
     def residual_shape(self) -> tuple[int, int, int]:
         """The shape [b, s, h] of a rank's part of the residual stream, for one microbatch."""
         return self.micro_batch_size, self.seq_length // (self.sample_parts * self.sequence_shards), self.hidden_size
+
+    @property
+    def optimizer_spec(self) -> OptimizerSpec:
+        """The description of --optimizer."""
+        return ALL_OPTIMIZERS[self.optimizer]
 
     @property
     def params_dtype(self) -> torch.dtype:

@@ -12,7 +12,6 @@ from nanodomino.domino import LinearPair
 from nanodomino.generate.cache import KeyValueCache
 from nanodomino.layers.mlp import MLP
 from nanodomino.mesh import no_more_groups
-from nanodomino.optim.optimizers import OPTIMIZERS
 from nanodomino.overlap.slice_ops import ReplicatedResidual
 from nanodomino.overlap.slices import NothingBehindHead, WholeTape
 
@@ -130,7 +129,7 @@ class Seams:
     @property
     def updates(self) -> dict:
         """Return {update: (OptimizerSpec, weight decay)}; see ParameterKind."""
-        return {"decay": (OPTIMIZERS[self.optimizer], self.weight_decay), "no_decay": (OPTIMIZERS[self.optimizer], 0.0)}
+        return {"decay": (self.optimizer_spec, self.weight_decay), "no_decay": (self.optimizer_spec, 0.0)}
 
     # ---- text
 

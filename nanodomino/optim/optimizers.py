@@ -61,11 +61,13 @@ class OptimizerSpec:
     moments                       the names of the optimizer's state tensors that have the weight's shape
     counts_steps                  whether the state also has a `step`
     counts_in_norm                whether the gradients belong to the global norm
+    also_reads                    another optimizer whose settings it reads too, such as "adamw"
     """
     make: Callable
     moments: tuple[str, ...]
     counts_steps: bool = False
     counts_in_norm: bool = True
+    also_reads: str | None = None
 
 
 OPTIMIZERS = {

@@ -92,9 +92,11 @@ def test_a_search_in_too_little_memory_says_so(capsys):
     assert text.startswith("nothing fits into the usable 22.8 GB per GPU, even with full recomputation; try more")
 
 
-def test_a_search_keeps_a_given_number_of_chunks_that_does_not_divide_the_layers(capsys):
-    flags = "--model nano --num-layers 6 --gpus 2 --tp 1 --pp 2 --schedule interleaved --virtual-stages 2".split()
-    assert [row["virtual_stages"] for row in bench(capsys, *flags)[1]["layouts"][:1]] == [2]
+@pytest.mark.parametrize("flags, chunks", [("interleaved --virtual-stages 2", 2), ("eager-1f1b --optimizer muon", 1)])
+def test_a_search_keeps_a_given_schedule(capsys, flags, chunks):
+    """Even if the chunks do not divide the layers, or if schedule and optimizer come from options."""
+    flags = f"--model nano --num-layers 6 --gpus 2 --tp 1 --pp 2 --schedule {flags}".split()
+    assert [row["virtual_stages"] for row in bench(capsys, *flags)[1]["layouts"][:1]] == [chunks]
 
 
 def test_a_flag_is_given_even_if_its_value_is_the_default():

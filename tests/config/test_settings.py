@@ -290,7 +290,7 @@ def test_a_setting_without_effect_is_refused_only_if_its_flag_was_given(begun):
     assert alone.sequence_parallel and alone.sequence_shards == 1
     assert settled("--config", run / "config.json", "--tp", 1, "--optimizer", "adamw").lion_beta1 == 0.8
     assert settled("--model", "llama3.2-1b", "--position-embedding-type", "none").use_rope_scaling
-    with pytest.raises(UserError, match="--adam-beta1 0.5 needs --optimizer adamw to have an effect"):
+    with pytest.raises(UserError, match="--adam-beta1 0.5 needs --optimizer adamw( or muon)? to have an effect"):
         settled("--run-dir", run, "--tp", 1, "--adam-beta1", 0.5)
 
 

@@ -7,6 +7,7 @@ import torch
 from support.fake_world import fake_world
 from support.harness import (FAMILIES, build, difference, full_tensors, relative, tiny, train_rank, train_steps,
                              weights_and_data)
+from support.runs import make_corpus, train_in_pool
 
 import train
 from nanodomino.checkpoint import load, save
@@ -26,6 +27,14 @@ def test_all_directions_of_an_update_have_about_the_same_size():
     assert (s.max(-1).values / s.min(-1).values > 2).all()
     diagonal = found.diagonal(dim1=-2, dim2=-1)
     assert ((diagonal > 0.6) & (diagonal < 1.3)).all() and (found - torch.diag_embed(diagonal)).abs().max() < 1e-9
+
+
+def test_a_run_trains_with_its_own_settings_and_adamws(pool, tmp_path):
+    """With the estimate of memory that precedes it."""
+    make_corpus(tmp_path)
+    ended = train_in_pool(pool, tmp_path, "--optimizer", "muon", "--muon-momentum", 0.9, "--adam-beta1", 0.8,
+                          "--train-iters", 1, "--run-dir", tmp_path / "run")
+    assert ended.code == 0, ended.output
 
 
 def test_each_step_is_torchs(monkeypatch):
