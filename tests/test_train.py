@@ -24,6 +24,7 @@ from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.domino import run_to_end
 from nanodomino.errors import UserError
 from nanodomino.model import GPT
+from nanodomino.optim.learning_rate import LR_DECAY_STYLES
 from nanodomino.run import session
 from nanodomino.run.command_line import from_command_line
 from nanodomino.run.report import changed_settings
@@ -103,8 +104,11 @@ def test_compiled_runs_give_the_same_losses(tmp_path, corpus, alone, processes, 
         assert metric_points(tmp_path / "A", name) == nearly(metric_points(alone[0], name)[:2]), name
 
 
+@pytest.mark.table
 def test_the_learning_rate_climbs_then_falls_to_min_lr():
-    for style, middle in (("cosine", 0.55), ("linear", 0.55), ("constant", 1.0)):
+    middles = dict(cosine=0.55, linear=0.55, constant=1.0)
+    assert middles.keys() == LR_DECAY_STYLES.keys(), "add the new decay style, with its rate half-way, to `middles`"
+    for style, middle in middles.items():
         config = tiny(1, lr=1.0, min_lr=0.1, train_iters=110, lr_warmup_fraction=10.5 / 110, lr_decay_style=style)
         rates = [train.learning_rate(step, config) for step in range(1, 111)]
         assert rates[0] == 0.1 and rates[9] == 1.0 and max(rates) == 1.0

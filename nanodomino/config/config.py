@@ -54,12 +54,13 @@ def with_options(name: str, table: dict) -> dict:
 
 
 ALL_SCHEDULES, ALL_OPTIMIZERS = with_options("SCHEDULES", SCHEDULES), with_options("OPTIMIZERS", OPTIMIZERS)
-ALL_PRESETS = with_options("PRESETS", PRESETS)
+ALL_PRESETS, ALL_DECAYS = with_options("PRESETS", PRESETS), with_options("LR_DECAY_STYLES", LR_DECAY_STYLES)
 
 # what several settings need to have an effect
 ROPE, DYNAMIC = "--position-embedding-type rope", ("--dtype float16", "no --loss-scale")
 ADAMW, LION = ("--optimizer " + " or ".join(name for name, spec in ALL_OPTIMIZERS.items() if read in (
     name, spec.also_reads)) for read in ("adamw", "lion"))
+DECAYING = "--lr-decay-style " + " or ".join(name for name in ALL_DECAYS if name != "constant")
 
 
 @dataclass(frozen=True)
@@ -161,10 +162,10 @@ class CoreSettings(Seams):
     lr: float = training_setting(
         None, f"peak learning rate (default: the preset's, for AdamW, or 1/{FINETUNE_LR_DIVISOR} with --finetune)")
     min_lr: float = training_setting(None, "final learning rate (default: lr / 10)", derived=True,
-                                     needs="--lr-decay-style cosine or linear")
+                                     needs=DECAYING)
     lr_decay_style: str = training_setting(
         "cosine", "how the learning rate decays from --lr to --min-lr; constant keeps it at --lr",
-        choices=LR_DECAY_STYLES)
+        choices=ALL_DECAYS)
     lr_warmup_fraction: float = training_setting(
         0.05, "fraction of --train-iters during which the learning rate rises linearly to --lr", at_most=1.0)
     weight_decay: float = training_setting(0.1, "decoupled weight decay, for matrices only")
@@ -269,6 +270,10 @@ class CoreSettings(Seams):
     def optimizer_spec(self) -> OptimizerSpec:
         """The description of --optimizer."""
         return ALL_OPTIMIZERS[self.optimizer]
+
+    def lr_decay(self, progress: float) -> float:
+        """Return 1 where the learning rate is lr .. 0 where it is min_lr. progress: 0 after warm-up .. 1 at the end."""
+        return ALL_DECAYS[self.lr_decay_style](progress, self)
 
     @property
     def params_dtype(self) -> torch.dtype:

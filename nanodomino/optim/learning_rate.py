@@ -2,9 +2,9 @@
 
 import math
 
-# --lr-decay-style: (1 at the start of the decay .. 0 at its end) as a function of the progress from 0 to 1
-LR_DECAY_STYLES = {"cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
-                   "linear": lambda progress: 1.0 - progress, "constant": lambda progress: 1.0}
+# --lr-decay-style: 1 (the rate is lr) .. 0 (it is min_lr), as a function of the progress from 0 to 1 and of the Config
+LR_DECAY_STYLES = {"cosine": lambda progress, config: 0.5 * (1.0 + math.cos(math.pi * progress)),
+                   "linear": lambda progress, config: 1.0 - progress, "constant": lambda progress, config: 1.0}
 
 
 def learning_rate(step: int, config) -> float:
@@ -14,4 +14,4 @@ def learning_rate(step: int, config) -> float:
     if step <= warmup:
         return config.lr * step / warmup
     progress = (step - warmup) / max(config.train_iters - warmup, 1)
-    return config.min_lr + (config.lr - config.min_lr) * LR_DECAY_STYLES[config.lr_decay_style](progress)
+    return config.min_lr + (config.lr - config.min_lr) * config.lr_decay(progress)

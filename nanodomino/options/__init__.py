@@ -2,7 +2,7 @@
 
 An option is a file or a folder that contains everything about it. Its class Settings becomes a base of Config: it
 declares the option's settings, and overrides some of the seams of the core. Next to it there may be tables SCHEDULES,
-OPTIMIZERS or PRESETS, whose entries are added to those of the core.
+OPTIMIZERS, LR_DECAY_STYLES or PRESETS, whose entries are added to those of the core.
 
     fp8.py, sequence_parallel.py, documents.py, eager_1f1b.py, muon.py
     experts, context_parallel, multi_token_prediction, recompute       folders, each with a file `settings`

@@ -101,8 +101,10 @@ def what_it_does(config) -> tuple:
 
 @pytest.mark.table
 def test_the_tables_below_hold_every_setting():
-    fields = flag_settings(Config, "The model", "The layout", "The training")
-    assert {*MODEL_AND_TRAINING, *LAYOUT, *ELSEWHERE} == {field.name for field in fields}
+    fields = {field.name for field in flag_settings(Config, "The model", "The layout", "The training")}
+    rows = {*MODEL_AND_TRAINING, *LAYOUT, *ELSEWHERE}
+    assert not fields - rows, f"add a row for {sorted(fields - rows)} to MODEL_AND_TRAINING or LAYOUT"
+    assert not rows - fields, f"remove the rows of {sorted(rows - fields)}"
 
 
 @pytest.mark.parametrize("name", [*MODEL_AND_TRAINING, *LAYOUT])

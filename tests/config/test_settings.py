@@ -95,6 +95,7 @@ def test_every_setting_has_an_effect_a_type_and_a_line_of_help():
         assert not field.metadata["choices"] or field.default in (None, *field.metadata["choices"])
 
 
+@pytest.mark.table
 def test_docs_settings_is_up_to_date():
     page = (ROOT / "docs" / "settings.md").read_text()
     assert page.endswith(markdown(Config) + "\n"), "run python -m nanodomino.config > docs/settings.md"

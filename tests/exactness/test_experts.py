@@ -10,6 +10,7 @@ from support.harness import EXPERTS, check_against_reference, tiny
 
 import train
 from nanodomino.dry_run.rank import dry_run
+from nanodomino.options.experts.router import SCORE_FUNCTIONS
 from nanodomino.options.recompute.tape_policy import GRANULARITIES
 
 STEPS = 2                # the second step sees the weights, moments and expert biases that the first step wrote
@@ -21,9 +22,10 @@ NO_LOSSES = dict(moe_aux_loss_coeff=0.0, moe_z_loss_coeff=0.0, moe_router_enable
 
 @pytest.mark.parametrize("rigged, topk, options", [
     (("expert_bias", (-10.0, 0.0, 0.0, 10.0)), 1, PRE_SOFTMAX),
-    (("expert_bias", (-10.0, 0.0, 0.0, 10.0)), 2, SIGMOID),
+    *((("expert_bias", (-10.0, 0.0, 0.0, 10.0)), 2, dict(moe_router_score_function=name)) for name in SCORE_FUNCTIONS),
     (ZEROS, 1, NO_LOSSES | SIGMOID), (ZEROS, 2, NO_LOSSES), (ZEROS, 3, NO_LOSSES | PRE_SOFTMAX)],
-    ids=["all tokens on one expert", "one expert without tokens", "ties 1", "ties 2", "ties 3"])
+    ids=["all tokens on one expert", *(f"one expert without tokens {name}" for name in SCORE_FUNCTIONS), "ties 1",
+         "ties 2", "ties 3"])
 @pytest.mark.parametrize("ep", [1, pytest.param(2, marks=pytest.mark.exhaustive), 4])
 def test_however_the_tokens_choose_no_row_is_dropped(pool, rigged, topk, options, ep):
     """Also ranks without any row compute. Of equal scores the first counts: without losses of the router, the rows of

@@ -256,10 +256,8 @@ class Experts(nn.Module):
     def forward(self, x, mask):  # [b, s, h] -> [b, s, h]
         sizes, x = self.sizes, self.norm(x)
         logits = self.router(x)  # [b, s, E]
-        if sizes.score_function == "softmax":
-            scores = torch.exp(logits) / torch.exp(logits).sum(-1, keepdim=True)
-        else:
-            scores = 1 / (1 + torch.exp(-logits))
+        scores = {"softmax": torch.exp(logits) / torch.exp(logits).sum(-1, keepdim=True),
+                  "sigmoid": 1 / (1 + torch.exp(-logits))}[sizes.score_function]
         chosen = self.choose(scores.detach())
         self.routing_loss = self.losses(logits, scores, chosen)
         total = chosen.sum((0, 1))
@@ -289,7 +287,7 @@ class Experts(nn.Module):
         sizes, weights = self.sizes, chosen * scores
         if sizes.score_function == "softmax" and not sizes.pre_softmax:
             weights = chosen * torch.exp(logits)
-        if sizes.score_function == "softmax" and not sizes.pre_softmax or sizes.score_function == "sigmoid" and (
+        if sizes.score_function == "softmax" and not sizes.pre_softmax or sizes.score_function != "softmax" and (
                 sizes.topk > 1):
             weights = weights / weights.sum(-1, keepdim=True)
         return sizes.scaling * weights

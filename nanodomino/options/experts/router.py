@@ -39,7 +39,7 @@ from torch import nn
 from nanodomino.layers.main_grad import add_gradients, add_weight_gradient, main_grad_of, wide_dtype
 from nanodomino.optim.parameters import parameter
 
-
+# The scores of any function but softmax are divided by their sum: for the weights over the k, for the loss over all E.
 SCORE_FUNCTIONS = {"softmax": partial(torch.softmax, dim=-1), "sigmoid": torch.sigmoid}
 
 
@@ -105,7 +105,7 @@ class Router(nn.Module):
             weights = logits.gather(-1, experts).softmax(dim=-1)
         else:
             weights = self.scores(logits).gather(-1, experts)
-            if config.moe_router_score_function == "sigmoid" and self.topk > 1:
+            if config.moe_router_score_function != "softmax" and self.topk > 1:
                 weights = divide_by_sum(weights)
         return weights * config.moe_router_topk_scaling_factor
 
@@ -113,7 +113,7 @@ class Router(nn.Module):
         """Return auxiliary loss + z-loss of a slice: a sum over its samples, each weighted by its s tokens."""
         (_, s, count), config = logits.shape, self.config
         probabilities = self.scores(logits)
-        if config.moe_router_score_function == "sigmoid":
+        if config.moe_router_score_function != "softmax":
             probabilities = divide_by_sum(probabilities)
         chosen = torch.zeros_like(logits[:, 0]).scatter_add_(
             1, experts.flatten(1), torch.ones_like(logits[..., :1]).expand(experts.shape).flatten(1))
