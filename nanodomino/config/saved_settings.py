@@ -18,9 +18,10 @@ def check_record(record: dict, source) -> dict:
     """
     known = {setting.name: setting for setting in dataclasses.fields(Config)}
     unknown = sorted(record.keys() - known.keys())
-    require(not unknown, f"{source} has settings that this version does not know ({', '.join(unknown[:9])}); correct "
-            "the name, or use the version that wrote the file, or convert a Hugging Face model with `python -m "
-            "nanodomino.huggingface import`")
+    fix = ("use the version that wrote them, or restore the option of nanodomino/options/ that had them"
+           if "given" in record else "correct the names, or convert a Hugging Face model with `python -m "
+           "nanodomino.huggingface import`")                  # the program writes `given`, users do not
+    require(not unknown, f"{source} has settings that this version does not know ({', '.join(unknown[:9])}); {fix}")
     for name, value in record.items():
         type = list if name == "given" else known[name].type
         types = {float: (int, float), list: (list, tuple)}.get(type, type)

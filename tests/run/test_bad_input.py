@@ -268,7 +268,8 @@ TABLE += [Bad(f"--load {STEP}", says, damage, f"with {what}") for what, damage, 
     ("a later format", forge(format="nanodomino-checkpoint-9"), "has format 'nanodomino-checkpoint-9'",
      "use the version that wrote it"),
     ("an endless number of layers", forge(config=dict(num_layers=10**9)), "at most 4096", "but is 1000000000"),
-    ("settings of a later version", forge(config=dict(rotary=True)), "this version does not know (rotary)", "correct"),
+    ("settings of a later version", forge(config=dict(rotary=True)), "this version does not know (rotary)",
+     "use the version that wrote them"),
     ("a missing file", remove(SHARD), "rank-00000.bin", ANOTHER), ("a flipped bit", flip(SHARD), "damaged", ANOTHER),
     ("a truncated file", cut(f"{STEP}/rank-00001.bin", -1), "rank-00001.bin", ANOTHER)]]
 TABLE += [Bad(flags, says, damage, what) for flags, what, damage, *says in [
@@ -291,8 +292,8 @@ TABLE += [Bad("--config text.txt", says, write("text.txt", text), f"with {text[:
     (b'{"lr": "fast"}', "--config text.txt gives 'fast' as lr, but must give a value of type float", "correct it"),
     (b'{"lr": true}', "gives True as lr", "of type float"), (b'{"num_layers": 2.5}', "gives 2.5", "of type int"),
     (b'{"given": 5, "min_lr": 0.1}', "gives 5 as given, but must give a value of type list"),
-    (b'{"layers": 3}', "settings that this version does not know (layers)"), (b"[1]", "must hold one JSON object"),
-    (b"{", "can't be read"), (b"[" * 99999, "can't be read", "give a JSON file such as a run's config.json")]]
+    (b'{"layers": 3}', "settings that this version does not know (layers)", "correct the names"),
+    (b"[1]", "must hold one JSON object"), (b"{", "can't be read"), (b"[" * 99999, "can't be read", "give a JSON file such as a run's config.json")]]
 TABLE += [Bad("--load run" + flags, says, damage, what, "nanodomino.generate") for flags, what, damage, *says in [
     (" --data-path data", "with a larger tokenizer", change_meta(vocab_size=300),
      "tokenizer of data has 300 tokens, but the model has only 257", "give the data folder that the model was trained"),
