@@ -153,8 +153,8 @@ class LinearPair(Inside):
         return ops.linear_then_reduce(slice, self.site, converted, column), matmuls
 
     def core_backward(self, slice, gradient, saved, matmuls):
-        """Turn the gradient of the activation into the gradient of c. matmuls: the weight gradient of W2, which a core
-        may run and remove to hide a collective."""
+        """Turn the gradient of the activation into the gradient of c. matmuls: a list with the weight gradient of W2; a
+        core may run it and empty the list, to hide a collective."""
         yield from ()
         return self.sublayer.core_backward(self.backward_kernel, gradient, saved)
 

@@ -18,9 +18,9 @@ Ranks are numbered with tp fastest, then dp and pp (Megatron-LM's pipeline paper
                                                  pp_group: 0 and 4, 1 and 5, ... pass activations to the next stage
                                                  and gradients to the previous one.
 
-Options may add *inner axes* between dp and tp, whose ranks share the samples of a replica. Such ranks hold the same
-weights, so they belong to one dp_group: axis("dp") counts its ranks, `dp` and `dp_rank` count replicas. Options may
-also add groups, which are made of the ranks of these axes.
+Options may add *inner axes* between dp and tp. The ranks along an inner axis share a replica's samples and hold the
+same weights. They are all in one dp_group: axis("dp") counts its ranks, `dp` and `dp_rank` count replicas. Options may
+also add groups of ranks along these axes.
 
 A collective over the wrong axis raises no error: it just sums the wrong tensors. So only this file builds the grid, and
 everything else receives it as a `Mesh`.
@@ -102,12 +102,12 @@ class Mesh:
 
 
 def no_more_groups(rows):
-    """Return the groups that options add to the mesh: without options none."""
+    """Return the groups that options add to the mesh; this default adds none."""
     return {}
 
 
 def group_rows(sizes: dict[str, int], more_groups) -> dict[str, list[list[int]]]:
-    """Return, for each group's name, lists of ranks, one for each row. Each rank of the world is in exactly one row."""
+    """Return {group name: rows}. A row lists the ranks of one process group; each rank is in one row of each name."""
     grid = torch.arange(math.prod(sizes.values())).view(*sizes.values())
     axes = list(sizes)
 

@@ -128,7 +128,7 @@ class Saver:
         temporary.rename(final)
         flush_folder(final.parent)
         write_file(self.run_dir / SAVED_MARKER, b"")
-        if not manifest["skipped_in_a_row"]:                   # a later checkpoint is damaged, or the run had used it
+        if not manifest["skipped_in_a_row"]:                   # later ones are damaged, or the run had resumed there
             until_now = [folder for folder in checkpoints_of(self.run_dir) if step_of(folder) <= step_of(final)]
             for folder in until_now[self.keep_last:]:
                 delete_checkpoint(folder)

@@ -15,8 +15,8 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; {self.prog} --help lists every flag")
 
     def parse_known_args(self, args=None, namespace=None):
-        """Parse as ArgumentParser does, but refuse an empty name. Only a prompt may be empty. Say which of two values
-        of a flag counts."""
+        """Parse as ArgumentParser does, but refuse an empty value, except a prompt, and say which of two values of a
+        flag counts."""
         args, before = sys.argv[1:] if args is None else args, {}
         for flag, value in zip(["an argument", *args], args):
             flag, value = value.split("=", 1) if value.startswith("--") and "=" in value else (flag, value)

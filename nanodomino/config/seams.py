@@ -168,7 +168,7 @@ class Seams:
         return 1.0
 
     layer_period = 1                     # layers are alike if their numbers differ by a multiple of this number
-    has_special_ends = False             # whether the first and the last layer cost something else
+    has_special_ends = False             # whether the first and the last layer cost more or less than others
 
     @property
     def weight_shards(self) -> int:

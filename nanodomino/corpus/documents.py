@@ -53,8 +53,8 @@ def find_files(inputs: list) -> tuple[list[str], Counter]:
 
 
 def text_files_below(top: str, skipped: Counter) -> Iterator[str]:
-    """Yield the text files in a folder and its subfolders, in sorted order, but no hidden ones. Counts in `skipped`
-    what it skips, files that are not text too."""
+    """Yield the text files in a folder and its subfolders in sorted order. Counts in `skipped` the files that it skips:
+    hidden ones, and those that are not text."""
     def fail(error):
         raise error
 

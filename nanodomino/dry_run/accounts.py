@@ -282,8 +282,8 @@ class Accounts(TorchDispatchMode):
 
     def collective(self, function, name: str, args):
         """Count a collective or a message. On CPUs a reduce-scatter, an all-gather or an all-to-all over n ranks is
-        n - 1 sends, each of 1/n of the tensor (comm/scatter_and_gather.py). So such a send counts as 1/(n-1) of a call,
-        with n/(n-1) times its bytes."""
+        n - 1 sends, each of 1/n of the tensor (comm/scatter_and_gather.py). So each of these sends counts as 1/(n-1) of
+        a call and n/(n-1) times its bytes."""
         kind, whole = COLLECTIVES.get(name, (name, 0))
         tensors = list(flatten([args[whole]]))
         group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))

@@ -56,8 +56,8 @@ def layers_of(config: Config, stage: int) -> list[int]:
 
 
 def extrapolate(one, two, first: float, second: float, layers: float, whole=1.0):
-    """Return the number for `layers` layers of a quantity that is `one` for `first` layers and `two` for `second`
-    layers. whole: how often what does not grow with the layers counts."""
+    """Return the value for `layers` layers on the line through (first, one) and (second, two), which are (layers,
+    value). whole: a factor of the part that does not grow with the layers."""
     slope = (two - one) / (second - first) if second > first else 0.0
     return slope * layers + (one - slope * first) * whole
 

@@ -117,8 +117,8 @@ def read_biases(reader: ConfigReader) -> dict:
 
 
 def read_windows(reader: ConfigReader) -> dict:
-    """Require that no layer has a sliding window, or only one that is as long as the longest sequence. Mistral has one
-    unless it is null, Qwen only with use_sliding_window."""
+    """Require that no layer has a sliding window, or only one that is as long as the longest sequence. Mistral has a
+    window unless the entry is null; Qwen has one only with use_sliding_window."""
     used = reader.get("use_sliding_window") if "use_sliding_window" in reader.defaults else True
     types, window, longest = map(reader.get, ("layer_types", "sliding_window", "max_position_embeddings"))
     full = isinstance(types, list | None) and all(type_ == "full_attention" for type_ in types or ())

@@ -45,9 +45,9 @@ def layer_norm_forward(x, weight, bias, epsilon):
 
 
 def layer_norm_backward(gradient, x, statistics, weight, bias):
-    """The gradients of weight and bias have the dtype of torch's inputs. So fp32 inputs keep them from overflowing fp16
-    and from being rounded to bfloat16. Compiled code still reads 16 bits; without a compiler, bfloat16 stays as it is,
-    because fp32 copies would multiply the memory traffic."""
+    """Return the gradients of x, weight and bias. torch returns the last two in its inputs' dtype: fp16 sums over
+    tokens may overflow, bfloat16 sums are rounded. So the inputs become fp32. Compiled code makes no copies for that.
+    Without a compiler, copies would multiply the memory traffic, so bfloat16 inputs stay as they are."""
     dtype, inputs = x.dtype, (gradient, x, *statistics, weight, bias)
     if dtype == torch.float16 or torch.compiler.is_compiling():
         inputs = [tensor.to(wide_dtype(tensor)) for tensor in inputs]

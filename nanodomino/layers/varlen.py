@@ -25,10 +25,10 @@ from nanodomino.layers.positions import to_device
 
 @dataclass(frozen=True)
 class DocumentStarts:
-    """Tells where the documents of a slice start, if its samples are one sequence of b s tokens."""
+    """Says where documents start in a slice whose samples are joined to one sequence of b s tokens."""
     starts: torch.Tensor      # [documents + 1] int32, on the GPU; the last number is b s
     longest: int              # the number of tokens of the longest document
-    keys: "DocumentStarts | None" = None     # of k and v, if they hold more tokens than q; None: the same
+    keys: "DocumentStarts | None" = None     # document starts of k and v, if these have more tokens than q; None: q's
 
 
 def fits_varlen(config) -> bool:

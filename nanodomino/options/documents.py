@@ -42,7 +42,7 @@ class DocumentCache(KeyValueCache):
     document_start = 0
 
     def look_around(self, tokens):
-        """Only the first call after the cache was empty may pass tokens of several documents."""
+        """Return what KeyValueCache does. Unless the cache is empty, all tokens must belong to one document."""
         (positions, first_visible, bias), config = super().look_around(tokens), self.model.config
         if self.end_of_text is None:
             return positions, first_visible, bias

@@ -235,7 +235,7 @@ class Settings:
         super().check_rules()
 
     def check_fp8_rules(self):
-        """A CPU multiplies matrices of all sizes."""
+        """Raise UserError if fp8 cannot run. Only GPUs limit the sizes of matrices."""
         require(self.dtype != "float64", "--fp8-format adds up in fp32, so --dtype must not be float64; try --bf16")
         require(self.num_layers > 2 or self.layers_behind_head or not self.first_last_layers_bf16,
                 f"num-layers {self.num_layers} must be at least 3 with --first-last-layers-bf16, or no layer "

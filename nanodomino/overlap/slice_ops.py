@@ -51,8 +51,8 @@ class SliceOps:
 
     def __init__(self, stream: ReplicatedResidual, columns: int, trace, statistics_of, always_yields=True):
         """statistics_of: {site: tensor} to which sublayers add what they count; see GPT.
-        always_yields: yield between two sublayers even if nothing is in flight. A pair's forward and backward then take
-        turns without tensor parallelism too. If it is False, a slice runs on until it launches its next collective."""
+        always_yields: yield between two sublayers even if nothing is in flight, so that a pair's forward and backward
+        take turns also without tensor parallelism. If False, a slice runs until it launches its next collective."""
         self.stream, self.columns, self.trace, self.always_yields = stream, columns, trace, always_yields
         self.statistics_of = statistics_of
 

@@ -1,6 +1,6 @@
 """The state of a slice while domino.py runs it forward and backward: its tensors, its tape, its reports.
 
-Two classes say what happens by default where an option may do more: WholeTape and NothingBehindHead.
+WholeTape and NothingBehindHead are defaults, which options may replace.
 """
 
 from __future__ import annotations
@@ -57,9 +57,8 @@ class Slice:
 
 
 class GradientsReady:
-    """Each slice calls this object with the modules whose gradients it has finished. The last slice's call passes the
-    modules to on_gradients_ready, unless that is None. Modules that a slice uses several times are passed each
-    time."""
+    """Collects the slices' reports. Each slice calls this object with the modules whose gradients it has finished. The
+    last slice's call passes them to on_gradients_ready, if any; several times, if a slice uses them several times."""
 
     def __init__(self, slices: int, on_gradients_ready):
         self.slices, self.on_gradients_ready, self.remaining = slices, on_gradients_ready, {}
@@ -94,5 +93,5 @@ class NothingBehindHead:
         return ()
 
     def backward(self, slice, ready):
-        """Return a generator whose result is the gradient of the slice's hidden states, or an empty tuple: None."""
+        """Return a generator whose result is the gradient of the slice's hidden states; () if there is none."""
         return ()

@@ -102,7 +102,7 @@ def open_session(arguments: list[str], launch: LaunchInfo, program):
 
 
 class Session:
-    """Holds what a run has besides model and optimizer. done: the steps that are finished; step: the latest one begun.
+    """Holds what a run has besides model and optimizer. done: the number of finished steps; step: the latest to start.
 
     estimate: the Estimate of the run's memory and time; None except on rank 0.
     """

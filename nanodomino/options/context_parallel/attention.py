@@ -1,10 +1,10 @@
 """Computes attention when c ranks share the tokens of each sample (context parallelism, --context-parallel-size).
 
 The activations of a sample grow with its length, and tensor parallelism can cut them over only a few ranks. So c ranks
-share a sample: each holds s/c of its tokens (positions.py says which). Norms, MLPs, embedding and loss treat each token
-by itself, and all gradients are sums over tokens. So outside attention, c ranks with parts of a sample are like c
-replicas with shorter samples. (Only the auxiliary loss of experts sums counts over them, see router.py.) For attention,
-which needs the tokens of other ranks, there are two ways, --cp-comm-type:
+share a sample: each holds s/c of its tokens (places.py says which). Norms, MLPs, embedding and loss treat each token by
+itself, and all gradients are sums over tokens. So outside attention, c ranks with parts of a sample are like c replicas
+with shorter samples. (One exception: router.py sums the experts' counts over them.) Attention needs the tokens of other
+ranks. --cp-comm-type chooses one of two ways:
 
     all_gather (Llama 3, 2407.21783, section 3.3.2)      every rank: own queries, all keys and values, all heads
         forward     q, k, v of own places  ->  all-gather of k and v         ->  softmax(q K^T) V of own places
@@ -28,7 +28,7 @@ gradient of W2 hides the first collective of backward, and --schedule paired can
 what context parallelism saves. The received numbers are the same, so the gradients have the same bits.
 
 **The causal mask.** With all_gather, a rank's queries are two separate parts of a sample, so its i-th query is not the
-i-th token of the sample. On CPUs, in fp32 and with attention dropout, the rank's rows of an attention bias, [s/c, s],
+i-th token of the sample. On CPUs, in fp32, or with attention dropout, the rank's rows of an attention bias, [s/c, s],
 say what each query attends to. On GPUs in 16 bits, varlen.py's kernel needs no bias: if a sequence has more keys than
 queries, it aligns their *ends*. So where a document overlaps one of the rank's parts, the tokens of the overlap are a
 sequence of queries, and its keys run from the start of the document to its last query. For c = 2 and one document:

@@ -1,4 +1,4 @@
-"""Says which tokens of a sample each of the c ranks holds that share it (context parallelism).
+"""Says which tokens of a sample each of its c ranks holds (context parallelism).
 
 A token's *place* is its index in the sample. A token attends to all places up to its own. If rank r held the r-th of c
 equal parts, the last rank would compute about 2 c - 1 times as many scores as the first. So the sample is cut into 2 c

@@ -1,4 +1,4 @@
-"""The settings of context parallel, and what it changes in the core."""
+"""The settings of context parallelism, and what it changes in the core."""
 
 import math
 from dataclasses import dataclass, replace
@@ -46,7 +46,7 @@ class Settings:
         return whole if self.cp == 1 else places.own_places(whole, mesh, dim)
 
     def own_part(self, batch, mesh):
-        """Tensors that other options have added stay whole, because attention needs to know them of all tokens."""
+        """Return the batch with this rank's tokens. Other options' tensors stay whole: attention needs all of them."""
         if self.cp == 1:
             return super().own_part(batch, mesh)
         own = {name: places.own_places(getattr(batch, name), mesh)
@@ -76,7 +76,7 @@ class Settings:
 
     @property
     def seq_length_divisor(self):
-        """A rank holds two equal parts of a sample, which other options may cut again."""
+        """A rank holds two equal parts of a sample, and other options may cut each part again."""
         return self.cp * math.lcm(2, super().seq_length_divisor) if self.cp > 1 else super().seq_length_divisor
 
     def check_rules(self):

@@ -20,11 +20,10 @@ sends. Its backward is an all-to-all in the other direction, so a layer has four
 
 **What hides what.** A slice yields after it has launched its dispatch, and again after it has launched its combine. In
 the meantime the other slice computes. Without tensor parallelism, the dispatch of slice a is hidden by the attention of
-slice b, and the combine of slice a by the experts of slice b. With tensor parallelism attention ends in a reduce, where
-the slice yields too, so less hides a dispatch. A shared expert computes while the rows are in flight, in forward and in
-backward. The first all-to-all is not hidden: the host must read the numbers of rows before it can launch the dispatch.
-It sends only E numbers, on a process group of its own, because on the same group they would queue behind the other
-slice's rows.
+slice b, and the combine of slice a by the experts of slice b. With tensor parallelism the slice also yields at
+attention's reduce, which leaves less to hide a dispatch. A shared expert computes while the rows are in flight, in
+forward and in backward. The first all-to-all is not hidden: the host must read its E numbers before it can launch the
+dispatch. These numbers have their own process group; on the rows' group they would queue behind the other slice's rows.
 
 **Dropless.** Some systems give each expert a capacity and drop the rows beyond it. Then the dropped rows depend on
 which tokens share a microbatch, slice and replica, so the layout would show in the loss. Here every row is computed,
@@ -174,8 +173,8 @@ class MoE(Sublayer):
         self.shared_expert = SharedExpert(config, mesh) if config.moe_shared_expert_intermediate_size else None
 
     def forward(self, x, masks_and_positions):
-        """The definition, with blocking communication and plain autograd. Leaves the routing losses, which the caller
-        must add to the loss, in auxiliary_loss. Generation needs none, and not all ranks of their sums take part."""
+        """The definition, with blocking communication and plain autograd. Sets auxiliary_loss, which the caller
+        must add to the loss; not in generation, in which not all ranks that its sums need take part."""
         router, w1, w2 = self.router, self.experts.dense_h_to_4h, self.experts.dense_4h_to_h
         h = copy_to_tensor_parallel(self.norm(x), self.mesh.tp_group)
         logits = router.logits(h)
@@ -207,8 +206,8 @@ def combine(results, dispatch: Dispatch, weights):
 
 @dataclass
 class MoETape:
-    """Holds what backward needs. A field is None after recompute.py has dropped it. Three fields are pairs: the second
-    entry belongs to the shared expert, and is None if there is none."""
+    """Holds what backward needs. A field is None after a tape policy has dropped it. In the three fields that are
+    pairs, the second entry is the shared expert's, or None."""
     routing: Routing
     dispatch: Dispatch
     rows: torch.Tensor                   # [r, h], the rows that this rank received, sorted by expert
@@ -287,7 +286,7 @@ class MoEInside(Inside):
                 for chunk in ops.column_chunks(addend, -1)]
 
     def activate(self, c: tuple) -> tuple:
-        """Apply the activation function to the c of the experts and, unless that is None, of the shared expert."""
+        """Apply the activation function to the experts' c and, if there is one, to the shared expert's."""
         return tuple(x if x is None else self.activation.function(x) for x in c)
 
     def shared_column_output(self, slice, h):

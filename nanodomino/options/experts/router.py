@@ -12,9 +12,9 @@
 **Balance.** Without a counterweight, a router soon sends most tokens to a few experts. Three remedies, where f_e is the
 share of a sample's s k choices that expert e received, and P_e its mean probability over the sample:
 
-    auxiliary loss   coefficient x E x sum over e of f_e P_e (2101.03961, section 2.2). It is the coefficient if all
-                     experts are chosen equally often, and grows if those chosen most often also have the largest
-                     probabilities. f_e has no gradient, P_e has
+    auxiliary loss   coefficient x E x sum over e of f_e P_e (2101.03961, section 2.2). With an even choice it equals
+                     the coefficient; it grows if the experts chosen most often also have the highest probabilities.
+                     Only P_e has a gradient
     z-loss           coefficient x mean over tokens of (log of the sum of exp(logits))^2 (2202.08906)
     expert bias      added to the scores for the choice only, not for the weights. After each step it grows by a fixed
                      rate for experts that were chosen less often than the mean, and shrinks for others (2408.15664)
@@ -62,8 +62,8 @@ class Routing:
 class Router(nn.Module):
     """Holds the router's matrix Wr [E, h] and, if enabled, the expert bias [E].
 
-    Each tensor-parallel rank routes all tokens in the same way. But it knows only its own features' share of an
-    expert's output, and so only an addend of the gradient of the weights and of Wr.
+    Each tensor-parallel rank routes all tokens in the same way. But it computes only its own features' addend of an
+    expert's output. So the gradients of the weights and of Wr that it computes are addends, too.
     """
 
     def __init__(self, config, mesh):

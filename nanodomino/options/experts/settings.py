@@ -89,8 +89,8 @@ class Settings:
         return "expert_dp" if self.ep > 1 else "dp"
 
     def more_groups(self, rows):
-        """Neighbours in the dp group share the experts. The counts have a group of their own, because on the same group
-        they would queue behind rows."""
+        """Neighbours in the dp group share the experts. The counts have their own group; on the rows' group they would
+        queue behind rows."""
         if self.ep == 1:
             return super().more_groups(rows)
         neighbours = [row[i:i + self.ep] for row in rows["dp"] for i in range(0, len(row), self.ep)]
@@ -103,8 +103,8 @@ class Settings:
 
     @property
     def statistics(self):
-        """For each layer with experts, how many tokens chose each expert, and the sum of the router's losses. The
-        layers behind the head have the numbers after the model's last."""
+        """The counts of each layer with experts: how many tokens chose each expert, then the sum of the router's
+        losses. The layers behind the head are numbered after the model's last layer."""
         return super().statistics | {
             f"{self.layer_site(layer)}.mlp": self.num_experts + 1
             for layer in filter(self.has_experts, range(self.num_layers + self.layers_behind_head))}
@@ -120,7 +120,7 @@ class Settings:
         return (*super().sent_inside, *(("all-to-all",) if self.ep > 1 else ()))
 
     def active_share(self, kind):
-        """k of the E experts."""
+        """A token uses k of the E experts."""
         return self.moe_router_topk / self.num_experts if "ep" in kind.shards else super().active_share(kind)
 
     @property
@@ -135,8 +135,8 @@ class Settings:
         return replace(super().on_one_rank(), expert_model_parallel_size=1)
 
     def step_metrics(self, statistics):
-        """auxiliary_loss: what all routers add to a token's loss, their auxiliary losses and z-losses; a mean over all
-        tokens, also over those that the loss mask leaves out
+        """auxiliary_loss: what the auxiliary losses and z-losses of all routers add to a token's loss; the mean over
+        all tokens, those included that the loss mask leaves out
         busiest_expert: the largest load in any layer
         expert_load: {layer: how often each expert was chosen, divided by the mean of the layer}
         """

@@ -1,4 +1,4 @@
-"""The settings of multi token prediction, and what it changes in the core."""
+"""The settings of multi-token prediction, and what it changes in the core."""
 
 from dataclasses import dataclass, replace
 
@@ -57,7 +57,7 @@ class Settings:
         """Add the batch of depth 1 as extras["ahead"], which contains that of depth 2, and so on.
 
         Depth d predicts the token d places after the next one. Its loss does not count at the last d places of a
-        sample, nor where its token does not go on the text of a place. Token 0 stands in for tokens after the last one.
+        sample, nor where the token that it predicts belongs to another text. After the last token, token 0 stands in.
         """
         batch = last = super().prepare_batch(batch, rows, end_of_text)
         for depth in range(1, self.mtp_num_layers + 1):
@@ -83,9 +83,9 @@ class Settings:
         return super().behind_head_in_words + depths * (self.mtp_num_layers > 0)
 
     def step_metrics(self, statistics):
-        """mtp_1_loss: the mean loss of depth 1 over the tokens that it counts, without --mtp-loss-scaling-factor. A
-        depth knows all tokens in front of the token that it predicts, and it has another layer. So its loss may be
-        lower than the main loss."""
+        """Add mtp_1_loss, ...: a depth's mean loss over the tokens that it counts, without --mtp-loss-scaling-factor.
+        It may be lower than the main loss: a depth also knows all tokens before the one that it predicts, and has one
+        more layer."""
         counts = self.counts_of(statistics)
         pairs = [counts[f"mtp.{number}"] for number in range(self.mtp_num_layers)]
         return super().step_metrics(statistics) | {

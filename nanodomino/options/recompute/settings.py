@@ -1,4 +1,4 @@
-"""The settings of recompute, and what it changes in the core."""
+"""The settings of recomputation, and what it changes in the core."""
 
 from dataclasses import dataclass
 
