@@ -158,7 +158,7 @@ def pretrain(session: Session) -> int:
     def loss_on(dataset):
         return evaluate(stage, dataset, config, mesh, session.on_action)
 
-    if session.starts_from_weights or config.train_iters == 0:     # a baseline for fine-tuning, or an evaluation alone
+    if session.starts_from_weights or config.train_iters == 0:     # fine-tuning's baseline, or the only evaluation
         session.report_loss("valid", loss_on)
     for step in session.steps():
         result = train_step(step, stage, optimizer, datasets["train"], config, mesh, session.stop_requested,

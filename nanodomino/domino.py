@@ -145,7 +145,7 @@ class LinearPair(Inside):
         ops, column, bias = self.ops, self.column.t(), self.column_bias
         gradient, grad_y = ops.linear(slice, self.site, grad_y, self.row.t()), ops.wait(slice, self.site, grad_y)
         matmuls = [(self.row, grad_y, tape.activation)]
-        gradient = yield from self.core_backward(slice, gradient, tape.core, matmuls)      # of c; frees that of a
+        gradient = yield from self.core_backward(slice, gradient, tape.core, matmuls)   # now c's; a's is freed
         yield from ops.yield_if_sharded()
         converted = ops.convert_once(gradient, column)
         matmuls += [(self.column, converted, ops.wait(slice, self.site, h)),

@@ -260,7 +260,7 @@ def backward_sublayer(stage, slice, site, gradient):                            
     a.backward(gradient @ w2)             # g: each addend has y's gradient; -> c.grad
     b1.grad += c.grad.sum((0, 1))
     b2.grad += gradient.sum((0, 1))
-    grad_h = c.grad @ w1                                     # this rank's addend of it, see f
+    grad_h = c.grad @ w1                                     # this rank's addend; see f
     yield from all_reduce(stage, grad_h, deferred=[(w2, gradient, a), (w1, c.grad, h)])
     h.backward(grad_h)                                       # -> the norm's .grad, and x.grad
     return gradient + x.grad
@@ -325,7 +325,7 @@ def run_pipeline(stage, text, step):
     """Add this replica's gradients to .grad; return its summed loss, 0 before the last stage."""
     size, grid, tapes, loss = stage.sizes, stage.grid, {}, stage.flat.new_zeros(())
     actions = one_f_one_b(grid.pp_rank, grid.pp, size.global_batch // (grid.dp * size.micro_batch))
-    count = min(max(stage.slices, 1), size.micro_batch)                                  # of slices
+    count = min(max(stage.slices, 1), size.micro_batch)                                  # slices
     received = exchange(stage, None, None, actions[0][0])
     for (action, i), (following, _) in zip(actions, [*actions[1:], (None, None)]):
         stage.action = f"{action}{i}"
@@ -358,7 +358,7 @@ def optimizer_step(stage, step, lr, loss, clip=1.0, beta1=0.9, beta2=0.95, decay
     gradient, stage.action = torch.empty_like(weight), "  "
     note(stage, "<-> reduce-scatter", stage.grad)
     dist.reduce_scatter(gradient, list(stage.grad.chunk(grid.dp)), group=grid.dp_group)
-    gradient /= tokens                                         # once, by the tokens of all replicas
+    gradient /= tokens                                         # tokens of all replicas; divide once
     loss, grad_norm = global_sums(stage, loss / tokens, gradient)
     gradient *= min(1.0, clip / (grad_norm + 1e-6))
 

@@ -59,7 +59,7 @@ from nanodomino.comm.trace import NO_TRACE
 from nanodomino.optim.buckets import Bucket, sort_into_buckets
 from nanodomino.optim.loss_scale import LossScale
 
-MAX_REDUCES_IN_FLIGHT = 2        # in ZeRO-2, where each reduce in flight keeps a main_grad in memory
+MAX_REDUCES_IN_FLIGHT = 2        # in ZeRO-2, because each reduce in flight keeps a main_grad in memory
 
 
 def sum_of_squares(flat):
@@ -98,7 +98,7 @@ class ZeroOptimizer:
         self.reduces_in_flight = deque()                 # (bucket, its main_grad, work, received or None)
         self.has_loss, self.statistics = model.post_process, model.statistics
         self.updates = 0                                 # steps that were not skipped; AdamW's step count
-        self.skipped_in_a_row = 0                        # except skips that a smaller loss scale might prevent
+        self.skipped_in_a_row = 0                        # without skips that a smaller loss scale might prevent
         self.loss_scale = LossScale(config)
         updates, self.optimizers = config.updates, {}    # optimizers: OptimizerSpec -> torch.optim.Optimizer
         self.spec_of = {bucket: updates[bucket.kind.update][0] for bucket in self.buckets}
@@ -151,7 +151,7 @@ class ZeroOptimizer:
 
     def warm_up(self):
         """Run each collective of a step once, on zeros, so that communicators are set up before training."""
-        self.finish_reduces()                            # those that the warm-up's backward has launched
+        self.finish_reduces()                            # finish what the warm-up's backward has launched
         self.zero_grad()
         for bucket in self.buckets:
             self.reduce(bucket)

@@ -49,7 +49,7 @@ class Machine:
     host_copy_rate: float = math.inf         # bytes/s between a GPU and its host
     overlap_slowdown: float = 0.0            # share of the GPU that a collective in flight takes from compute
     peak: float = 0.0                        # FLOP/s of a GPU's data sheet in 16 bits; 0: not a GPU
-    multiprocessors: int = 0                 # of a GPU; 0: matmuls of all shapes reach matmul_rate
+    multiprocessors: int = 0                 # the GPU's; 0: matmuls of all shapes reach matmul_rate
 
     def operation_seconds(self, operation) -> float:
         """Return the seconds of a dry_run.accounts.Operation."""

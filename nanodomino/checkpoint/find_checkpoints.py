@@ -98,7 +98,7 @@ def recorded_settings(folder: Path) -> dict | None:
     If config.json can't be read or lacks settings, they are those of the newest checkpoint.
     """
     record = {}
-    with suppress(OSError, ValueError, RecursionError):        # not a run, or without its config.json
+    with suppress(OSError, ValueError, RecursionError):        # if it is no run, or config.json is unreadable
         found = json.loads(read_file(folder / "config.json"))
         record = found if isinstance(found, dict) else {}
     if record.keys() >= {field.name for field in dataclasses.fields(Config)}:

@@ -35,9 +35,9 @@ class Box(NamedTuple):
 class LocalBox(NamedTuple):
     """A box of a full tensor, and the memory of this rank that holds its values."""
     name: str                   # "STATE.PARAMETER", such as "exp_avg.layers.7.attention.qkv.weight"
-    shape: tuple[int, ...]      # of the full tensor
+    shape: tuple[int, ...]      # the full tensor's
     box: Box
-    values: torch.Tensor        # of shape box.size
+    values: torch.Tensor        # a tensor of shape box.size
 
 
 class BucketRange(NamedTuple):

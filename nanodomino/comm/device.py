@@ -16,7 +16,7 @@ class StandIn:
     """Describes the device that meta tensors stand for."""
     kind: str = "cpu"
     streams: object = None                   # has Stream, stream and current_stream, like torch.cuda
-    capability: tuple[int, int] = (9, 0)     # of a GPU: an H100
+    capability: tuple[int, int] = (9, 0)     # the compute capability: an H100's
 
 
 STAND_IN = ContextVar("the device that meta tensors stand for", default=StandIn())      # noqa: B039, it is frozen

@@ -133,7 +133,7 @@ def start_world(launch: LaunchInfo, device: torch.device, timeout: int = TIMEOUT
         torch.cuda.set_device(device)
     else:
         keep_freed_memory()
-    if launch.world_size > launch.local_world_size:            # several hosts
+    if launch.world_size > launch.local_world_size:            # there are several hosts
         choose_interface(os.environ.get("MASTER_ADDR", ""))
     # on GPU hosts gloo too: checkpoints communicate from the CPU while training continues
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

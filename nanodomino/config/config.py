@@ -248,7 +248,7 @@ class CoreSettings(Seams):
     given: tuple[str, ...] = field(default=(), metadata=dict(affects="launch"))     # see setting.py
     world_size: int = field(default=1, metadata=dict(affects="nothing"))
     cpu_threads: int = field(default=None, metadata=dict(affects="nothing"))
-    data_sha256: str = field(default=None, metadata=dict(affects="run"))    # of train.bin
+    data_sha256: str = field(default=None, metadata=dict(affects="run"))    # the SHA-256 of train.bin
 
     # ---- sizes that follow from the settings
 

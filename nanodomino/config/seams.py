@@ -30,7 +30,7 @@ class Seams:
         return MLP
 
     layers_behind_head = 0               # how many further layers the last stage holds
-    looks_up_words_behind_head = False   # whether they need the word embedding
+    looks_up_words_behind_head = False   # whether these layers need the word embedding
 
     def modules_behind_head(self, mesh, layer_class) -> dict:
         """Return {name: module} of what the stage with the head holds besides the model."""
@@ -147,7 +147,7 @@ class Seams:
     # ---- reports and estimates
 
     in_words = ""                        # ", " and a few words for the line that describes a run
-    behind_head_in_words = ""            # the same for the stage with the head
+    behind_head_in_words = ""            # such words for the line of the stage with the head
     sent_inside = ()                     # what insides send, such as "all-to-all"
 
     def step_metrics(self, statistics: tuple[float]) -> dict:

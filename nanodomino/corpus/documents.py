@@ -18,7 +18,7 @@ from nanodomino.corpus.safe_cuts import split_at_safe_cuts
 from nanodomino.errors import UserError, require
 
 CHUNK = 1 << 20                 # characters read at once
-GZIP = b"\x1f\x8b"              # its first bytes
+GZIP = b"\x1f\x8b"              # the first bytes of a gzip file
 # The first bytes of formats that are not read, and how to convert such a file
 CONVERSIONS = {b"(\xb5/\xfd": "zstd -d", b"\xfd7zXZ\0": "xz -d", b"BZh91AY&SY": "bunzip2", b"PK\3\4": "unzip",
                b"PAR1": "pandas.read_parquet(FILE).to_json(OUTPUT, orient='records', lines=True)"}

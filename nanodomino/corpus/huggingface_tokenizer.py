@@ -30,7 +30,7 @@ SPECIAL_TOKENS = {"eos_token": ("<|endoftext|>", "<|end_of_text|>", "</s>"), "bo
 ACCEPTED = "only BPE that is byte-level (GPT-2, Llama 3, Qwen, SmolLM2) or has byte_fallback (Llama 2, Mistral) works"
 
 CHUNK = 1 << 14             # characters that one thread encodes at a time
-CHUNKS_AT_ONCE = 128        # in one call of the package, which encodes them in parallel
+CHUNKS_AT_ONCE = 128        # chunks in one call of the package, which encodes in parallel
 LONGEST_CHUNK = 1 << 20     # characters, if a text has no safe cut
 
 

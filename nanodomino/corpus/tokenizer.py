@@ -25,7 +25,7 @@ from nanodomino.errors import UserError, require
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZERS = ("byte", "gpt2")
-TEXTS_AT_ONCE = 64      # in one call of tiktoken
+TEXTS_AT_ONCE = 64      # texts in one call of tiktoken
 
 
 class Tokenizer(Protocol):

@@ -32,7 +32,7 @@ from nanodomino.errors import UserError
 class Operation(NamedTuple):
     """An operation or a fused kernel."""
     kind: str                    # matmul, attention, attention backward, memory
-    bytes: int                   # read and written
+    bytes: int                   # bytes read plus bytes written
     flops: float = 0.0
     shape: tuple = ()            # (how many, rows, columns, numbers added up) of a matmul; (head size) of attention
     element_size: int = 0        # bytes of a number that a matmul reads
@@ -77,7 +77,7 @@ def operation_of(name: str, given: dict, read, written) -> Operation:
     A causal attention kernel skips half of the scores. Its forward multiplies twice, its backward five times, since it
     computes q k^T again. Raises UserError if the FLOPs are not known.
     """
-    rows_of = read[0] if name in LOOK_UPS else None            # whose bytes do not count
+    rows_of = read[0] if name in LOOK_UPS else None            # this tensor's bytes do not count
     moved = sum(size(one) for one in [*(read[1:] if name in OVERWRITES else read), *written] if one is not rows_of)
     if name in MATMULS:
         a, b = [*given.values()][MATMULS[name]:][:2]
@@ -139,7 +139,7 @@ class Streams:
         pass
 
     def record_event(self) -> int:
-        return self.accounts.launches                          # the number of the last launch, a copy
+        return self.accounts.launches                          # the copy is the last launch
 
     def wait_event(self, number: int):
         self.accounts.events.append(Wait(number))
@@ -201,7 +201,7 @@ class Accounts(TorchDispatchMode):
         known = {*map(storage, touched)}
         changed = [one for key in written for one in flatten([given.get(key)])] + [
             one for one in flatten([result]) if storage(one) not in known]
-        if not changed or not any(map(self.counts, changed)):  # a view, or work of a GPU's host
+        if not changed or not any(map(self.counts, changed)):  # a view was made, or a GPU's host worked
             return result
         read = list(flatten(value for key, value in given.items() if key not in not_read)) if not_read else touched
         operation = operation_of(name, given, read, changed)

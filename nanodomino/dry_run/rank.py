@@ -42,9 +42,9 @@ class RankRun:
     peak: int                    # peak bytes
     host: int                    # peak bytes in pinned memory of the host
     traffic: dict                # {(group, kind): (calls, bytes)}
-    events: list                 # for clock.Clock
+    events: list                 # what clock.Clock plays
     ranks_of: dict[str, tuple]   # {group: its ranks}
-    layers: tuple[int, ...]      # of each chunk
+    layers: tuple[int, ...]      # layers in each chunk
     alive: int                   # peak number of microbatches on the stage
     row: tuple[tuple, ...]       # the kinds of each action, in order
     kept: dict[tuple, float]     # {kinds: bytes that an action leaves alive, minus those that it frees}

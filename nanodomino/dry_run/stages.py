@@ -87,7 +87,7 @@ class Stage:
         stages, last = min(config.pp, 2), stage == config.pp - 1
         between = 0 < stage and not last and not placement.folded
         self.whole, depths = not (between and quick), (2, 3) if config.zero_stage == 2 else (1, 2)
-        if config.num_layers * config.microbatches <= SMALL:   # quicker than several small runs
+        if config.num_layers * config.microbatches <= SMALL:   # one whole run is quicker than several small runs
             self.sides = [[run_of(program, config, stage * config.world_size // config.pp)] * 2]
         elif between and not quick:
             self.sides = [[small_run(program, config, depth, 1, 3) for depth in depths]]

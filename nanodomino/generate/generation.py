@@ -80,7 +80,7 @@ def next_token(cache: KeyValueCache, mesh: Mesh, new, vocab_size: int, temperatu
         token[0] = sample_token(logits[0, 0], temperature, top_k, generator)
     if mesh.pp > 1:
         dist.broadcast(token, mesh.stage_rank(placement.location(placement.last)[0]), group=mesh.pp_group)
-    for name in config.groups_that_generate_together:          # rounding may differ between their ranks
+    for name in config.groups_that_generate_together:          # their ranks may round differently
         dist.broadcast(token, group=mesh.group(name), group_src=0)
     return int(token)
 

@@ -79,7 +79,7 @@ def read_rope(reader: ConfigReader) -> dict:
             f"{reader.source} has rope_scaling {shown(values)}, but it must be an object; correct it")
     rope = ConfigReader({"rope_type": values.get("type") or "default"} | values, above,
                         f"{reader.source}, in rope_scaling or rope_parameters,")
-    rope.get("type")                                           # its name in old files
+    rope.get("type")                                           # the entry's name in old files
     rope.require_in("rope_type", "default", "linear", "llama3")
     rope.require_in("partial_rotary_factor", None, 1)          # in these families Transformers ignores other values
     kind = rope.get("rope_type")

@@ -84,7 +84,7 @@ def import_model(folder: Path, output: Path) -> str:
         share = write_boxes(temporary / "rank-00000.bin", full_boxes(mappings, found, config, wide))
         copied = copy_files((*TOKENIZER_FILES, GENERATION), folder, temporary)
         special = {name: values[name] for name in SPECIAL_TOKENS if values.get(name) is not None}
-        if GENERATION not in copied and special:               # a checkpoint has no other place for them
+        if GENERATION not in copied and special:               # a checkpoint has no other place for these ids
             write_json(temporary / GENERATION, special)
         write_manifest(temporary, dict(format=FORMAT, step=0, adam_steps=0, skipped_in_a_row=0, loss_scale=None,
                                        config=dataclasses.asdict(config)), [share], "import it again")

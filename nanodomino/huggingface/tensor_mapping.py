@@ -113,7 +113,7 @@ QWEN3_MOE_MODULES = with_experts("mlp", "gate_proj", "up_proj", "down_proj")
 class TensorMapping:
     """A parameter or one expert's part of it, and the Hugging Face tensors that hold its values."""
     name: str
-    shape: tuple[int, ...]                  # of the full tensor, as a checkpoint holds it
+    shape: tuple[int, ...]                  # the full tensor's, as a checkpoint holds it
     box: Box                                # the expert's part of the full tensor; without experts, all of it
     size: tuple[int, ...]                   # box.size, without the dimension of the experts
     conversion: Conversion

@@ -96,7 +96,7 @@ class Attention(Sublayer):
         normalization, epsilon = (norm.normalization, norm.epsilon) if norm else (None, None)
         functions = (lambda *inputs: norm_and_rotate(*inputs, epsilon, normalization),
                      lambda *inputs: norm_and_rotate_backward(*inputs, normalization))
-        return map(compiled, functions) if norm or self.rope else functions        # otherwise there is nothing to fuse
+        return map(compiled, functions) if norm or self.rope else functions        # else nothing can be fused
 
     def core_forward(self, kernel, qkv, inputs, training):
         if not training:

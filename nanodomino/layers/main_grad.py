@@ -43,7 +43,7 @@ def add_weight_gradient(main_grad, grad_output, activation):
         main_grad.addmm_(grad_output.t(), activation.flatten(0, 1))
     elif on_gpu(main_grad) and ADDS_TO_FP32:
         torch.addmm(main_grad, grad_output.t(), activation.flatten(0, 1), out_dtype=main_grad.dtype, out=main_grad)
-    elif grad_output.dtype == torch.float16:               # fp32, because a sum over tokens may overflow fp16
+    elif grad_output.dtype == torch.float16:               # sum in fp32: in fp16 a sum over tokens may overflow
         main_grad.addmm_(grad_output.t().to(main_grad.dtype), activation.flatten(0, 1).to(main_grad.dtype))
     else:
         main_grad.add_(grad_output.t() @ activation.flatten(0, 1))

@@ -28,7 +28,7 @@ class MLP(Sublayer):
 
     def kernels(self, compiled):
         functions = self.activation.function, self.activation.backward
-        return map(compiled, functions) if self.activation.inputs > 1 else functions     # GELU is one kernel without it
+        return map(compiled, functions) if self.activation.inputs > 1 else functions     # GELU is one kernel as it is
 
     def core_forward(self, kernel, c, inputs, training):
         return kernel(c), c

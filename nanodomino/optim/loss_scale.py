@@ -33,7 +33,7 @@ smallest scale is a failure. So is a step whose loss is not finite, because the 
 
 import math
 
-LOSS_SCALE_LIMIT = 2.0**128    # a scale must be smaller, because fp32 numbers are multiplied by it
+LOSS_SCALE_LIMIT = 2.0**128    # scales must be smaller, because they multiply fp32 numbers
 SMALLEST_LOSS_SCALE = 2.0**-24     # with a smaller scale, fp16 gradients of up to 1 would all become 0
 
 

@@ -98,7 +98,7 @@ class Settings:
             if self.reset_position_ids:
                 batch.positions, batch.in_order = to_device(positions_within_documents(documents), device), False
             if self.reset_attention_mask:
-                batch.extras["documents"] = documents          # in the host's memory
+                batch.extras["documents"] = documents          # these stay in the host's memory
         return batch
 
     def goes_on(self, rows, distance, end_of_text):

@@ -27,7 +27,7 @@ from nanodomino.optim.buckets import Bucket
 from nanodomino.optim.optimizers import OptimizerSpec
 from nanodomino.settings.setting import training_setting
 
-COEFFICIENTS, ITERATIONS = (3.4445, -4.7750, 2.0315), 5      # of Newton-Schulz; by Keller Jordan
+COEFFICIENTS, ITERATIONS = (3.4445, -4.7750, 2.0315), 5      # Keller Jordan's, for Newton-Schulz
 
 
 def orthogonal(matrices):

@@ -53,7 +53,7 @@ class Slice:
     behind_head: object = None                         # the tape of what an option runs behind the head
     output: torch.Tensor | None = None                 # hidden states [b, s, h]; the last chunk: losses [b, s]
     deferred: list | None = None                       # (site, matmuls, modules) for weight_backward()
-    loss_scale: float = 1.0                            # of the losses that options add by themselves
+    loss_scale: float = 1.0                            # the scale of losses that options add by themselves
 
 
 class GradientsReady:

@@ -159,7 +159,7 @@ def picture(curves: list[Curve]) -> str:
     first = max(steps.min() - 1, 0)
     last = max(first + 1, steps.max())
     scale = (WIDTH - LEFT - RIGHT) / (last - first)
-    reach = min(max(len(curve.points["loss"][0]) for curve in curves) // 100, 250)       # of the strong curve's mean
+    reach = min(max(len(curve.points["loss"][0]) for curve in curves) // 100, 250)       # steps on each side of the mean
     entropies = sorted({(curve.last[name], name) for curve in curves for name in ENTROPIES
                         if math.isfinite(curve.last.get(name, math.nan))})
 

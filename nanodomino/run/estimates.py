@@ -14,7 +14,7 @@ from nanodomino.dry_run.stages import fullest_rank_bytes, step_seconds
 from nanodomino.errors import require
 from nanodomino.mesh import Mesh
 
-MARGIN = 0.9             # defaults fill at most this share of the memory; a run may need only this share of its estimate
+MARGIN = 0.9             # defaults fill at most this share of the memory; a run may need this share of its estimate
 ANY_MACHINE = Machine(1e12, 1e10, 1e10, 0.0, 8, 1e11)
 
 

@@ -26,9 +26,9 @@ def choose_kernels(config: Config):
     if config.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")      # 8 buffers of 4096 KiB
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False      # or each torch.empty() launches a kernel
+        torch.utils.deterministic.fill_uninitialized_memory = False      # else each torch.empty() launches a kernel
     if config.compile and config.tp > 1:
-        from torch._inductor import config as inductor                   # here, because it loads the whole compiler
+        from torch._inductor import config as inductor                   # imported here: it loads the whole compiler
 
         if hasattr(inductor, "deterministic"):                           # older versions of torch lack the option
             inductor.deterministic = True

@@ -67,7 +67,7 @@ def remove_outdated(path: Path, first_step: int, say=print):
     kinds = [kind_of(line, first_step) for line in lines]
     kept = [line for line, kind in zip(lines, kinds) if kind == "valid"]
     unread = first_step and lines and ("damaged" in kinds or not kept)
-    if unread or not first_step and len(lines) > 1:            # a single line: it was killed before its first step
+    if unread or not first_step and len(lines) > 1:            # the run was killed before its first step
         copy = unused_name(path)
         write_file(copy, b"".join(lines))
         say(f"warning: {path} has lines that can't be read, which are removed; all its lines are in {copy}" if unread

@@ -104,7 +104,7 @@ def write_torchrun_error_file(text: str):
         with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
             json.dump({"message": {"message": text, "extraInfo": {"timestamp": int(time.time())}}}, file)
     except (KeyError, OSError):
-        pass                                                   # no torchrun or a full disk; the text was printed anyway
+        pass                                                   # no torchrun, or a full disk; the text has been printed
 
 
 def unresponsive_ranks(launch: LaunchInfo) -> str:

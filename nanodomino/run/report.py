@@ -56,7 +56,7 @@ class Report:
         if enabled:
             self.changes = changed_settings(run_dir, config) if first_step else []
             if first_step < config.train_iters or not (run_dir / "config.json").exists():
-                settings = json.dumps(dataclasses.asdict(config), indent=2) + "\n"       # for later launches
+                settings = json.dumps(dataclasses.asdict(config), indent=2) + "\n"       # stored for later launches
                 write_file(run_dir / "config.json", settings.encode())
             remove_outdated(path := run_dir / "metrics.jsonl", first_step)
             self.metrics, self.curve = MetricsFile(path, self.say), Curve(path)

@@ -94,7 +94,7 @@ def open_session(arguments: list[str], launch: LaunchInfo, program):
         try:
             yield session
         except Exception as error:
-            if session.signals:                                # for the failure report
+            if session.signals:                                # rank_failure.py reports these
                 error.step, error.signals = session.step, session.signals
             raise
         dist.barrier()                                         # so that none disconnects while another communicates
@@ -167,7 +167,7 @@ class Session:
         if step in config.traced_steps and (step == config.traced_steps[-1] or self.stopped):
             self.report.say(draw_timeline(self.trace, self.mesh, self.run.folder / f"trace-{step:08d}"))
         if optimizer.skipped_in_a_row >= config.max_skipped_steps:
-            self.saver.wait()                                  # for a checkpoint still being written
+            self.saver.wait()                                  # wait for a checkpoint that is still being written
             self.report.draw_curve()
             raise UserError(f"{counted(optimizer.skipped_in_a_row, 'step')} in a row, up to step {step}, had a loss or "
                             f"gradient that is not finite; {optimizer.loss_scale.advice()}start from an earlier "

@@ -14,7 +14,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-SECONDS, LARGEST = 0.3, 2**26         # for all timings together; multiplications of a timed matmul, 2 ms on one core
+SECONDS, LARGEST = 0.3, 2**26         # seconds of all timings; multiplications of a timed matmul, 2 ms on one core
 
 
 def choose_threads(config, device, record: dict | None = None, quiet=False) -> int | None:

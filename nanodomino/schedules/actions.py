@@ -19,7 +19,7 @@ class Action:
     microbatch: int
     chunk: int = 0
     letter, kind = "", ""
-    length = 1               # its duration in pictures, where a forward takes 1
+    length = 1               # its duration in pictures; a forward takes 1
     direction = 0            # 1: receives from the previous chunk, sends to the next; -1: the reverse; 0: no messages
 
     def __str__(self):

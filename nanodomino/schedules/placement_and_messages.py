@@ -28,7 +28,7 @@ def stage_layers(num_layers: int, stage: int, stages: int, behind_head=0) -> ran
         the model, but at least one.
     """
     if behind_head and stages > 1:
-        first = num_layers - max((num_layers + behind_head) // stages - behind_head, 1)         # of the last stage
+        first = num_layers - max((num_layers + behind_head) // stages - behind_head, 1)         # the last stage's
         return stage_layers(first, stage, stages - 1) if stage < stages - 1 else range(first, num_layers)
     each, extra = divmod(num_layers, stages)
     first = stage * each + min(stage, extra)
@@ -77,7 +77,7 @@ class Placement:
 class Message:
     """A microbatch's hidden states (direction 1) or their gradient (direction -1)."""
     microbatch: int
-    chunk: int               # of the receiving stage
+    chunk: int               # the receiving stage's chunk
     direction: int
 
     def __str__(self):

@@ -41,7 +41,7 @@ PRESETS = {name: GPT2 | dict(zip(PRESET_FIELDS, values)) for name, *values in (
     ("smollm2-135m", 30,  576,  9, 2048, 3e-3,   512,  8, 0.04,  3,  1536, dict(rotary_base=100_000.0)),
 )}
 FINETUNE_BATCH_SIZE = 16     # the largest default of global_batch_size with --finetune; a preset's suits pre-training
-FINETUNE_LR_DIVISOR = 10     # likewise: in 20 steps at the preset's 3e-3, SmolLM2's loss rose from 1.8 to 3.6
+FINETUNE_LR_DIVISOR = 10     # a smaller lr too: in 20 steps at the preset's 3e-3, SmolLM2's loss rose from 1.8 to 3.6
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 # {ranks per replica: (tp, pp)} for runs that set neither tp nor pp. From 4 ranks on, use both together where possible;

@@ -92,7 +92,7 @@ class GatheredKeys(SharedSampleAttention):
     def core_backward(self, slice, gradient, saved, matmuls):
         attention, ops, (segment, saved, keys, shape) = self.sublayer, self.ops, saved
         q, k, v = attention.attend_backward(segment, gradient)
-        addends = k.new_zeros(shape)                           # for the places of all ranks, from this rank's queries
+        addends = k.new_zeros(shape)                           # gradients of all places from this rank's queries
         addends.flatten(0, 2).index_add_(0, keys.flatten(), torch.cat([k, v], dim=3).flatten(0, 1))
         flights = [ops.launch(slice, self.site, prepare_reduce_scatter(addends, shape[1:], self.group, "cp"))]
         self.run_unless_deferred(slice, matmuls)
@@ -133,7 +133,7 @@ def queries_and_keys(config, documents, mesh, device) -> dict:
     first = places.where(first_of_document(documents), 0).cummax(dim=1).values     # the first place of the document
     documents, last, first = (own_places(x, mesh).reshape(2 * len(x), -1) for x in (documents, places, first))
     begins = F.pad(first_of_document(documents).flatten().nonzero().flatten(), (0, 1), value=documents.numel())
-    first, last = first.flatten()[begins[:-1]], last.flatten()[begins[1:] - 1]     # of each sequence's keys
+    first, last = first.flatten()[begins[:-1]], last.flatten()[begins[1:] - 1]     # each sequence's first and last key
     lengths = last + 1 - first
     starts = F.pad(lengths.cumsum(0), (1, 0))
     keys = torch.arange(starts[-1]) + (first - starts[:-1]).repeat_interleave(lengths)

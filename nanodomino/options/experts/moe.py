@@ -212,7 +212,7 @@ class MoETape:
     dispatch: Dispatch
     rows: torch.Tensor                   # [r, h], the rows that this rank received, sorted by expert
     column_output: tuple | None          # c [r, .. ffn/t], the output of W1
-    core: tuple | None                   # what the activation's backward needs, which is c too
+    core: tuple | None                   # c again: the activation's backward needs it
     activation: tuple | None             # the input of W2
     results: torch.Tensor                # [n k, h], the experts' results, in the order of sending
 

@@ -38,7 +38,7 @@ class Draft:
     def next_tokens(self, cache: KeyValueCache, window: list[int], vocab_size: int) -> list[int]:
         """Run the main model once, and return the one or two tokens that follow those of the window."""
         if cache.length == 0 or len(window) == cache.model.config.context_length:
-            self.guess = []                                # of an earlier text, or without room in the cache
+            self.guess = []                                # an earlier text's guess, or one too many for the cache
         known = len(window) - cache.length                 # new tokens without the guess
         new = torch.tensor([window[cache.length:] + self.guess], device=cache.model.mesh.device)
         x = None

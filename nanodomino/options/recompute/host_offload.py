@@ -60,7 +60,7 @@ class HostMemory:
         """Start to copy x back, unless it is still on the GPU."""
         if offloaded.x is None:
             offloaded.x = torch.empty(offloaded.host.shape, dtype=offloaded.host.dtype, device=self.device)
-            self.back_stream.wait_stream(self.streams.current_stream())        # its work may still use this memory
+            self.back_stream.wait_stream(self.streams.current_stream())        # the memory may still be in use
             with self.streams.stream(self.back_stream):
                 offloaded.x.copy_(offloaded.host, non_blocking=True)
             offloaded.fetched = self.back_stream.record_event()
