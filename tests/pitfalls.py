@@ -1,9 +1,6 @@
 """Bugs that make distributed training go wrong without an error. Each can be put back here, measured, and found.
 
-With most of these bugs no error is raised and the run goes on. The loss still falls, a little less or just as far:
-AdamW divides a gradient by its own magnitude, and even half a model learns. So a loss curve is no test.
-docs/pitfalls.md has the lesson of each bug under its title, names the code that prevents it, and shows what the bug
-does to the loss, the gradient norm and the gradients.
+docs/pitfalls.md has the lesson of each bug and the code that prevents it.
 
     python tests/pitfalls.py 7               train five steps with and without bug 7, and compare
     python tests/pitfalls.py 7 --steps 60    train longer

@@ -49,10 +49,8 @@ def wait_for_save(job: Job, count: int):
 
 
 def run_round(start, folder: Path, draw: random.Random, left: int) -> tuple[list[str], int, int, Path]:
-    """Kill and resume a training until it finishes. start(folder, run_dir) starts or resumes it.
-
-    Returns (what was done, number of kills, number of kills during a save, the run's folder).
-    """
+    """Kill and resume a training until it finishes. start(folder, run_dir) starts or resumes it. Returns (what was
+    done, number of kills, number of kills during a save, the run's folder)."""
     events, kills, in_saves = [], 0, 0
     for _ in range(min(draw.randint(1, 3), left)):
         job = start(folder, "run")

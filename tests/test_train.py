@@ -42,10 +42,8 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(fork_server):
-    """run(folder, processes, *flags) runs train.py in `folder`, which must succeed, and returns its output.
-
-    processes None: without a launcher.
-    """
+    """run(folder, processes, *flags) runs train.py in `folder`, which must succeed, and returns its output. processes
+    None: without a launcher."""
     def run(folder, processes, *flags):
         places = launcher_environments(processes) if processes else [{}]
         ended = fork_server.launch("train.py", [(list(map(str, flags)), place) for place in places], folder, 180)

@@ -114,7 +114,7 @@ class Stage:
         for runs in self.sides:
             if all(kinds in run.kept for run in runs):
                 return self.linear(lambda run: value(run, kinds), runs, kinds[0][1], self.whole)
-        one, other = (self.of_action(half, value) for half in action.halves)         # a pair that no small run has
+        one, other = (self.of_action(half, value) for half in action.halves)         # no small run has this pair
         return {name: one[name] + other[name] for name in one} if isinstance(one, dict) else one + other
 
     def memory(self) -> dict[str, float]:

@@ -91,10 +91,8 @@ def read(run: Path) -> Curve:
 
 
 def mean_around(values: np.ndarray, reach: int) -> np.ndarray:
-    """Replace each value by the mean of itself and `reach` neighbours on each side.
-
-    The mean leaves out values that are not finite. If none is finite, it is NaN.
-    """
+    """Replace each value by the mean of itself and `reach` neighbours on each side. The mean leaves out values that are
+    not finite. If none is finite, it is NaN."""
     if not reach or not len(values):
         return values
     finite, window = np.isfinite(values), np.ones(2 * reach + 1)
@@ -159,7 +157,7 @@ def picture(curves: list[Curve]) -> str:
     first = max(steps.min() - 1, 0)
     last = max(first + 1, steps.max())
     scale = (WIDTH - LEFT - RIGHT) / (last - first)
-    reach = min(max(len(curve.points["loss"][0]) for curve in curves) // 100, 250)       # steps on each side of the mean
+    reach = min(max(len(curve.points["loss"][0]) for curve in curves) // 100, 250)      # steps on each side of the mean
     entropies = sorted({(curve.last[name], name) for curve in curves for name in ENTROPIES
                         if math.isfinite(curve.last.get(name, math.nan))})
 

@@ -64,8 +64,7 @@ def ticks(low, high, scale, apart, least=0.0) -> list[float]:
 
 
 def check_output(path: Path):
-    """Raise UserError if a picture at this path would overwrite anything but a picture of ours, or lie in a checkpoint
-    or a corpus."""
+    """Raise UserError unless the path is free or holds a picture of ours, outside all checkpoints and corpora."""
     check_outside_ours(path)
     require(not path.is_dir(), f"{path} is a folder; give the name of a file in it")
     if path.is_file():

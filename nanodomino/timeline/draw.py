@@ -67,8 +67,7 @@ def action_label(spans) -> str:
 
 
 def purpose(event: Event) -> str:
-    """Return what a collective is for, as a key of PURPOSES. The experts' gradients over expert_dp are gradients too.
-    """
+    """Return what a collective is for, as a key of PURPOSES. Gradients over expert_dp are gradients, too."""
     group = event.args["group"].removeprefix("expert_")
     return PURPOSE_OF["weights" if event.kind == "all_gather" and group == "dp" else group]
 
@@ -170,8 +169,8 @@ def legend(recordings, y) -> tuple[list[str], float]:
     for name, fill in entries:
         if x + 19 + LETTER * len(name) > WIDTH:
             x, y = 8, y + LINE
-        elements += [box(x, y, 14, 12, fill, stroke="#888")] if fill else []
-        elements += [arrow(x, y + 6, x + 14, y + 6)] if name == SIGNS["send"] else []
+        elements += [box(x, y, 14, 12, fill, stroke="#888")] if fill else [
+            arrow(x, y + 6, x + 14, y + 6)] if name == SIGNS["send"] else []
         elements.append(text(x + 19, y + 10.5, name.replace("_", " ")))
         x += 31 + LETTER * len(name)
     return elements, y + LINE
@@ -191,10 +190,8 @@ def picture(recordings: list[Recording]) -> str:
 # ---- during a run
 
 def gather(trace: Trace, mesh: Mesh) -> Recording | None:
-    """On rank 0, return the events of all ranks; on other ranks, return None. Every rank must call it.
-
-    The times are on rank 0's clock, counted from the first event.
-    """
+    """Return the events of all ranks on rank 0, and None on other ranks. Every rank must call it. The times are on rank
+    0's clock, counted from the first event."""
     sizes = {name: mesh.axis(axis) for name, axis in (("stage", "pp"), ("dp", "dp"), ("tp", "tp"))}
     place = ", ".join(f"{name} {index}" for name, (size, index) in sizes.items() if size > 1)
     groups = {name: tuple(mesh.rows[name]) for name in GROUPS if name in mesh.groups}

@@ -1,7 +1,5 @@
-"""bench.py: the record of each question is consistent; the slow wire is slow and is removed.
-
-The sizes are tiny: the tests check the arithmetic around the times, not the times.
-"""
+"""bench.py: the record of each question is consistent; the slow wire is slow and is removed. The sizes are tiny: the
+tests check the arithmetic around the times, not the times."""
 
 import json
 import os
@@ -140,6 +138,12 @@ def test_comm():
     record = ask("comm", *SMALL, "--tp", "2")
     assert record["exact"] is True
     assert {(row["group"], row["kind"]) for row in record["rows"]} == {("tp", "all_reduce"), ("world", "all_reduce")}
+
+
+@pytest.mark.exhaustive
+def test_timeline(tmp_path):
+    ask("timeline", "--picture", "zero", "--repeats", "1", "--output", str(tmp_path / "zero.svg"))
+    assert "gradients over dp" in (tmp_path / "zero.svg").read_text()
 
 
 def test_memory(capsys):

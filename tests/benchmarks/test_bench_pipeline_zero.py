@@ -1,7 +1,5 @@
-"""bench.py pipeline and zero: equal work on all sides, consistent figures, formulas.
-
-The sizes are tiny: the tests check the arithmetic around the times, not the times.
-"""
+"""bench.py pipeline and zero: equal work on all sides, consistent figures, formulas. The sizes are tiny: the tests
+check the arithmetic around the times, not the times."""
 
 from dataclasses import replace
 from types import SimpleNamespace

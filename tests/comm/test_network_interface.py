@@ -49,10 +49,8 @@ print("the sum is", int(ranks))
 
 
 def two_hosts(tmp_path, program=None, **environment):
-    """Run two processes, each in a network namespace of its own whose host name resolves to 127.0.0.1.
-
-    program: Python code to run; None: train.py. Returns [(output, exit code)]. Skips if namespaces may not be created.
-    """
+    """Run two processes, each in a network namespace of its own whose host name resolves to 127.0.0.1. program: Python
+    code to run; None: train.py. Returns [(output, exit code)]. Skips if namespaces may not be created."""
     flags = [*TINY, "--tp", "2", "--pp", "1", "--train-iters", "2", "--timeout", "15",
              "--data-path", str(make_corpus(tmp_path)), "--run-dir", str(tmp_path / "run")]
     command = ["-c", program] if program else [str(ROOT / "train.py"), *flags]

@@ -82,10 +82,8 @@ class Operations(TorchDispatchMode):
 
 @lru_cache
 def what_it_does(config) -> tuple:
-    """Train on rank 0: two steps if it is alone, else one step, in which the other ranks are missing.
-
-    Returns (operations if it is not alone, events, loss scales, losses and norms, weights).
-    """
+    """Train on rank 0: two steps if it is alone, else one step, in which the other ranks are missing. Returns
+    (operations if it is not alone, events, loss scales, losses and norms, weights)."""
     trace, results, scales, steps = Trace(), [], [], 2 if config.world_size == 1 else 1
     with fake_world(0, config.world_size):
         mesh, model, optimizer, stage = build(config, trace=trace)

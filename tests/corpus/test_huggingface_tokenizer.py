@@ -53,9 +53,7 @@ TEXTS = [
 
 def random_texts(count: int, seed: int) -> list[str]:
     """Texts of characters that regular expressions and normalization treat specially, and of all of Unicode 3.2.
-
-    Versions of Unicode differ in how they order combining characters that are younger.
-    """
+    Versions of Unicode differ in how they order combining characters that are younger."""
     choose = random.Random(seed)
     few = " \n\r\t.,'-_!<>|/aZeslrtv109é½\u3000\u00a0\u0301\u0327\u0338\u0958\u093c\u1100\u1161東🙂\u200d"
     every = [chr(code) for code in range(0x110000)

@@ -146,10 +146,6 @@ def test_the_tested_version_of_torch_is_the_one_that_runs_and_adds_16_bit_produc
     assert TorchVersion(tested) >= first and ADDS_TO_FP32
 
 
-def test_the_readme_is_a_page():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
-
-
 @pytest.mark.parametrize("path", ["README.md", "docs/tour.md"])
 def test_lines_and_minutes_of_a_file_or_folder_are_counted_with_500_lines_an_hour(path):
     rows = re.findall(r"^\| `([\w/]+(?:\.py|/))` \| (?:(\d+) \| )?(\d+) \|", text_of(path), re.MULTILINE)
@@ -161,7 +157,8 @@ def test_lines_and_minutes_of_a_file_or_folder_are_counted_with_500_lines_an_hou
     assert rows
 
 
-def test_a_promise_in_the_readme_says_whether_the_default_tests_check_it():
+def test_the_readme_is_a_page_and_says_which_promises_the_default_tests_check():
+    assert len(text_of("README.md").splitlines()) <= 120
     for names, says in re.findall(r"\| (`test_.*`) \| (.*) \|", text_of("README.md")):
         for name in re.findall(r"\w+", names):
             sources = [text for path in tracked_files() if f"def {name}(" in (text := text_of(path))]

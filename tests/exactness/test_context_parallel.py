@@ -1,7 +1,5 @@
-"""Checks which places and keys each rank has with context parallelism.
-
-test_layouts.py compares whole training steps on every layout.
-"""
+"""Checks which places and keys each rank has with context parallelism. test_layouts.py compares whole training steps on
+every layout."""
 
 import pytest
 import torch

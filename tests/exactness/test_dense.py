@@ -1,7 +1,5 @@
-"""The core without options: a dense GPT on two layouts equals one plain process.
-
-These two cases use no option's settings. tests/options/test_deletion.py runs them in copies without options.
-"""
+"""The core without options: a dense GPT on two layouts equals one plain process. These two cases use no option's
+settings. tests/options/test_deletion.py runs them in copies without options."""
 
 import pytest
 from support.harness import FAMILIES, check_against_reference, tiny

@@ -1,7 +1,5 @@
-"""Experts are dropless however tokens choose, and recomputation repeats no dispatch.
-
-test_layouts.py compares whole training steps on every layout.
-"""
+"""Experts are dropless however tokens choose, and recomputation repeats no dispatch. test_layouts.py compares whole
+training steps on every layout."""
 
 from collections import Counter
 

@@ -72,10 +72,8 @@ def pairs_of(row: dict) -> set:
 
 
 def in_all_pairs(options: dict):
-    """Yield rows with a value of each option, such that any two values of two options meet in some row.
-
-    A bug that needs two options at once then shows in some row. Greedy: each row is the best of 200 random rows.
-    """
+    """Yield rows with a value of each option, such that any two values of two options meet in some row. A bug that
+    needs two options at once then shows in some row. Greedy: each row is the best of 200 random rows."""
     draw = random.Random("layouts")
     left = {((name, value), (other, its_value)) for name, other in itertools.combinations(options, 2)
             for value in options[name] for its_value in options[other]}

@@ -158,10 +158,8 @@ class CopyStream(TorchDispatchMode):
 
 
 class Gpu:
-    """Stands in for torch.cuda's streams and pinned memory, on a CPU. It is also training's stream.
-
-    hidden: for each copy back, whether training computed a matmul between its launch and the wait for it.
-    """
+    """Stands in for torch.cuda's streams and pinned memory, on a CPU. It is also training's stream. hidden: for each
+    copy back, whether training computed a matmul between its launch and the wait for it."""
 
     def __init__(self):
         self.trace, self.pinned, self.coming_back, self.hidden, self.plain_empty = Trace(), {}, set(), [], torch.empty

@@ -1,7 +1,5 @@
-"""A sharded residual stream: what its two operations compute, and what hides them.
-
-test_layouts.py compares whole training steps.
-"""
+"""A sharded residual stream: what its two operations compute, and what hides them. test_layouts.py compares whole
+training steps."""
 
 from collections import Counter
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
-"""A pipe, a device, a link or a huge file in place of a file of ours ends in one sentence or is replaced.
-
-Nothing hangs, and nothing is written through a link.
-"""
+"""A pipe, a device, a link or a huge file in place of a file of ours ends in one sentence or is replaced. Nothing
+hangs, and nothing is written through a link."""
 
 import os
 import signal

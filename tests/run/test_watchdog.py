@@ -18,9 +18,7 @@ NEVER = float("inf")
 @pytest.fixture
 def hang(monkeypatch):
     """hang(timeout, ...) -> (second, message) of the first hang that a Watchdog finds within 1000 s, else (None, "").
-
-    The queue is busy until `busy_until`; the device reaches the recorded events at the seconds `marks`.
-    """
+    The queue is busy until `busy_until`; the device reaches the recorded events at the seconds `marks`."""
     def hang(timeout, busy_until=NEVER, marks=(), signals=None):
         clock = [0.0]
         reached = lambda moment: SimpleNamespace(query=lambda: clock[0] >= moment)  # noqa: E731

@@ -182,10 +182,8 @@ class Outcome:
 
 
 def build(config: Config, weights=None, trace=NO_TRACE):
-    """Return (mesh, model, optimizer, stage) on this rank.
-
-    weights: full tensors by name, of which each rank takes its shard; None keeps the model's own initial weights.
-    """
+    """Return (mesh, model, optimizer, stage) on this rank. weights: full tensors by name, of which each rank takes its
+    shard; None keeps the model's own initial weights."""
     mesh = make_mesh(config.pp, config.dp, config.tp, torch.device("cpu"), **config.mesh_options)
     model = train.model_builder(config, mesh)
     with torch.no_grad():
@@ -236,10 +234,8 @@ def train_steps(built, config: Config, data: FixedData, steps: range) -> Outcome
 
 
 def reduced_gradients(model, optimizer, tokens) -> dict:
-    """Return each parameter's gradient after the reduction over replicas, gathered from ZeRO's partitions.
-
-    An expert bias is updated by the sign of its gradient, which has no loss scale.
-    """
+    """Return each parameter's gradient after the reduction over replicas, gathered from ZeRO's partitions. An expert
+    bias is updated by the sign of its gradient, which has no loss scale."""
     gradients = {}
     for bucket in optimizer.buckets:
         whole, divisor = bucket.own_grad, tokens * (1 if bucket.kind.update == "sign" else optimizer.loss_scale.value)
@@ -257,11 +253,8 @@ def shard_spec(weight):
 
 
 def full_tensors(outcomes: list[Outcome], shards_of) -> dict:
-    """Join the shards of all ranks to full tensors by name.
-
-    shards_of: outcome -> {name: (tensor, shard_spec())}. Raises AssertionError unless replicas, and copies on other
-    stages and tp ranks, are equal bit for bit.
-    """
+    """Join the shards of all ranks to full tensors by name. shards_of: outcome -> {name: (tensor, shard_spec())}.
+    Raises AssertionError unless replicas, and copies on other stages and tp ranks, are equal bit for bit."""
     boxes, full, dims = {}, {}, {}
     for outcome in outcomes:
         for name, (tensor, box) in shards_of(outcome).items():
@@ -294,10 +287,8 @@ def relative(ours: list, theirs: list) -> float:
 
 
 def weights_and_data(config: Config, steps: int, rigged=()):
-    """Return what a training starts from: (full weights by name, FixedData of `steps` global batches).
-
-    rigged: (end of a name, value) pairs; weights with such names get this value.
-    """
+    """Return what a training starts from: (full weights by name, FixedData of `steps` global batches). rigged: (end of
+    a name, value) pairs; weights with such names get this value."""
     weights = random_weights(sizes_of(config), seed=3)
     for name, weight in weights.items():
         for end, value in rigged:
@@ -331,10 +322,8 @@ _references = {}
 
 
 def reference_for(config: Config, steps: int, rigged=()):
-    """Train the reference model, once for each model and data.
-
-    Returns (initial weights, data, a record of each step, final weights).
-    """
+    """Train the reference model, once for each model and data. Returns (initial weights, data, a record of each step,
+    final weights)."""
     key = (sizes_of(config), steps, rigged,
            *(getattr(config, name) for name in names_affecting(Config, "model", "optimizer", "run", "losses")))
     if key not in _references:

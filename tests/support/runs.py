@@ -112,11 +112,9 @@ def wait_until(condition, seconds=PATIENCE, pause=0.02):
 
 
 class Job:
-    """A training under a ForkServer, or without one under torchrun.
-
-    run_dir: below folder; None is train.py's default. script, word: a test's own script, and an argument in front of
-    train.py's flags. Under torchrun, only a script that writes its (rank, pid) to $PLACES can be signalled by rank.
-    """
+    """A training under a ForkServer, or without one under torchrun. run_dir: below folder; None is train.py's default.
+    script, word: a test's own script, and an argument in front of train.py's flags. Under torchrun, only a script that
+    writes its (rank, pid) to $PLACES can be signalled by rank."""
 
     def __init__(self, folder: Path, corpus: Path, run_dir, *flags, processes=2, restarts=0, script=ROOT / "train.py",
                  word=None, fork_server: ForkServer | None = None):

@@ -34,11 +34,8 @@ def find_gguf() -> Path:
 
 
 def weights_of_gguf(reader) -> dict[str, torch.Tensor]:
-    """Return {Hugging Face name: fp32 tensor}.
-
-    llama.cpp rotates neighbouring channels of a head, Transformers channels that are half a head apart. So in a GGUF
-    file the rows of q and k are in another order.
-    """
+    """Return {Hugging Face name: fp32 tensor}. llama.cpp rotates neighbouring channels of a head, Transformers channels
+    that are half a head apart. So in a GGUF file the rows of q and k are in another order."""
     from gguf import dequantize
     weights, size = {}, CONFIG["hidden_size"] // CONFIG["num_attention_heads"]
     for tensor in reader.tensors:
