@@ -7,7 +7,6 @@ can't be computed is refused by a require() call, whose message gives the rule, 
 import math
 import re
 
-
 from nanodomino.errors import counted, require
 from nanodomino.layers.positions import rotary_size
 from nanodomino.schedules.definitions import SCHEDULES

@@ -85,6 +85,7 @@ def test_a_range_may_be_open_or_closed_at_either_end():
             check_values(wrong)
 
 
+@pytest.mark.table
 def test_every_setting_has_an_effect_a_type_and_a_line_of_help():
     for field in dataclasses.fields(Config):
         assert field.metadata["affects"] in EFFECTS
