@@ -8,8 +8,8 @@ for boxes of other sizes (shards.py). They are put together from the stored boxe
                         ["rank-00001.bin", 0, [5], [3]]]}, ...}
 
 Whatever the files hold, reading them runs no code. The manifest's checksum shows that the index is as it was written.
-It could still have been written to do harm. So its own size is limited, each box must lie in a file that the manifest
-lists, and memory is allocated only for bytes that are in that file and elements that the reader has asked for.
+It could still have been written to do harm. So its size is limited, and each box must lie in a file that the manifest
+lists. Memory is allocated only for bytes in that file, and for elements that the reader has asked for.
 """
 
 import hashlib

@@ -183,7 +183,7 @@ class Accounts(TorchDispatchMode):
     # ---- operations
 
     @classmethod
-    def _should_skip_dynamo(cls):                              # torch's hook: do not import the compiler for this
+    def _should_skip_dynamo(cls):                              # so that torch does not import its compiler
         return False
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):

@@ -28,7 +28,7 @@ from nanodomino.schedules import simulation
 from nanodomino.schedules.placement_and_messages import stage_layers
 
 SMALL = 32       # up to this many layers times microbatches, the whole model runs dry
-SETTLED = 16     # rounds of p microbatches after which each further round adds the same
+SETTLED = 16     # after so many rounds of p microbatches, each round adds the same
 
 run_of = lru_cache(maxsize=512)(dry_run)
 

@@ -11,10 +11,9 @@
                                 {"weight_map": {name: file}}
     DIR/tokenizer.json ...      the tokenizer's files, copied in both directions
 
-**Bounded memory.** The whole model is never in memory. import_model.py converts one parameter at a time: it reads the
-parts, joins them, converts them to fp32 (or keeps them in fp64), and writes the result. export_model.py converts one
-parameter at a time, and holds the tensors of one weight file, which has at most 5 GB, unless a single parameter is
-larger.
+**Bounded memory.** The whole model is never in memory. import_model.py reads the parts of one parameter at a time,
+joins them, converts them to fp32 (fp64 stays), and writes the result. export_model.py also converts one parameter at a
+time, but holds a whole weight file: at most 5 GB, unless a single parameter is larger.
 
 **The same bits.** Every 16-bit number can be represented in fp32, so import loses nothing. Export uses the dtype of the
 imported model by default, so it restores the original bits. Import pads the vocabulary with rows of zeros, which export

@@ -90,7 +90,7 @@ def read_rope(reader: ConfigReader) -> dict:
         rope.require_in("low_freq_factor", int(LOW_FREQUENCY))
         rope.require_in("high_freq_factor", int(HIGH_FREQUENCY))
         rope.require_in(original, ORIGINAL_LENGTH)
-        reader.require_in(original, None, ORIGINAL_LENGTH)     # Transformers prefers it to the one in rope_scaling
+        reader.require_in(original, None, ORIGINAL_LENGTH)     # Transformers prefers this to rope_scaling's entry
     rope.check_all_read()
     return settings
 

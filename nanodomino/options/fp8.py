@@ -41,9 +41,9 @@ output in the training type anyway, and a sharded residual stream gathers h agai
 (sequence_parallel.py). With rowwise scales x^T has other scales than x. So the tape keeps the training type,
 and backward converts once more.
 
-**What stays in the training type:** the embedding, the head, norms, softmax(q k^T) v, routers, and the merges of
-multi-token prediction, because they have few FLOPs or need the precision; experts, whose grouped matmul (moe.py) is not
-written for 8 bits; with --first-last-layers-bf16 also the first and the last layer.
+**What stays in the training type:** embedding, head, norms, softmax(q k^T) v, routers and the merges of multi-token
+prediction, which have few FLOPs or need the precision. Experts stay too: their grouped matmul (moe.py) is not written
+for 8 bits. With --first-last-layers-bf16, so do the first and the last layer.
 
 **Results depend on the layout.** A rank's amax is that of its own shard, slice and microbatch. Another layout has other
 scales, so it rounds differently. The same layout gives the same bits. With rowwise scales, the forward of a

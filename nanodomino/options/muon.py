@@ -1,8 +1,8 @@
 """Muon: orthogonalized momentum for the matrices of the layers, AdamW for everything else (--optimizer muon).
 
 A step of AdamW changes each number of a weight by itself. A step of Muon changes a matrix as a whole: it replaces the
-momentum M = U S V^T (its singular value decomposition) by U V^T, so that all directions of the matrix learn at the same
-rate, not only those with the largest gradients (github.com/KellerJordan/Muon; 2502.16982):
+momentum M = U S V^T (its singular value decomposition) by U V^T. So all directions of the matrix learn at the same
+rate, not only those with large gradients (github.com/KellerJordan/Muon; 2502.16982):
 
     m = b m + (1 - b) g     u = b m + (1 - b) g     w = (1 - lr decay) w - lr 0.2 sqrt(max(rows, columns)) orthogonal(u)
 

@@ -3,8 +3,8 @@
 open_session() turns a command line into a Session: it checks settings, data, memory and the run's folder, then connects
 the ranks. Checks that need no other rank come first, so that most mistakes end the run before any rank communicates.
 
-The Session then answers train.py's questions (which step comes next? is it time to save?) and does what has nothing to
-do with how a model is trained: reports, checkpoints, timelines, signals, a sample at the end.
+The Session then answers train.py's questions (which step comes next? is it time to save?). It also does all that is not
+training itself: reports, checkpoints, timelines, signals, a sample at the end.
 """
 
 import dataclasses

@@ -44,7 +44,7 @@ class Watchdog:
         self.launch, self.device, self.timeout = launch, mesh.device, timeout
         self.queue = torch.cuda.current_stream(mesh.device) if mesh.device.type == "cuda" else None
         self.events, self.last_progress = deque(), time.monotonic()
-        self.context = {}                                      # attributes for the error: step, signals
+        self.context = {}                                      # step and signals, for the error that this raises
         self.finished = threading.Event()
         self.thread = threading.Thread(target=self.watch, name="watchdog", daemon=True)
 

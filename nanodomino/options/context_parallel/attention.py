@@ -30,8 +30,8 @@ what context parallelism saves. The received numbers are the same, so the gradie
 **The causal mask.** With all_gather, a rank's queries are two separate parts of a sample, so its i-th query is not the
 i-th token of the sample. On CPUs, in fp32, or with attention dropout, the rank's rows of an attention bias, [s/c, s],
 say what each query attends to. On GPUs in 16 bits, varlen.py's kernel needs no bias: if a sequence has more keys than
-queries, it aligns their *ends*. So where a document overlaps one of the rank's parts, the tokens of the overlap are a
-sequence of queries, and its keys run from the start of the document to its last query. For c = 2 and one document:
+queries, it aligns their *ends*. So a document's tokens in one of the rank's parts become a sequence of queries. The
+keys of this sequence run from the document's start to the last of these queries. For c = 2 and one document:
 
     rank 0    queries 0 1    keys 0 1              rank 1    queries 2 3    keys 0 1 2 3
               queries 6 7    keys 0 1 .. 7                   queries 4 5    keys 0 1 .. 5

@@ -25,8 +25,8 @@ sum over tokens. Like the loss of the model, both are divided once, by the numbe
 But a token that the loss mask leaves out is routed too, because other tokens attend to it. So it adds to both losses,
 and if only half of the tokens count, both losses weigh twice as much.
 
-The expert bias follows tokens_per_expert of the global step: its excess over the mean is the bias's "gradient", which
-the replicas sum like any other gradient, and zero.py updates the bias by the sign of the sum.
+The expert bias follows the global step's tokens_per_expert. Its "gradient" is their excess over the mean. The replicas
+sum it like any other gradient, and zero.py updates the bias by the sign of the sum.
 """
 
 from dataclasses import dataclass

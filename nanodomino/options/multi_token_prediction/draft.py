@@ -2,7 +2,7 @@
 
 The draft is the first depth of multi-token prediction (2412.19437, section 2.2). A step of the main model on two tokens
 costs hardly more than a step on a single token, because it reads the same weights. So guess the next token, and let the
-next step check the guess and continue from it. Say the step on token a has given the hidden state h(a) and the token b:
+next step check the guess and continue from it. After the step on token a has given the hidden state h(a) and token b:
 
     draft    depth 1 on h(a) and b               -> a guess c
     step     main model on b and c               -> the token after b, and the token after c
