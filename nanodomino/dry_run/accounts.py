@@ -34,7 +34,7 @@ class Operation(NamedTuple):
     kind: str                    # matmul, attention, attention backward, memory
     bytes: int                   # bytes read plus bytes written
     flops: float = 0.0
-    shape: tuple = ()            # (how many, rows, columns, numbers added up) of a matmul; (head size) of attention
+    shape: tuple = ()            # matmul: (how many, rows, columns, terms of each sum); attention: (head size,)
     element_size: int = 0        # bytes of a number that a matmul reads
 
 
