@@ -30,10 +30,12 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.common import RandomTokens
 from nanodomino import pipeline
 from nanodomino.domino import Domino
+from nanodomino.dry_run.accounts import MATMULS
 from nanodomino.errors import require
 from nanodomino.mesh import make_mesh
 from nanodomino.model import GPT
@@ -173,6 +175,24 @@ class IdealGroup(dist.ProcessGroup):
         with self.wire.stop_the_clock():                    # integers are the numbers of rows for this rank's experts
             tensors[0].fill_(self.wire.rows_per_expert if tensors[0].dtype == torch.int64 else 0)
         return self.wire.carry(tensors[0].nbytes, *["in"] * (tensors[0].dtype != torch.int64))
+
+
+class MatmulClock(TorchDispatchMode):
+    """A clock on which a matmul takes a nanosecond per multiplication, and everything else takes no time. So what is
+    measured with it is the same on every machine."""
+
+    def __init__(self):
+        super().__init__()
+        self.multiplications = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result, name = function(*args, **(kwargs or {})), function.overloadpacket.__name__
+        if name in MATMULS:
+            self.multiplications += result.numel() * args[MATMULS[name]].size(-1)
+        return result
+
+    def __call__(self) -> float:
+        return self.multiplications * 1e-9
 
 
 def start_ideal_world(ranks: int, clock=time.thread_time) -> Wire:

@@ -87,12 +87,13 @@ def processes(flags) -> int:
     return 1
 
 
-def answer(flags, launch):
+def answer(flags, launch, **of_search):
+    """Return (text, record). of_search: further arguments of plan_search.answer()."""
     if flags.published:
         return published.answer(partial(machine_of, flags, per_host=8), flags)
     if flags.search:
         return plan_search.answer(flags, machine_of(flags, flags.gpu, flags.network, flags.gpus_per_host),
-                                  GPUS[flags.gpu].memory * (1 - flags.reserve), PEAK_FLOPS[flags.gpu])
+                                  GPUS[flags.gpu].memory * (1 - flags.reserve), PEAK_FLOPS[flags.gpu], **of_search)
     return plan(config_of(flags, flags.gpus), flags)
 
 

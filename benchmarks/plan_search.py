@@ -255,8 +255,9 @@ class Search:
         self.broken_rule = None                                # the message of the first layout that was not accepted
         self.counts = dict.fromkeys(("layouts", "schedules", "simulated", "dry runs"), 0)
 
-    def run(self, results=RESULTS) -> list[tuple[float, float, Config]]:
-        """Return up to `results` of (seconds of a step, bytes of the fullest GPU, Config), the fastest first."""
+    def run(self, results=RESULTS, progress=progress) -> list[tuple[float, float, Config]]:
+        """Return up to `results` of (seconds of a step, bytes of the fullest GPU, Config), the fastest first.
+        progress(results): a context manager that yields a progress bar with tqdm's methods"""
         queue, order, found = [], itertools.count(), {}        # order: of equal times, the first wins
 
         def add(entries):
@@ -414,14 +415,15 @@ SHARES = {"matmuls": ("matmuls",), "attention": ("attention",), "element-wise": 
           "bubble": ("bubble",), "pp": ("pp exposed",)}
 
 
-def answer(flags, machine: Machine, usable: float, peak: float):
-    """Return (text, record) of the search. usable: bytes of a GPU's memory; peak: FLOP/s of a GPU."""
+def answer(flags, machine: Machine, usable: float, peak: float, progress=progress):
+    """Return (text, record) of the search. usable: bytes of a GPU's memory; peak: FLOP/s of a GPU; progress: as in
+    Search.run()."""
     config = Config(**{name: getattr(flags, name) for name in CONFIG_FLAGS} | {"device": "cuda"})
     search = Search(config, flags.gpus, set(CONFIG_FLAGS) & set(flags.given), machine, usable)
     print(f"searching for layouts of {flags.model} on {flags.gpus} x {flags.gpu}; this may take two minutes",
           file=sys.stderr, flush=True)
     rows, layouts = [], []
-    for rank, (seconds, memory, found) in enumerate(search.run(), 1):
+    for rank, (seconds, memory, found) in enumerate(search.run(progress=progress), 1):
         parts, used = step_seconds(train, found, machine), mfu(found, seconds, peak)
         shares = {name: sum(parts.get(part, 0.0) for part in summed) / seconds for name, summed in SHARES.items()}
         shares["end"] = 1 - sum(shares.values())

@@ -8,33 +8,14 @@ import torch
 import torch.distributed as dist
 from support.benchmark import ask
 from support.harness import tiny
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.ideal_wire import IdealStage, Wire, log_of, start_ideal_world
+from benchmarks.ideal_wire import IdealStage, MatmulClock, Wire, log_of, start_ideal_world
 from benchmarks.overlap import RATIOS, floor
 from nanodomino import minimal
 from nanodomino.comm.scatter_and_gather import all_gather, reduce_scatter
-from nanodomino.dry_run.accounts import MATMULS
 
 SIZES = dict(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, seq_length=16,
              micro_batch_size=8, global_batch_size=64)
-
-
-class MatmulClock(TorchDispatchMode):
-    """A clock on which a matmul takes a nanosecond per multiplication, and everything else takes no time."""
-
-    def __init__(self):
-        super().__init__()
-        self.multiplications = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result, name = function(*args, **(kwargs or {})), function.overloadpacket.__name__
-        if name in MATMULS:
-            self.multiplications += result.numel() * args[MATMULS[name]].size(-1)
-        return result
-
-    def __call__(self) -> float:
-        return self.multiplications * 1e-9
 
 
 @contextmanager
