@@ -66,6 +66,7 @@ def remembered(function):
     @wraps(function)
     def locked(*arguments, **options):
         with LOCK:
+            torch.set_num_threads(1)             # the tensors are so small that more threads only wait for each other
             return found(*arguments, **options)
     return locked
 

@@ -93,7 +93,7 @@ def _():
     tab = mo.ui.tabs(dict.fromkeys(NAMES, ""))
     mo.vstack([mo.md("# Playground\nAnswer the question of a page. Then move the sliders and watch the picture. "
                      "The numbers come from the functions that also plan real runs."),
-               tab if running else mo.md("*This is a printed copy. The sliders work in* "
+               tab.style(margin="0 -14px") if running else mo.md("*This is a printed copy. The sliders work in* "
                                          "`marimo run exercises/playground.py`.")])
     return running, tab
 

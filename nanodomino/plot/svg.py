@@ -21,7 +21,7 @@ height="{height:.0f}" xml:space="preserve">
 <style>text{{font:12px system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif;fill:#1f1f1f}}
 .title{{font-size:15px;font-weight:600}} .halo{{stroke:#fff;stroke-width:2.5px}}
 .middle,.halo{{text-anchor:middle}} .end{{text-anchor:end}} .small{{font-size:11px}} .pale{{fill:#666}}
-.fixed{{font-family:monospace}}</style>
+.fixed{{font-family:monospace;white-space:pre}}</style>
 <defs>{definitions}</defs>
 <rect width="100%" height="100%" fill="#fff"/>
 {body}
