@@ -1,8 +1,10 @@
-"""The command line: `python -m exercises start N | check N | show N | status`."""
+"""The command line: `python -m exercises start N | check N | show N | status | play`."""
 
 import argparse
 import re
+import subprocess
 import sys
+from importlib.util import find_spec
 
 from . import workbook
 from .workbook import FOLDER, MINIMAL, WORK, shown
@@ -98,13 +100,21 @@ def status():
         print(f"{number:2}  {title:<62} {minutes:>3} min   {state.replace('given', '')}".rstrip())
 
 
+def play():
+    """Start the playground."""
+    if find_spec("marimo") is None:
+        sys.exit("The playground needs marimo, which is not installed; run: pip install -r requirements-extra.txt")
+    sys.exit(subprocess.call([sys.executable, "-m", "marimo", "run", FOLDER / "playground.py"]))
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m exercises", description="Ten blanks in nanodomino/minimal.py.")
     commands = parser.add_subparsers(dest="command", required=True)
     for function, text in ((start, f"write {shown(WORK)} with a blank"), (check, "say what is wrong with the answer"),
-                           (show, "print the reference"), (status, "list all exercises")):
+                           (show, "print the reference"), (status, "list all exercises"),
+                           (play, "open the playground in a browser")):
         command = commands.add_parser(function.__name__, help=text)
-        if function is not status:
+        if function not in (status, play):
             command.add_argument("number", type=int, choices=workbook.CHECKS, metavar="N", help="1 to 10")
     flags = vars(parser.parse_args(arguments))
     globals()[flags.pop("command")](**flags)

@@ -32,7 +32,7 @@ from nanodomino.dry_run.stages import stage_memory
 from nanodomino.errors import counted
 from nanodomino.mesh import meta_mesh
 from nanodomino.model import meta_stage
-from nanodomino.plot.svg import LINE, box, frame, text
+from nanodomino.plot.svg import LETTER, LINE, box, frame, text
 from nanodomino.run.report import describe_stage
 from nanodomino.schedules import definitions, simulation
 from nanodomino.schedules.placement_and_messages import message_sent, timetable
@@ -90,7 +90,6 @@ def grid(world=8, tp=2, pp=2, cp=1, ep=1, rank=0) -> Figure:
     partners = {name: ranks for name, ranks in partners.items() if ranks}
     held = sum(weight.numel() for weight in meta_stage(config, pp_rank, tp_rank).parameters())
     stages = [describe_stage(config, stage) for stage in range(pp)]
-    samples = config.global_batch_size // config.dp
 
     side, gap, left = 34, 14, 76
     per_row = world // pp
@@ -111,10 +110,9 @@ def grid(world=8, tp=2, pp=2, cp=1, ep=1, rank=0) -> Figure:
         body += [box(8, y, 14, 12, PARTNERS.get(name, "#1f1f1f")),
                  text(28, y + 11, f"{name}: {', '.join(map(str, ranks))}")]
         y += LINE
-    rows = [("rank", "holds", "of each split matrix", "parameters", "samples of 64", "tokens of a sample")]
-    rows.append((str(mesh.rank), stages[pp_rank], f"1/{tp}", f"{held:,}", str(samples), f"1/{cp}"))
     return Figure(frame(width, y + 6, body), {
-        **partners, "rank": mesh.rank, "holds": stages[pp_rank], "parameters": held}, tuple(rows))
+        **partners, "rank": mesh.rank, "holds": stages[pp_rank], "parameters": held,
+        "samples": config.global_batch_size // config.dp})
 
 
 # ---- schedules
@@ -313,28 +311,11 @@ def memory(model="gpt3-13b", gpus=64, gpu="H100", tp=8, pp=4, zero_stage=1, reco
         for stage in range(pp))]
     usable = GPUS[gpu].memory * (1 - RESERVE)
     totals = [sum(need.values()) for need in needs]
-    left, width, pitch = 76, 1000, 30
-    scale = (width - left - 110) / max(*totals, usable)
-    body, y = [], 40
-    for stage, need in enumerate(needs):
-        x = left
-        body.append(text(8, y + 15, f"stage {stage}"))
-        for name, bytes_ in need.items():
-            body.append(box(x, y, bytes_ * scale, pitch - 8, MEMORY[name], stroke="#fff"))
-            x += bytes_ * scale
-        body.append(text(x + 6, y + 15, bytes_text(totals[stage])))
-        y += pitch
-    edge = left + usable * scale
-    body += [box(edge - 1, 30, 2, y - 30, "#d62728"),
-             text(min(edge, width - 120), 22, f"usable: {bytes_text(usable)}", "middle")]
-    x = 8
-    for name, colour in MEMORY.items():
-        body += [box(x, y + 8, 14, 12, colour), text(x + 19, y + 19, name)]
-        x += 40 + 8 * len(name)
     fits = max(totals) <= usable
     rows = [("stage", *MEMORY, "total")] + [
         (str(stage), *map(bytes_text, need.values()), bytes_text(totals[stage])) for stage, need in enumerate(needs)]
-    return Figure(frame(width, y + 30, body), {
+    bars = [(f"stage {stage}", need, bytes_text(totals[stage])) for stage, need in enumerate(needs)]
+    return Figure(stacked_bars(bars, MEMORY, usable, f"usable: {bytes_text(usable)}"), {
         "stages": needs, "usable": usable, "fits": fits, "dp": config.dp, "state": state_bytes_per_parameter(config),
         "words": f"fits: every rank needs at most {bytes_text(max(totals))}" if fits else plan.why_not(needs, usable)},
         tuple(rows))
@@ -352,17 +333,31 @@ def search(model="gpt2-xl", gpus=8, gpu="H100", gpus_per_host=8, progress=None) 
     if not record["layouts"]:
         return Figure("", record | {"words": answer})
     layouts = record["layouts"]
-    longest, left, width = layouts[-1]["step_s"], 250, 1000
-    body, y = [], 8
+    bars = []
     for layout in layouts:
-        sizes = ", ".join(f"{name} {layout[name]}" for name in ("tp", "pp", "cp", "dp") if layout[name] > 1)
-        words = f"{sizes or 'one GPU'}, micro batch {layout['micro_batch_size']}"
-        length = layout["step_s"] / longest * (width - left - 200)
-        body += [text(8, y + 15, words), box(left, y, length, 22, "#4fae8b"),
-                 text(left + length + 6, y + 15, f"{seconds_text(layout['step_s'])}, {bytes_text(layout['bytes'])}")]
-        y += 28
-    rows = [("", "layout and schedule", "step", "MFU", "memory")] + [
-        (str(i), f"tp {layout['tp']}, pp {layout['pp']}, dp {layout['dp']}, {layout['schedule']}",
-         seconds_text(layout["step_s"]), f"{layout['mfu']:.1%}", bytes_text(layout["bytes"]))
-        for i, layout in enumerate(layouts, 1)]
-    return Figure(frame(width, y, body), record, tuple(rows))
+        sizes = [f"{name} {layout[name]}" for name in ("tp", "pp", "cp", "dp") if layout[name] > 1]
+        bars.append((", ".join([*sizes, f"micro batch {layout['micro_batch_size']}", layout["schedule"]]),
+                     {"step": layout["step_s"]},
+                     f"{seconds_text(layout['step_s'])}, {bytes_text(layout['bytes'])}, MFU {layout['mfu']:.0%}"))
+    return Figure(stacked_bars(bars, {"step": "#4fae8b"}), record)
+
+
+def stacked_bars(bars, colours: dict, limit=0.0, words="") -> str:
+    """Draw horizontal bars (label, {part: size}, words at its end), and a line at `limit`. colours: of the parts"""
+    left, width, y, body = max(len(label) for label, *_ in bars) * LETTER + 16, 1000, 34 * bool(limit) + 8, []
+    scale = (width - left - 210) / max(limit, *(sum(parts.values()) for _, parts, _ in bars))
+    for label, parts, end in bars:
+        x = left
+        for name, size in parts.items():
+            body.append(box(x, y, size * scale, 22, colours[name], stroke="#fff"))
+            x += size * scale
+        body += [text(8, y + 15, label), text(x + 6, y + 15, end)]
+        y += 30
+    if limit:
+        edge = left + limit * scale
+        body += [box(edge - 1, 28, 2, y - 28, "#d62728"), text(edge, 20, words, "middle")]
+    x = 8
+    for name, colour in colours.items() if len(colours) > 1 else ():
+        body += [box(x, y + 8, 14, 12, colour), text(x + 19, y + 19, name)]
+        x += 40 + 8 * len(name)
+    return frame(width, y + 28 * (x > 8), body)

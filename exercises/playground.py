@@ -61,10 +61,23 @@ def question(words: str, choices):
 
 
 @app.function
+def verdict(said: str, right: str, because: str):
+    """Compare the answer with the right one. because: why, in a sentence or two"""
+    words = "Right" if said == right else f"You said {said}, but it is {right}"
+    return mo.callout(mo.md(f"**{words}.** {because}"), kind="success" if said == right else "info")
+
+
+@app.function
+def refusal(error):
+    """Show the sentence of a UserError."""
+    return mo.callout(mo.md(f"**This combination breaks a rule:** {html.escape(str(error))}"), kind="warn")
+
+
+@app.function
 def page(form, right, because: str, controls, draw, in_words):
     """Show the question. After the answer, also show the verdict, the controls and the picture.
 
-    right(): the right choice. because: why, in a sentence or two
+    right(): the right choice. because: see verdict()
     draw(**values): the Figure for the controls' values. in_words(numbers): a sentence with the figure's numbers
     An export cannot be answered, so it shows everything.
     """
@@ -72,15 +85,12 @@ def page(form, right, because: str, controls, draw, in_words):
         return form
     parts = [form]
     if form.value is not None:
-        answer = str(right())
-        said = "Right" if form.value == answer else f"You said {form.value}, but it is {answer}"
-        parts.append(mo.callout(mo.md(f"**{said}.** {because}"), kind="success" if form.value == answer else "info"))
+        parts.append(verdict(form.value, str(right()), because))
     parts.append(mo.hstack([controls[name] for name in controls.elements], wrap=True, justify="start", gap=1.5))
     try:
         figure = draw(**controls.value)
     except UserError as error:
-        return mo.vstack([*parts, mo.callout(mo.md(f"**This combination breaks a rule:** {html.escape(str(error))}"),
-                                             kind="warn")])
+        return mo.vstack([*parts, refusal(error)])
     words = in_words(figure.numbers)
     return mo.vstack([*parts, mo.md(words), picture(figure.svg, re.sub("[*`]", "", words)),
                       *([table(figure.table)] if figure.table else [])])
@@ -88,13 +98,12 @@ def page(form, right, because: str, controls, draw, in_words):
 
 @app.cell(hide_code=True)
 def _():
-    NAMES = ("The grid", "Schedules", "Domino", "Memory", "Plan")
     running = mo.app_meta().mode == "run"
-    tab = mo.ui.tabs(dict.fromkeys(NAMES, ""))
+    tab = mo.ui.tabs(dict.fromkeys(("The grid", "Schedules", "Domino", "Memory", "Plan"), ""))
+    printed = "*This is a printed copy. The sliders work in* `marimo run exercises/playground.py`."
     mo.vstack([mo.md("# Playground\nAnswer the question of a page. Then move the sliders and watch the picture. "
                      "The numbers come from the functions that also plan real runs."),
-               tab.style(margin="0 -14px") if running else mo.md("*This is a printed copy. The sliders work in* "
-                                         "`marimo run exercises/playground.py`.")])
+               tab.style(margin="0 min(0px, 50vw - 209px)") if running else mo.md(printed)])
     return running, tab
 
 
@@ -122,7 +131,8 @@ def _(grid_controls, grid_form, running, tab):
         lines = [f"`{name}`: {figures.ROLES[name]} rank{'s' * (len(numbers[name]) > 1)} "
                  f"**{', '.join(map(str, numbers[name]))}**" for name in figures.PARTNERS if numbers.get(name)]
         return (f"Rank **{numbers['rank']}** holds {numbers['holds']}, which are {numbers['parameters']:,} parameters "
-                "of the model `nano`.\n\n" + "\n".join(f"- {one}" for one in lines or ["it talks to no other rank"]))
+                f"of the model `nano`. Of the 64 samples of a step, its replica trains on {numbers['samples']}.\n\n"
+                + "\n".join(f"- {one}" for one in lines or ["It talks to no other rank."]))
 
     page(grid_form, lambda: figures.grid(rank=5).numbers["pp"][0],
          "Rank 5 is in stage 1. It has the same place in its stage as rank 1 has in stage 0, so rank 1 sends it "
@@ -192,8 +202,9 @@ def _(domino_controls, domino_form, running, tab):
 
     def domino_words(numbers):
         return (f"A step takes **{numbers['bound']:.2f}** times as long as a perfect one, in which the shorter of work "
-                f"({numbers['work']:.1f} ms) and wires ({numbers['wires']:.1f} ms) is hidden entirely. It launches "
-                f"{numbers['collectives']} collectives."
+                f"({numbers['work']:.1f} ms) and wires ({numbers['wires']:.1f} ms) is hidden entirely; a "
+                f"millisecond stands for a million multiplications. The step launches {numbers['collectives']} "
+                "collectives."
                 + (" The blocking way has neither slices, columns nor sequence parallelism."
                    if domino_controls.value["way"] == "blocking" else ""))
 
@@ -281,17 +292,18 @@ def _(PLAN_BECAUSE, plan_button, plan_controls, plan_form, running, searched, ta
         try:
             figure = figures.search(**plan_controls.value, progress=progress)
         except UserError as error:
-            return [mo.callout(mo.md(f"**This combination breaks a rule:** {html.escape(str(error))}"), kind="warn")]
+            return [refusal(error)]
         layouts = figure.numbers["layouts"]
         if not layouts:
             return [mo.callout(mo.md(html.escape(figure.numbers["words"])), kind="warn")]
-        best, said = layouts[0], plan_form.value or "nothing"
-        question_again = [plan_controls.value[name] for name in ("model", "gpus")] == ["gpt2-xl", 8]
-        words = (f"The fastest layout of **{best['model']}** is tp {best['tp']}, pp {best['pp']}, dp {best['dp']}: "
-                 f"**{best['step_s']:.3f} s** per step. This command trains with it:")
-        return [*[mo.callout(mo.md(f"You said {said}. {PLAN_BECAUSE}"), kind="info")] * question_again,
-                mo.md(f"{words}\n\n```sh\n{best['command']}\n```"), picture(figure.svg, "The ten fastest layouts"),
-                table(figure.table), mo.accordion({"Commands of the other layouts": mo.md("\n\n".join(
+        best = layouts[0]
+        asked = plan_form.value and [plan_controls.value[name] for name in ("model", "gpus")] == ["gpt2-xl", 8]
+        found = ", ".join(f"{name} {best[name]}" for name in ("tp", "pp", "dp") if best[name] > 1)
+        return [*([verdict(plan_form.value, found, PLAN_BECAUSE)] if asked else []),
+                mo.md(f"The fastest layout of **{best['model']}** takes **{best['step_s']:.3f} s** per step. This "
+                      f"command trains with it:\n\n```sh\n{best['command']}\n```"),
+                picture(figure.svg, "The ten fastest layouts"),
+                mo.accordion({"Commands of the other layouts": mo.md("\n\n".join(
                     f"{i}.\n```sh\n{one['command']}\n```" for i, one in enumerate(layouts[1:], 2)))})]
 
     parts = [plan_form]
