@@ -24,15 +24,15 @@ import sys
 
 from nanodomino.errors import run_command
 
-QUESTIONS = ("overlap", "throughput", "pipeline", "zero", "comm", "checkpoint", "memory", "recompute", "timeline",
-             "plan")
+QUESTIONS = ("overlap", "throughput", "pipeline", "zero", "collectives", "checkpoint", "memory", "recompute",
+             "timeline", "plan")
 
 
 def main(arguments: list[str]) -> int:
     """Answer the question that the command line asks, and return the exit code."""
     # This import takes seconds. Here, inside run_command, Ctrl-C during the import ends without a traceback.
-    from benchmarks import common
-    return common.main(QUESTIONS, __doc__, arguments)
+    from benchmarks import runner
+    return runner.main(QUESTIONS, __doc__, arguments)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.common import (Times, about, add_config_flags, bytes_text, config_here, gathered, join, progress,
+from benchmarks.runner import (Times, about, add_config_flags, bytes_text, config_here, gathered, join, progress,
                                ratios, table)
 from nanodomino.analysis.formulas import parameter_count
 from nanodomino.analysis.machine import slowest, synchronize_ranks

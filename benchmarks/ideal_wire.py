@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.common import RandomTokens
+from benchmarks.runner import RandomTokens
 from nanodomino import pipeline
 from nanodomino.domino import Domino
 from nanodomino.dry_run.accounts import MATMULS

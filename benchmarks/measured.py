@@ -1,4 +1,4 @@
-"""Measures a real training step on every rank, and runs the same step dry: for `bench.py comm`, memory and recompute.
+"""Measures a real training step on every rank, and runs the same step dry: for collectives, memory and recompute.
 
 The same `Accounts` (dry_run/accounts.py) count both. A dry run must come before the process groups, because a process
 can be in only one world. So rank 0 runs all ranks dry first, while the others wait for it to connect.
@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 import train
-from benchmarks.common import RandomTokens, config_here, join
+from benchmarks.runner import RandomTokens, config_here, join
 from nanodomino.comm import scatter_and_gather
 from nanodomino.comm.scatter_and_gather import TAGS
 from nanodomino.comm.world import find_device

@@ -13,8 +13,8 @@
 """
 
 from benchmarks import measured
-from benchmarks.common import about, add_config_flags, describe, gathered, table
-from benchmarks.measured import processes  # noqa: F401, called by common.main
+from benchmarks.runner import about, add_config_flags, describe, gathered, table
+from benchmarks.measured import processes  # noqa: F401, called by runner.main
 from nanodomino.config.config import Config
 from nanodomino.dry_run.rank import RankRun
 

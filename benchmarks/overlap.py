@@ -11,8 +11,8 @@ with the same weights and tokens:
                 needs at least two microbatches
     compute     domino without its collectives; its results are wrong, but it computes as much
     wires       domino's collectives without the computation
-    dtensor     plain.py, whose layers torch splits with ColwiseParallel and RowwiseParallel; each rank holds the whole
-                embedding and head
+    dtensor     plain_model.py, whose layers torch splits with ColwiseParallel and RowwiseParallel; each rank holds the
+                whole embedding and head
 
 With --compile (the default on CUDA) all alternatives but blocking and dtensor are compiled. So then compare domino
 with megatron.
@@ -62,11 +62,11 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import (Figure, RandomTokens, Times, about, add_config_flags, bind_to_one_core, bytes_text,
+from benchmarks.runner import (Figure, RandomTokens, Times, about, add_config_flags, bind_to_one_core, bytes_text,
                                compare, config_here, describe, join, progress, ratio_text, ratios, require_same_work,
                                table)
 from benchmarks.ideal_wire import IdealStage, log_of, pipeline_step
-from benchmarks.plain import Plain, mean_loss
+from benchmarks.plain_model import Plain, mean_loss
 from benchmarks.slow_network import INTERFACE
 from nanodomino.comm.scatter_and_gather import all_gather, reduce_scatter
 from nanodomino.comm.world import keep_freed_memory

@@ -4,7 +4,7 @@ A step is forward and backward of m microbatches on p stages, without the optimi
 these implementations, called sides, run in turn with the same weights and tokens. Losses and gradients must agree:
 
     domino    nanodomino as it trains: pipeline.run with Domino's stages
-    torch     torch.distributed.pipelining with stages of plain.py, for the schedules that torch also has
+    torch     torch.distributed.pipelining with stages of plain_model.py, for the schedules that torch also has
 
 The columns of the table:
 
@@ -36,9 +36,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import train
-from benchmarks.common import (Figure, RandomTokens, about, add_config_flags, compare, config_here, describe, gathered,
+from benchmarks.runner import (Figure, RandomTokens, about, add_config_flags, compare, config_here, describe, gathered,
                                join, ratio_text, ratios, require_same_work, table)
-from benchmarks.plain import Plain
+from benchmarks.plain_model import Plain
 from nanodomino.comm.trace import Trace
 from nanodomino.config.config import Config
 from nanodomino.domino import Domino

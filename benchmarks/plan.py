@@ -1,7 +1,7 @@
 """Would this model fit on those GPUs, and how fast would it be? Runs training steps dry; trains nothing.
 
     memory           what a GPU of each stage needs (dry_run/stages.py, checked by `bench.py memory`)
-    communication    what a GPU sends in a step, by process group (checked by `bench.py comm`)
+    communication    what a GPU sends in a step, by process group (checked by `bench.py collectives`)
     step time        computed from data sheets and assumptions (analysis/machine.py). The assumptions are printed, and
                      flags change most of them. "exposed" is the time that a GPU waits for communication or copies
 
@@ -21,7 +21,7 @@ from functools import partial
 
 import train
 from benchmarks import plan_search, published
-from benchmarks.common import about, add_config_flags, bytes_text, config_of, describe, seconds_text, table
+from benchmarks.runner import about, add_config_flags, bytes_text, config_of, describe, seconds_text, table
 from benchmarks.plan_search import CHANNELS, CONNECTION_BYTES, communicator_bytes
 from nanodomino.analysis.formulas import (active_parameter_count, bytes_sent, mfu, parameter_count,
                                           state_bytes_per_parameter)

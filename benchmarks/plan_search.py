@@ -34,7 +34,7 @@ import math
 import sys
 
 import train
-from benchmarks.common import CONFIG_FLAGS, about, bytes_text, progress, seconds_text, table
+from benchmarks.runner import CONFIG_FLAGS, about, bytes_text, progress, seconds_text, table
 from nanodomino.analysis.formulas import flops_per_token, mfu, parameter_count, state_bytes_per_parameter
 from nanodomino.analysis.hardware import FP8_SPEEDUP
 from nanodomino.analysis.machine import Machine

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 import train
-from benchmarks.common import table
+from benchmarks.runner import table
 from nanodomino.analysis.machine import Machine
 from nanodomino.config.config import Config
 from nanodomino.dry_run.accounts import Launch, Operation, Wait

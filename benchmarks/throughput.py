@@ -3,12 +3,12 @@
 One process runs full training steps of several implementations in turn, on the same batch and from the same weights:
 
     nanodomino   train.py's train_step: Domino with one slice, flat buckets, clipping, AdamW
-    plain        plain.py in nanoGPT's loop: zero_grad, forward and backward of the microbatches, clip_grad_norm_, fused
-                 AdamW; for bfloat16, autocast with fp32 weights
+    plain        plain_model.py in nanoGPT's loop: zero_grad, forward and backward of the microbatches, clip_grad_norm_,
+                 fused AdamW; for bfloat16, autocast with fp32 weights
 
-With --against, the same loop trains other implementations instead of plain.py's, all in the same rounds: `transformers`
-is Hugging Face Transformers' model, for every model that nanodomino can export. `uncompiled` is nanodomino itself
-without torch.compile.
+With --against, the same loop trains other implementations in place of plain_model.py, all in the same rounds.
+`transformers` is Hugging Face Transformers' model, for every model that nanodomino can export. `uncompiled` is
+nanodomino itself without torch.compile.
 
 With --compile (the default on CUDA) all others are compiled. The losses of the first steps must agree. MFU is relative
 to the device's dense 16-bit peak and counts 6 N + 12 L n d s FLOPs per token. It is null if that peak is unknown.
@@ -28,12 +28,12 @@ import torch
 from torch import nn
 
 import train
-from benchmarks.common import (GPT2, RandomTokens, Times, about, add_config_flags, compare, config_here, describe, join,
+from benchmarks.runner import (GPT2, RandomTokens, Times, about, add_config_flags, compare, config_here, describe, join,
                                ratio_text, ratios, require_same_work, table)
-from benchmarks.plain import Plain, adamw, mean_loss
+from benchmarks.plain_model import Plain, adamw, mean_loss
 from nanodomino.analysis.formulas import flops_per_token, parameter_count
 from nanodomino.analysis.hardware import find_peak_flops
-from nanodomino.checkpoint.index import slices
+from nanodomino.checkpoint.tensor_index import slices
 from nanodomino.domino import Domino
 from nanodomino.errors import UserError, require
 from nanodomino.huggingface.families import family_of, write_config
@@ -139,11 +139,11 @@ class MeanLoss(nn.Module):
 
 
 def plain(config, ours) -> MeanLoss:
-    """Return the model of plain.py with the weights of `ours`. Raises UserError if it is not built like GPT-2."""
+    """Return the model of plain_model.py with the weights of `ours`. Raises UserError if it is not built like GPT-2."""
     require(config.normalization == "LayerNorm" and config.position_embedding_type == "learned_absolute"
             and not config.swiglu and config.num_query_groups == config.num_attention_heads and config.tied,
-            "plain.py has only GPT-2's LayerNorm, learned positions, GELU, multi-head attention and tied head, but "
-            "this model differs; try --against transformers")
+            "plain_model.py has only GPT-2's LayerNorm, learned positions, GELU, multi-head attention and tied head, "
+            "but this model differs; try --against transformers")
     return MeanLoss(Plain(config).load(ours.state_dict()), lambda model, tokens: model(tokens))
 
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import train
-from benchmarks.common import BENCH, RandomTokens, about, config_of, describe, join
+from benchmarks.runner import BENCH, RandomTokens, about, config_of, describe, join
 from nanodomino.comm.trace import Trace
 from nanodomino.domino import Domino
 from nanodomino.plot.svg import check_output, write_output

@@ -6,8 +6,8 @@ called sides, run in turn with the same initial weights and tokens. The losses o
     zero-1      nanodomino: train.py's step; optimizer state is sharded
     zero-0      nanodomino: nothing is sharded
     zero-2      nanodomino: gradients are sharded, too, and reduced after each microbatch
-    ddp-zero    torch: DistributedDataParallel around plain.py with ZeroRedundancyOptimizer, which gives each replica
-                the optimizer state of some whole parameters. Gradients are reduced once, in the last microbatch
+    ddp-zero    torch: DistributedDataParallel around plain_model.py with ZeroRedundancyOptimizer, which gives each
+                replica the optimizer state of some whole parameters. Gradients are reduced once, in the last microbatch
     ddp         torch: DistributedDataParallel with AdamW; nothing is sharded
     fsdp2       torch: fully_shard of each layer, which is ZeRO-3. Each layer's weights are gathered in forward, freed,
                 and gathered again in backward. Gradients are reduced after each microbatch
@@ -48,9 +48,9 @@ import torch.distributed as dist
 from torch import nn
 
 import train
-from benchmarks.common import (RandomTokens, Times, about, add_config_flags, bytes_text, compare, config_here, describe,
+from benchmarks.runner import (RandomTokens, Times, about, add_config_flags, bytes_text, compare, config_here, describe,
                                gathered, join, ratio_text, ratios, require_same_work, table)
-from benchmarks.plain import adamw
+from benchmarks.plain_model import adamw
 from benchmarks.throughput import COMPARED_STEPS, OurTraining, PlainTraining, plain
 from nanodomino.analysis.formulas import parameter_count, state_bytes_per_parameter
 from nanodomino.config.config import Config

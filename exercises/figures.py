@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import train
 from benchmarks import ideal_wire, plan, plan_search
-from benchmarks.common import bytes_text, parse, seconds_text
+from benchmarks.runner import bytes_text, parse, seconds_text
 from benchmarks.ideal_wire import IdealGroup, IdealStage, MatmulClock, Wire
 from nanodomino import pipeline
 from nanodomino.analysis.formulas import state_bytes_per_parameter

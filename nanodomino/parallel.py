@@ -39,7 +39,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from nanodomino.optim.parameters import parameter
+from nanodomino.optim.parameter_spec import parameter
 
 
 class CopyToTensorParallel(torch.autograd.Function):

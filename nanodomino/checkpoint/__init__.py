@@ -6,7 +6,7 @@
         rank-00000.bin ...   the numbers that rank 0 wrote, ...
 
     shards.py              finds the parts of the full tensors that a rank holds, so any layout can load any checkpoint
-    index.py               writes parts to files of raw bytes, and reads any other parts
+    tensor_index.py        writes parts to files of raw bytes, and reads any other parts
     save.py                writes each rank's share in the background; renaming the folder completes the checkpoint
     load.py                fills a model and an optimizer
     manifest.py            lists the size and SHA-256 of each file, and finds damage

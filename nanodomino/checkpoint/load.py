@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nanodomino.checkpoint.index import Index
+from nanodomino.checkpoint.tensor_index import Index
 from nanodomino.checkpoint.manifest import read_manifest
 from nanodomino.checkpoint.shards import Box, BucketRange, LocalBox, full_shapes, local_boxes
 from nanodomino.config.config import Config

@@ -15,7 +15,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from nanodomino.checkpoint.index import FORMAT, INDEX, Share, index_text
+from nanodomino.checkpoint.tensor_index import FORMAT, INDEX, Share, index_text
 from nanodomino.errors import UserError, require
 from nanodomino.files import open_regular_file, read_file, write_file
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from nanodomino.checkpoint.find_checkpoints import SAVED_MARKER, checkpoints_of, delete_checkpoint
-from nanodomino.checkpoint.index import FORMAT, Share, write_boxes
+from nanodomino.checkpoint.tensor_index import FORMAT, Share, write_boxes
 from nanodomino.checkpoint.manifest import flush_folder, step_of, write_manifest
 from nanodomino.checkpoint.shards import BucketRange, LocalBox, local_boxes, range_to_save
 from nanodomino.comm.world import TIMEOUT

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from nanodomino.checkpoint.find_checkpoints import with_checkpoint
-from nanodomino.checkpoint.index import Index
+from nanodomino.checkpoint.tensor_index import Index
 from nanodomino.checkpoint.load import open_weights, read_box
 from nanodomino.config.config import Config
 from nanodomino.corpus.huggingface_tokenizer import bytes_of_characters

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from nanodomino.checkpoint.index import FORMAT, write_boxes
+from nanodomino.checkpoint.tensor_index import FORMAT, write_boxes
 from nanodomino.checkpoint.manifest import write_manifest
 from nanodomino.checkpoint.shards import LocalBox
 from nanodomino.config.config import Config

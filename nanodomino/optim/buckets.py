@@ -4,7 +4,7 @@
     main_grad    | . . . . . . . . . . . . . . . . . . |     fp32 in 16-bit training; backward adds to views of it
 
 A collective or an optimizer then treats a bucket as one tensor, whatever parameters it holds. So all parameters of a
-bucket must have the same ParameterKind (parameters.py): the same weight decay, copies on the same ranks (the global
+bucket must have the same ParameterKind (parameter_spec.py): the same weight decay, copies on the same ranks (the global
 norm counts each parameter once), and gradients that the same ranks must sum.
 """
 
@@ -13,7 +13,7 @@ from collections import Counter
 import torch
 from torch import nn
 
-from nanodomino.optim.parameters import ParameterKind
+from nanodomino.optim.parameter_spec import ParameterKind
 
 ALIGNMENT = 16       # each parameter starts at a multiple of 16 elements, because tensor cores need aligned matrices
 

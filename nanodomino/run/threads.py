@@ -37,8 +37,8 @@ def choose_threads(config, device, record: dict | None = None, quiet=False) -> i
 
 
 def time_matmuls(config, numbers: tuple[int, ...]) -> list[float]:
-    """Return the mean seconds of four matmuls of a microbatch, in turn for each number of threads. Each time the first
-    timing only starts the threads. A median would leave out the long waits for a busy core."""
+    """Return the mean seconds of four matmuls of a microbatch, in turn for each number of threads. The first timing of
+    each number starts the threads and does not count. A median would leave out the long waits for a busy core."""
     times, end = {threads: [] for threads in numbers}, time.perf_counter() + SECONDS
     weight = torch.ones(config.ffn_hidden_size // config.tp, config.hidden_size, dtype=config.params_dtype)
     rows = min(config.micro_batch_size * config.seq_length, max(LARGEST // weight.numel(), 1))

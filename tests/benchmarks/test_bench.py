@@ -17,7 +17,7 @@ from support.harness import tiny
 
 from bench import QUESTIONS
 from benchmarks import checkpoint, comm, throughput
-from benchmarks.common import Figure, Times, compare, main, parse, ratios, require_same_work
+from benchmarks.runner import Figure, Times, compare, main, parse, ratios, require_same_work
 from benchmarks.overlap import figures_of
 from benchmarks.slow_network import LARGEST_PACKET, build, parse_rate, slow_wire
 from nanodomino.comm.world import LaunchInfo
@@ -53,8 +53,8 @@ def states_read_by_resume(arguments):
         states.update(box.name.split(".")[0] for box in boxes)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("benchmarks.common.start_world", lambda *_: None)        # the pool has joined the ranks
-        patch.setattr("benchmarks.common.read_launch_environment", LaunchInfo)
+        patch.setattr("benchmarks.runner.start_world", lambda *_: None)        # the pool has joined the ranks
+        patch.setattr("benchmarks.runner.read_launch_environment", LaunchInfo)
         patch.setattr("nanodomino.checkpoint.load.read_boxes", read)
         checkpoint.answer(parse(checkpoint, arguments), LaunchInfo())
     return states
@@ -135,7 +135,7 @@ def here(capsys, *arguments):
 
 @pytest.mark.exhaustive
 def test_comm():
-    record = ask("comm", *SMALL, "--tp", "2")
+    record = ask("collectives", *SMALL, "--tp", "2")
     assert record["exact"] is True
     assert {(row["group"], row["kind"]) for row in record["rows"]} == {("tp", "all_reduce"), ("world", "all_reduce")}
 
@@ -186,7 +186,7 @@ def test_a_count_that_differs_is_found_and_all_to_alls_are_compared_in_total():
     (["pipeline", "--pp", "1"], "--pp must be at least 2"),
     (["pipeline", "--microbatches", "8", "1"], "--microbatches must be at least --pp 2"),
     (["pipeline", "--microbatches", "7"], "--microbatches 7 must be divisible by the 3 rounds"),
-    (["comm", "--tp", "3"], "num-attention-heads 8 must be divisible by tensor-model-parallel-size 3"),
+    (["collectives", "--tp", "3"], "num-attention-heads 8 must be divisible by tensor-model-parallel-size 3"),
     (["zero", "--dp", "1"], "--dp must be at least 2"),
     (["zero", "--dtype", "float16"], "--dtype must not be float16, because the other implementations")])
 def test_bad_input_is_refused_in_one_sentence(capsys, arguments, rule):

@@ -11,7 +11,7 @@ from support.benchmark import ask, within
 
 import train
 from benchmarks import pipeline, zero
-from benchmarks.common import parse
+from benchmarks.runner import parse
 from nanodomino.comm.trace import Event
 from nanodomino.dry_run.rank import dry_run
 from nanodomino.errors import UserError

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import plan
-from benchmarks.common import config_of, main, parse
+from benchmarks.runner import config_of, main, parse
 from nanodomino.analysis.formulas import parameter_count
 from nanodomino.analysis.machine import Machine
 from nanodomino.dry_run.rank import dry_run

@@ -8,7 +8,7 @@ import torch
 
 import train
 from benchmarks import plan
-from benchmarks.common import about, bytes_text, main, parse, seconds_text
+from benchmarks.runner import about, bytes_text, main, parse, seconds_text
 from benchmarks.plan_search import CONNECTION_BYTES, Costs, communicator_bytes, needed_bytes
 from nanodomino.config.config import Config
 from nanodomino.dry_run.stages import step_seconds

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from benchmarks import plan, published
-from benchmarks.common import parse
+from benchmarks.runner import parse
 from benchmarks.published import RUNS, as_megatron, seconds
 from nanodomino.analysis.formulas import parameter_count
 from nanodomino.dry_run.accounts import Launch, Operation, Wait

@@ -11,7 +11,7 @@ import torch
 
 from nanodomino.checkpoint.__main__ import export
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of
-from nanodomino.checkpoint.index import Index, slices
+from nanodomino.checkpoint.tensor_index import Index, slices
 from nanodomino.checkpoint.load import load_weights, restore
 from nanodomino.checkpoint.manifest import read_manifest
 from nanodomino.checkpoint.save import allocate_host_copies
@@ -220,7 +220,7 @@ def load_with_a_bad_disk(config, folder):
     mesh, model, _, _ = build(config)
     with pytest.MonkeyPatch.context() as patch:
         if mesh.tp_rank == 1:
-            patch.setattr("nanodomino.checkpoint.index.open_regular_file", fail)
+            patch.setattr("nanodomino.checkpoint.tensor_index.open_regular_file", fail)
         with pytest.raises(UserError) as caught:
             load_weights(Path(folder), model)
     return str(caught.value)

@@ -35,7 +35,7 @@ def start_training(arguments: list[str]):
 
 def start_benchmark(arguments: list[str]):
     """Do what bench.py does before it starts processes. A plan starts none: make the whole plan."""
-    from benchmarks.common import MOST_PROCESSES, parse
+    from benchmarks.runner import MOST_PROCESSES, parse
 
     question = importlib.import_module(f"benchmarks.{arguments[0]}")
     flags = parse(question, arguments)

@@ -14,7 +14,7 @@ from support.harness import build, random_data, tiny
 import train
 from data.prepare import prepare
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of, recorded_settings
-from nanodomino.checkpoint.index import FORMAT, write_boxes
+from nanodomino.checkpoint.tensor_index import FORMAT, write_boxes
 from nanodomino.checkpoint.load import restore
 from nanodomino.checkpoint.manifest import write_manifest
 from nanodomino.checkpoint.save import Saver

@@ -10,8 +10,8 @@ from support.published_sizes import cluster, machine
 
 import train
 from benchmarks import measured
-from benchmarks.comm import comparable
-from benchmarks.common import RandomTokens
+from benchmarks.collectives import comparable
+from benchmarks.runner import RandomTokens
 from nanodomino.config.config import ALL_SCHEDULES
 from nanodomino.dry_run.accounts import Accounts, ActionEnd, Launch, Operation, Wait
 from nanodomino.dry_run.clock import Clock, clock_of

@@ -25,7 +25,7 @@ from support.reference import ReferenceGPT, build_optimizer, no_dropout
 from torch import nn
 
 import train
-from benchmarks.plain import Plain
+from benchmarks.plain_model import Plain
 from nanodomino.schedules.definitions import SCHEDULES
 
 TOLERANCE = 1e-9
@@ -88,7 +88,7 @@ def dtensor_step(config, weights, data):
 
 
 def sequence_parallel_step(config, weights, data):
-    """The same with sequence parallelism, around benchmarks/plain.py, whose names and qkv order are nanodomino's."""
+    """The same with sequence parallelism, around benchmarks/plain_model.py, whose names and qkv order are ours."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (ColwiseParallel, PrepareModuleInput, RowwiseParallel,

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from data.prepare import prepare
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of
-from nanodomino.checkpoint.index import Index
+from nanodomino.checkpoint.tensor_index import Index
 from nanodomino.checkpoint.load import load_weights, read_box
 from nanodomino.checkpoint.manifest import read_manifest, verify
 from nanodomino.comm.world import LaunchInfo

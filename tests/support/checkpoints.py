@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import train
-from nanodomino.checkpoint.index import FORMAT, INDEX
+from nanodomino.checkpoint.tensor_index import FORMAT, INDEX
 from nanodomino.checkpoint.load import restore
 from nanodomino.checkpoint.manifest import file_digest, manifest_text
 from nanodomino.checkpoint.save import Saver

@@ -48,7 +48,7 @@ from nanodomino.layers.activations import ACTIVATIONS
 from nanodomino.layers.dropout_and_positions import add_residual
 from nanodomino.layers.main_grad import add_weight_gradient, main_grad_of
 from nanodomino.layers.sublayer import Sublayer
-from nanodomino.optim.parameters import parameter
+from nanodomino.optim.parameter_spec import parameter
 from nanodomino.options.experts.router import Router, Routing
 from nanodomino.overlap.flight import prepare_all_to_all
 from nanodomino.overlap.inside import Inside

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nanodomino.layers.main_grad import add_gradients, add_weight_gradient, main_grad_of, wide_dtype
-from nanodomino.optim.parameters import parameter
+from nanodomino.optim.parameter_spec import parameter
 
 # The scores of any function but softmax are divided by their sum: for the weights over the k, for the loss over all E.
 SCORE_FUNCTIONS = {"softmax": partial(torch.softmax, dim=-1), "sigmoid": torch.sigmoid}

@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanodomino.layers.norms import Norm
-from nanodomino.optim.parameters import parameter
+from nanodomino.optim.parameter_spec import parameter
 
 
 class PredictionDepth(nn.Module):

@@ -45,7 +45,7 @@ class HostMemory:
         """Start to copy x to the host."""
         free = self.free.setdefault((x.shape, x.dtype), [])
         offloaded = Offloaded(free.pop() if free else torch.empty(x.shape, dtype=x.dtype, pin_memory=True), x)
-        # Wait, because the GPU may still compute x. The buffer's last copy back is then done too: take() waited for it.
+        # Wait: the GPU may still compute x. The buffer's last copy back is done then, because take() waited for it.
         self.out_stream.wait_stream(self.streams.current_stream())
         with self.streams.stream(self.out_stream):
             offloaded.host.copy_(x, non_blocking=True)

@@ -12,14 +12,14 @@ for each process group and kind, such as all_reduce:
 More slices and columns make more calls but not more bytes. How many rows a rank receives depends on the tokens. So for
 all-to-alls the calls are compared rank by rank, but the bytes in total over all ranks.
 
-    python bench.py comm --tp 2 --pp 2 --dp 2 --slices 2 --columns 2
+    python bench.py collectives --tp 2 --pp 2 --dp 2 --slices 2 --columns 2
 """
 
 from collections import Counter
 
 from benchmarks import measured
-from benchmarks.common import about, add_config_flags, bytes_text, describe, gathered, table
-from benchmarks.measured import alike, processes, text_of  # noqa: F401, common.main calls processes
+from benchmarks.runner import about, add_config_flags, bytes_text, describe, gathered, table
+from benchmarks.measured import alike, processes, text_of  # noqa: F401, runner.main calls processes
 from nanodomino.analysis.formulas import bytes_sent
 from nanodomino.config.config import Config
 
