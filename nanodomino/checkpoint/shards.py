@@ -2,8 +2,8 @@
 
 A box is a rectangular part of a tensor, given by its offset and size. A checkpoint stores boxes, and tensor_index.py
 reads any other boxes from them, whichever rank and layout wrote them. So a rank only has to name its boxes. But the
-range that a rank owns need not begin or end where a row of a matrix does. It may hold the end of one row, some whole rows and the
-start of another row, which makes at most three boxes:
+range that a rank owns need not begin or end where a row of a matrix does. It may hold the end of one row, some whole
+rows and the start of another row, which makes at most three boxes:
 
     elements 4 .. 19 of a matrix         .  .  .  .  4  5        boxes (offset, size):
     of four rows and six columns         6  7  8  9 10 11            (0, 4), 1 x 2

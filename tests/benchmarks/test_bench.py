@@ -16,7 +16,7 @@ from support.benchmark import ask, within
 from support.harness import tiny
 
 from bench import QUESTIONS
-from benchmarks import checkpoint, comm, throughput
+from benchmarks import checkpoint, collectives, throughput
 from benchmarks.runner import Figure, Times, compare, main, parse, ratios, require_same_work
 from benchmarks.overlap import figures_of
 from benchmarks.slow_network import LARGEST_PACKET, build, parse_rate, slow_wire
@@ -167,7 +167,7 @@ def test_a_count_that_differs_is_found_and_all_to_alls_are_compared_in_total():
     for counted, exact, words in (([(4, 70), (4, 90)], True, "if the bytes of all-to-alls are added up over all ranks"),
                                   ([(4, 70), (4, 80)], False, "some counts do not equal"),
                                   ([(3, 80), (4, 80)], False, "some counts do not equal")):
-        text, record = comm.report(config, dry, [{("ep", "all_to_all"): one} for one in counted])
+        text, record = collectives.report(config, dry, [{("ep", "all_to_all"): one} for one in counted])
         assert record["exact"] is exact and words in text
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanodomino.checkpoint import index
+from nanodomino.checkpoint import tensor_index
 from nanodomino.checkpoint.__main__ import export
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of
 from nanodomino.checkpoint.manifest import read_manifest, step_of, verify
@@ -28,7 +28,7 @@ def memory_written(config, folder):
             return super().write(data)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index, "open_regular_file", Recorder)
+        patch.setattr(tensor_index, "open_regular_file", Recorder)
         assert save() is None
     return written, [(box.values.data_ptr(), box.values.nbytes) for box in local_boxes(model, saver.copies)]
 
