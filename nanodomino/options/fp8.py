@@ -76,10 +76,6 @@ class Fp8Tensor:
     values: torch.Tensor
     scale: torch.Tensor
 
-    def transposed(self) -> "Fp8Tensor":
-        """Return x^T [k, rows]. x must have a single scale, or one for each column [1, k]."""
-        return Fp8Tensor(self.values.flatten(0, -2).t().contiguous(), self.scale.view(-1, 1))
-
     def chunk(self, count: int, dim: int) -> list["Fp8Tensor"]:
         """Cut x [rows, k] into chunks of rows (dim 0), which take their scales along, or of columns (dim 1)."""
         values = self.values.chunk(count, dim)
@@ -98,6 +94,11 @@ def to_8_bits(x, dtype, dim):
     return (x / scale).clamp_(-largest, largest).to(dtype), scale
 
 
+def transpose(values):
+    """Return a contiguous x^T [k, rows] of x [rows, k]."""
+    return values.t().contiguous()
+
+
 def scaled_matmul(a: Fp8Tensor, b: Fp8Tensor, dtype):
     """Return a b^T [rows of a, rows of b] in `dtype`. The sums are fp32."""
     return torch._scaled_mm(a.values.flatten(0, -2), b.values.t(), a.scale, b.scale.t(), out_dtype=dtype)
@@ -108,12 +109,14 @@ class Fp8Recipe:
     """Says how a sublayer multiplies in 8 bits.
 
     weight, activation, gradient   the function that converts such a tensor: x, dim -> to_8_bits(x, type, dim)
+    transpose                      see transpose(); torch's own kernel copies single bytes at a tenth of a GPU's rate
     rowwise                        whether each row has its own scale
     dtype                          the training type, in which matmuls return their results
     """
     weight: Callable
     activation: Callable
     gradient: Callable
+    transpose: Callable
     rowwise: bool
     dtype: torch.dtype
 
@@ -125,6 +128,7 @@ class Fp8Recipe:
         return cls(weight=lambda x, dim: to_8_bits(x, operand, dim),
                    activation=compiled(lambda x, dim: to_8_bits(x, operand, dim)),
                    gradient=compiled(lambda x, dim: to_8_bits(x, gradient, dim)),
+                   transpose=compiled(lambda values: transpose(values)),
                    rowwise=recipe == "rowwise", dtype=dtype)
 
     def convert(self, x, to_8_bits, summed=1) -> Fp8Tensor:
@@ -137,7 +141,8 @@ class Fp8Recipe:
 
     def convert_transposed(self, x, to_8_bits) -> Fp8Tensor:
         """Convert x [.., k] to x^T [k, rows], for a sum over the rows. x may be in 8 bits already."""
-        return (x if isinstance(x, Fp8Tensor) else self.convert(x, to_8_bits, summed=0)).transposed()
+        x = x if isinstance(x, Fp8Tensor) else self.convert(x, to_8_bits, summed=0)
+        return Fp8Tensor(self.transpose(x.values.flatten(0, -2)), x.scale.view(-1, 1))
 
 
 @dataclass(frozen=True, eq=False)
