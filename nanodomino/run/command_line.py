@@ -66,7 +66,7 @@ def read_settings(path: Path) -> dict:
     except (OSError, ValueError, RecursionError, UserError) as error:
         raise UserError(f"--config {path} can't be read ({getattr(error, 'strerror', None) or error}); give a JSON "
                         "file such as a run's config.json") from None
-    check_record(record, f"--config {path}")
+    record = check_record(record, f"--config {path}")
     unset = {setting.name: setting.default for setting in flag_settings(Config)
              if setting.name in record and record[setting.name] is None}
     return unset | (remembered_settings(record) if "given" in record else

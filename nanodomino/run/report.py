@@ -11,7 +11,6 @@ token takes 6 N + 12 L n d s FLOPs, with N active parameters, L layers, n heads 
 (flops_per_token in analysis/formulas.py).
 """
 
-import dataclasses
 import json
 import math
 import sys
@@ -23,6 +22,7 @@ from nanodomino.analysis.formulas import active_parameter_count, flops_per_token
 from nanodomino.analysis.hardware import find_peak_flops, peak_memory
 from nanodomino.checkpoint.find_checkpoints import recorded_settings
 from nanodomino.config.config import Config
+from nanodomino.config.saved_settings import to_record
 from nanodomino.corpus.prepared_folder import Corpus
 from nanodomino.errors import counted
 from nanodomino.files import write_file
@@ -56,7 +56,7 @@ class Report:
         if enabled:
             self.changes = changed_settings(run_dir, config) if first_step else []
             if first_step < config.train_iters or not (run_dir / "config.json").exists():
-                settings = json.dumps(dataclasses.asdict(config), indent=2) + "\n"       # stored for later launches
+                settings = json.dumps(to_record(config), indent=2) + "\n"           # stored for later launches
                 write_file(run_dir / "config.json", settings.encode())
             remove_outdated(path := run_dir / "metrics.jsonl", first_step)
             self.metrics, self.curve = MetricsFile(path, self.say), Curve(path)
