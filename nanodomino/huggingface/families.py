@@ -13,7 +13,8 @@ from nanodomino.config.config import ALL_PRESETS, Config
 from nanodomino.errors import UserError, require
 from nanodomino.huggingface.config_rules import ConfigReader, read_biases, read_rope, read_windows, shown, write_rope
 from nanodomino.huggingface.tensor_mapping import GPT2_MODULES, LLAMA_MODULES, MIXTRAL_MODULES, QWEN3_MOE_MODULES
-from nanodomino.settings.setting import flag_name
+from nanodomino.settings.rules import holds
+from nanodomino.settings.setting import flag_name, flag_settings
 
 IMPORTED_SEQ_LENGTH = 1024     # default seq-length of an imported model; less if the model has fewer positions
 HEADS, HEAD_SIZE = (lambda sizes: sizes.num_attention_heads,
@@ -102,6 +103,12 @@ QWEN3_MOE = dataclasses.replace(
                                "num_experts": 128, "num_experts_per_tok": 8},
     aliases={"num_local_experts": "num_experts"})
 
+# The settings of a model that read and write functions translate, or that do not change what a family's model computes.
+# A model with any other setting that its family does not name is not exported, unless the setting is off.
+TRANSLATED = {"layernorm_epsilon", "untie_embeddings_and_output_weights", "disable_bias_linear", "rotary_base",
+              "use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor",
+              "moe_router_pre_softmax", "model", "make_vocab_size_divisible_by", "ffn_hidden_size"}
+
 # {model_type: family}, without families of experts if that option is deleted
 SETTINGS = {field.name for field in dataclasses.fields(Config)}
 FAMILIES = {model_type: family for model_type, family in dict(
@@ -175,12 +182,22 @@ def family_of(config: Config) -> Family:
         actual = {setting: getattr(config, setting) for setting in needed}
         if not config.disable_bias_linear:                     # all matrices have a bias, so add_qkv_bias adds nothing
             actual["add_qkv_bias"] = False
+        for setting in unnamed_settings(family, config):
+            needed[setting.name], actual[setting.name] = setting.default, getattr(config, setting.name)
         differences[name] = [f"{flag_name(setting)[2:]} {value}, not {actual[setting]}"
                              for setting, value in needed.items() if actual[setting] != value]
     nearest = min(differences, key=lambda name: len(differences[name]))
     require(not differences[nearest], "no Hugging Face architecture known to nanodomino fits this model, not even the "
             f"nearest: {FAMILIES[nearest].architecture} needs {', '.join(differences[nearest])}; export another model")
     return FAMILIES[nearest]
+
+
+def unnamed_settings(family: Family, config: Config) -> list:
+    """Return the settings that change this model, and that neither the family nor TRANSLATED names."""
+    named = TRANSLATED | family.settings.keys() | {setting for setting, _ in family.sizes.values()}
+    return [setting for setting in flag_settings(config)
+            if setting.metadata["affects"] == "model" and setting.name not in named and getattr(config, setting.name)
+            and all(holds(need, config) for need in setting.metadata["needs"])]
 
 
 def write_config(config: Config, dtype: str) -> dict:

@@ -13,7 +13,7 @@ from nanodomino.checkpoint.find_checkpoints import delete_checkpoint
 from nanodomino.checkpoint.manifest import manifest_text
 from nanodomino.config.config import Config
 from nanodomino.errors import UserError
-from nanodomino.huggingface import export_model as exporting, import_model as importing
+from nanodomino.huggingface import export_model as exporting, families, import_model as importing
 from nanodomino.huggingface.__main__ import main
 from nanodomino.huggingface.export_model import export_model
 from nanodomino.huggingface.families import read_config, write_config
@@ -221,6 +221,14 @@ def test_a_model_that_no_family_fits_is_not_exported(choices, message):
     config = Config(**dict(num_layers=2, hidden_size=16, num_attention_heads=4) | choices)
     with pytest.raises(UserError, match=message):
         write_config(config.resolve(1).with_vocabulary(257), "float32")
+
+
+def test_a_model_with_a_setting_that_no_family_names_is_not_exported(monkeypatch):
+    """Such as a new boolean, without which the exported model would compute something else."""
+    monkeypatch.setattr(families, "TRANSLATED", families.TRANSLATED - {"use_rope_scaling"})
+    config = Config(model="nano-llama", use_rope_scaling=True).resolve(1).with_vocabulary(257)
+    with pytest.raises(UserError, match="LlamaForCausalLM needs use-rope-scaling .*, not True; export another"):
+        write_config(config, "float32")
 
 
 def test_a_value_above_the_maximum_of_the_dtype_is_named(folder, tmp_path):
