@@ -25,7 +25,7 @@ from nanodomino.zero import ZeroOptimizer
 def processes(flags) -> int:
     """Return tp x pp x cp x dp. Raises UserError for wrong flags, so that they are found before processes start."""
     world_size = max(1, math.prod((flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size,
-                                   flags.context_parallel_size, flags.data_parallel_size)))
+                                   getattr(flags, "context_parallel_size", 1), flags.data_parallel_size)))
     config_here(flags, world_size)
     return world_size
 

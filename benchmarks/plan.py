@@ -79,8 +79,8 @@ def processes(flags) -> int:
     flags.device = "cuda"
     if not flags.search:
         config_of(flags, flags.gpus)
-    require(not (flags.fp8_format and flags.gpu in WITHOUT_FP8), f"--fp8-format needs a GPU with fp8, but --gpu "
-            f"{flags.gpu} has none; try --gpu H100")
+    require(not (getattr(flags, "fp8_format", None) and flags.gpu in WITHOUT_FP8),
+            f"--fp8-format needs a GPU with fp8, but --gpu {flags.gpu} has none; try --gpu H100")
     require(DTYPES[flags.dtype].itemsize == 2,
             f"--gpu {flags.gpu} needs --dtype bfloat16 or float16, because only its 16-bit FLOP/s are known, but "
             f"--dtype is {flags.dtype}; try --dtype bfloat16")
@@ -126,7 +126,7 @@ def plan(config: Config, flags):
     text = "\n".join([
         f"{config.model}: {parameter_count(config):,} parameters, {config.dtype}, on {config.world_size} x {flags.gpu}",
         *([f"{config.num_experts} experts in a layer, assumed to be chosen equally often: a token uses "
-           f"{active_parameter_count(config):,} parameters"] if config.num_experts else []),
+           f"{active_parameter_count(config):,} parameters"] if getattr(config, "num_experts", None) else []),
         describe(config), "",
         table(["memory of a GPU", *MEMORY_TERMS, "total", ""],
               [[f"stage {stage}", *map(bytes_text, need.values()), bytes_text(sum(need.values())),

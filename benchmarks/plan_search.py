@@ -46,7 +46,6 @@ from nanodomino.dry_run.stages import (add_up, extrapolate, fullest_rank_bytes, 
 from nanodomino.errors import UserError, require
 from nanodomino.mesh import PIPELINE_THREAD_BLOCKS
 from nanodomino.model import words_at_end
-from nanodomino.options.recompute.tape_policy import GRANULARITIES
 from nanodomino.schedules import simulation
 from nanodomino.schedules.actions import Backward
 from nanodomino.schedules.definitions import SCHEDULES
@@ -62,8 +61,10 @@ MOST_CHUNKS = 4  # per stage, unless their number is given: more gain little, an
 LEAST_GAIN = 2e-4    # by how much a step must be shorter for one more chunk per stage
 LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "micro_batch_size")
 # What tapes may keep on the GPU, from most to least.
-RECOMPUTATION = [*({"recompute_granularity": name, "checkpoint_in_cpu": False} for name in GRANULARITIES),
-                 {"recompute_granularity": "full", "checkpoint_in_cpu": True}]
+RECOMPUTATION = [dict(recompute_granularity=name, checkpoint_in_cpu=offloads)
+                 for name, offloads in (("none", False), ("selective", False), ("full", False), ("full", True))]
+TRIED = {"num_experts", "context_parallel_size", "mtp_num_layers", "fp8_format", "sequence_parallel",
+         *RECOMPUTATION[0]}                              # settings of options
 FURTHER = ("cp_comm_type", "expert_model_parallel_size", "schedule", "virtual_stages", "slices", "columns",
            "sequence_parallel", "zero_stage", *RECOMPUTATION[0])
 WHOLE, PAIR = ("backward",), ("backward", "forward")
@@ -84,10 +85,11 @@ def communicator_bytes(config: Config, stage: int) -> int:
     In a ring, each rank receives from one rank and sends to one, however many ranks there are. Messages between stages
     use fewer channels, and one connection per neighbour. Trees and in-network reduction would need more memory.
     """
-    replicas, ends = config.dp * config.cp, (0, config.placement.location(config.placement.last)[0])
+    parts, ep = config.sample_parts, getattr(config, "ep", 1)
+    replicas, ends = config.dp * parts, (0, config.placement.location(config.placement.last)[0])
     tied = config.pp > 1 and words_at_end(config) and stage in ends and ends[1] > 0
-    experts = 2 + (replicas > config.ep) if config.ep > 1 else 0                        # rows, counts, gradients
-    rings = sum(ranks > 1 for ranks in (config.world_size, config.tp, config.cp, replicas)) + tied + experts
+    experts = 2 + (replicas > ep) if ep > 1 else 0                                      # rows, counts, gradients
+    rings = sum(ranks > 1 for ranks in (config.world_size, config.tp, parts, replicas)) + tied + experts
     neighbours = sum(stage in pair for pair in config.placement.neighbours)
     messages = PIPELINE_THREAD_BLOCKS * (1 + neighbours) if config.pp > 1 else 0   # 1: pipeline.connect's all-reduce
     return CONNECTION_BYTES * (CHANNELS * rings + messages)
@@ -418,6 +420,9 @@ SHARES = {"matmuls": ("matmuls",), "attention": ("attention",), "element-wise": 
 def answer(flags, machine: Machine, usable: float, peak: float, progress=progress):
     """Return (text, record) of the search. usable: bytes of a GPU's memory; peak: FLOP/s of a GPU; progress: as in
     Search.run()."""
+    missing = sorted(name for name in TRIED if not hasattr(Config, name))
+    require(not missing, f"--search tries settings that this copy lacks ({', '.join(missing)}); restore their options, "
+            "or give a layout without --search")
     config = Config(**{name: getattr(flags, name) for name in CONFIG_FLAGS} | {"device": "cuda"})
     search = Search(config, flags.gpus, set(CONFIG_FLAGS) & set(flags.given), machine, usable)
     print(f"searching for layouts of {flags.model} on {flags.gpus} x {flags.gpu}; this may take two minutes",

@@ -86,7 +86,12 @@ def main(questions, text: str, arguments: list[str]) -> int:
             dist.barrier()
             dist.destroy_process_group()
         return 0
-    except UserError as error:
+    except (UserError, ModuleNotFoundError) as error:
+        if isinstance(error, ModuleNotFoundError):
+            if not error.name.startswith("nanodomino.options."):
+                raise
+            error = f"bench.py {arguments[0]} measures the option {error.name.split('.')[2]}, which this copy lacks; " \
+                    "restore it, or ask another question"
         if os.environ.get("RANK", "0") in ("0", ""):
             print(f"error: {error}", file=sys.stderr)
         return 2
@@ -143,18 +148,18 @@ def config_here(flags, world_size: int, **settings) -> Config:
 
 def about(config: Config) -> dict:
     """Return the layout, the memory options and the sizes of the model for the JSON line."""
-    return {name: getattr(config, name) for name in (
-        "tp", "pp", "dp", "cp", "ep", "slices", "columns", "zero_stage", "schedule", "virtual_stages",
-        "sequence_parallel", "cp_comm_type", "recompute_granularity", "checkpoint_in_cpu", "model", "num_layers",
-        "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "micro_batch_size", "global_batch_size",
-        "microbatches", "dtype", "device", "compile")}
+    names = ("tp", "pp", "dp", "cp", "ep", "slices", "columns", "zero_stage", "schedule", "virtual_stages",
+             "sequence_parallel", "cp_comm_type", "recompute_granularity", "checkpoint_in_cpu", "model", "num_layers",
+             "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "micro_batch_size", "global_batch_size",
+             "microbatches", "dtype", "device", "compile")
+    return {name: getattr(config, name) for name in names if hasattr(config, name)}     # options may be deleted
 
 
 def describe(config: Config) -> str:
     """Return one line that describes the layout, the batch and the model, to be printed above a table."""
     chunks = f" with {config.virtual_stages} chunks per stage" if config.virtual_stages > 1 else ""
-    experts = f", ep {config.ep}" if config.num_experts else ""
-    shared = f", cp {config.cp} ({config.cp_comm_type})" if config.cp > 1 else ""
+    experts = f", ep {config.ep}" if getattr(config, "num_experts", None) else ""
+    shared = f", cp {config.cp} ({config.cp_comm_type})" if config.sample_parts > 1 else ""
     return (f"tp {config.tp}, pp {config.pp}, dp {config.dp}{shared}{experts}, slices {config.slices}, "
             f"columns {config.columns}, ZeRO stage {config.zero_stage}, {config.schedule}{chunks}"
             f"{config.in_words}; "

@@ -28,9 +28,9 @@ import torch
 from torch import nn
 
 import train
-from benchmarks.runner import (GPT2, RandomTokens, Times, about, add_config_flags, compare, config_here, describe, join,
-                               ratio_text, ratios, require_same_work, table)
 from benchmarks.plain_model import Plain, adamw, mean_loss
+from benchmarks.runner import (CONFIG_FLAGS, GPT2, RandomTokens, Times, about, add_config_flags, compare, config_here,
+                               describe, join, ratio_text, ratios, require_same_work, table)
 from nanodomino.analysis.formulas import flops_per_token, parameter_count
 from nanodomino.analysis.hardware import find_peak_flops
 from nanodomino.checkpoint.tensor_index import slices
@@ -62,8 +62,9 @@ def processes(flags) -> int:
 
 def answer(flags, launch):
     flags.vocab_size = flags.vocab_size or (BYTES if flags.model in ("nano", "nano-llama", "nano-moe") else GPT2)
+    no_loss = {name: 0.0 for name in CONFIG_FLAGS if name == "moe_aux_loss_coeff"}         # the others add none
     config = config_here(flags, launch.world_size, lr_decay_style="constant", lr_warmup_fraction=0.0,
-                         compile=flags.compile, moe_aux_loss_coeff=0.0)         # the others add no auxiliary loss
+                         compile=flags.compile, **no_loss)
     config, mesh = join(config, launch)
     tokens = RandomTokens(config, mesh.device)
     ours = OurTraining(config, mesh, tokens)

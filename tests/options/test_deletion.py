@@ -20,7 +20,7 @@ def copy_without(gone: list[str], folder: Path) -> Path:
     """Copy the project, without some options and their lines in the list."""
     for part in ("nanodomino", "data", "tests", "benchmarks", "exercises"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "python-stdlib"))
-    for file in ("train.py", "pyproject.toml"):
+    for file in ("train.py", "bench.py", "pyproject.toml"):
         shutil.copy(ROOT / file, folder)
     listed = folder / "nanodomino/config/options.py"
     for name in gone:
@@ -52,7 +52,7 @@ def test_without_an_option_the_rest_trains_and_is_exact(tmp_path, gone):
 
 
 def test_the_flags_of_a_missing_option_get_one_sentence(tmp_path):
-    """Help shows only what is left."""
+    """Help shows only what is left. A plan needs none of the options; a search would try them."""
     folder = copy_without(NAMES, tmp_path)
     code, output = run(folder, "train.py", "--help")
     settings = {name for option in OPTIONS for name in option.Settings.__dict__.get("__annotations__", {})}
@@ -60,3 +60,7 @@ def test_the_flags_of_a_missing_option_get_one_sentence(tmp_path):
     assert code == 0 and len(flags) > 20 and not flags & set(re.findall(r"--[\w-]+", output))
     code, output = run(folder, "train.py", "--num-experts", 4)
     assert code == 2 and output.count("\n") == 1 and "unrecognized arguments: --num-experts 4" in output
+    plan = ("bench.py", "plan", "--model", "gpt2", "--num-layers", 2, "--gpus", 8)
+    assert '"fits": true' in run(folder, *plan)[1]
+    code, output = run(folder, *plan, "--search")
+    assert code == 2 and output.count("\n") == 1 and "copy lacks (checkpoint_in_cpu, context_parallel_size" in output
