@@ -1,9 +1,6 @@
-"""The options: what goes beyond a dense GPT with tensor, pipeline and data parallelism. A list in config names them.
+"""The options: what goes beyond a dense GPT with tensor, pipeline and data parallelism. config/options.py lists them.
 
-An option is a file or a folder that contains everything about it. Its class Settings becomes a base of Config: it
-declares the option's settings, and overrides some of the seams of the core. Next to it there may be tables SCHEDULES,
-OPTIMIZERS, LR_DECAY_STYLES or PRESETS, whose entries are added to those of the core.
-
-    fp8.py, sequence_parallel.py, documents.py, eager_1f1b.py, muon.py
-    experts, context_parallel, multi_token_prediction, recompute       folders, each with a file `settings`
+An option is a file, or a folder with a file `settings`, that contains everything about it. Its class Settings becomes a
+base of Config: it declares the option's settings, and overrides some of the seams of the core. Next to it there may be
+tables SCHEDULES, OPTIMIZERS, LR_DECAY_STYLES or PRESETS, whose entries are added to those of the core.
 """
