@@ -138,7 +138,6 @@ def _(grid_controls, grid_form, running, tab):
          "Rank 5 is in stage 1. It has the same place in its stage as rank 1 has in stage 0, so rank 1 sends it "
          "activations. Rank 4 shares its matrices, and rank 7 holds the same weights in the other replica.",
          grid_controls, figures.grid, grid_words)
-    return
 
 
 # ---- schedules
@@ -177,7 +176,6 @@ def _(running, schedule_controls, schedule_form, tab):
          "Look at stage 0: it runs the forwards of microbatches 0 to 3 before the first backward. From then on, each "
          "backward frees one microbatch before the next forward adds one. GPipe would hold all eight.",
          schedule_controls, figures.schedule, schedule_words)
-    return
 
 
 # ---- Domino
@@ -212,7 +210,6 @@ def _(domino_controls, domino_form, running, tab):
          "While an all-reduce is in flight, nothing computes, so the times add up. The picture below shows Domino: "
          "while one slice's all-reduce is in flight, the other slice computes. Red hatching is time spent waiting.",
          domino_controls, figures.domino, domino_words)
-    return
 
 
 # ---- memory
@@ -245,7 +242,6 @@ def _(memory_controls, memory_form, running, tab):
          "2 bytes for the weight, 4 for its gradient in fp32, and 12 for AdamW: two moments and a master weight, each "
          "in fp32. ZeRO-1 divides the 12 by the number of replicas, and ZeRO-2 also the 4.",
          memory_controls, figures.memory, memory_words)
-    return
 
 
 # ---- plan
@@ -311,7 +307,6 @@ def _(PLAN_BECAUSE, plan_button, plan_controls, plan_form, running, searched, ta
         parts += [mo.hstack([*plan_controls.elements.values(), plan_button], wrap=True, justify="start", gap=1.5,
                             align="end"), *searching()]
     mo.vstack(parts)
-    return
 
 
 if __name__ == "__main__":
