@@ -15,11 +15,8 @@ from exercises import figures
 from nanodomino.config.config import ALL_SCHEDULES
 from nanodomino.errors import UserError
 from nanodomino.mesh import group_rows
-from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.schedules.placement_and_messages import timetable
 from nanodomino.schedules.simulation import bubble, peak_microbatches, simulate, step_time
-
-PICTURE = "data:image/svg+xml;base64,"
 
 
 def test_the_partners_of_each_rank_are_its_rows_in_the_mesh():
@@ -37,7 +34,7 @@ def test_a_schedule_is_drawn_with_the_numbers_of_its_simulation_and_its_formula(
     assert figure.numbers["step"] == step_time(rows) and figure.numbers["bubble"] == bubble(rows)
     assert figure.numbers["held"] == [peak_microbatches(row, lambda chunk: 1 / chunks) for row in table.rows]
     assert f"rank 0  {step_time(rows):10.1f}" in figure.svg
-    if name in SCHEDULES:
+    if name != "eager-1f1b":                 # the only one without a formula
         assert figure.numbers["formula_bubble"] == pytest.approx(bubble(rows))
         assert figure.numbers["formula_held"] == figure.numbers["held"]
 
@@ -54,9 +51,8 @@ def test_a_layer_is_drawn_with_the_bound_of_the_ideal_wire():
 
 
 def test_the_memory_is_that_of_bench_plan():
-    figure = figures.memory("gpt2", 8, "A100", tp=2, pp=2, zero_stage=2, recompute="full")
-    flags = parse(plan, "plan --model gpt2 --gpus 8 --gpu A100 --tp 2 --pp 2 --zero-stage 2 "
-                        "--recompute-granularity full".split())
+    figure = figures.memory("gpt2", 8, "A100", tp=2, pp=2, zero_stage=2)
+    flags = parse(plan, "plan --model gpt2 --gpus 8 --gpu A100 --tp 2 --pp 2 --zero-stage 2".split())
     plan.processes(flags)
     record = plan.plan(config_of(flags, 8), flags)[1]
     assert figure.numbers["stages"] == record["memory"] and figure.numbers["usable"] == record["usable_bytes"]
@@ -78,40 +74,28 @@ def page():
     """An open playground on a phone's width. At its end, the console must be without errors."""
     pytest.importorskip("marimo", reason="the playground needs marimo: pip install -r requirements-extra.txt")
     driver = pytest.importorskip("playwright.sync_api", reason="the browser is driven by playwright")
-    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    chromium or pytest.skip("no Chromium: apt-get install chromium")
+    chromium = shutil.which("chromium") or shutil.which("google-chrome") or pytest.skip("there is no Chromium")
     port, errors = str(free_port()), []
     command = [sys.executable, *f"-m marimo run exercises/playground.py --headless --no-token --port {port}".split()]
     server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert any("URL" in line for line in server.stdout), "marimo ended"
         with driver.sync_playwright() as started:
-            browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-            page = browser.new_page(viewport={"width": 390, "height": 1500})
+            page = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"]).new_page(
+                viewport={"width": 390, "height": 1500})
             page.set_default_timeout(60_000)
             page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
             page.on("pageerror", lambda error: errors.append(str(error)))
             page.goto(f"http://127.0.0.1:{port}")
             yield page
-            browser.close()
     finally:
-        server.terminate()
-        server.wait()
+        server.kill()
     assert errors == []
-
-
-def answer(page, tab, question):
-    """Open a tab and answer its question, before which there is no picture."""
-    page.get_by_role("tab", name=tab).click()
-    page.get_by_text(question).wait_for()
-    page.locator(f'img[src^="{PICTURE}"]').wait_for(state="detached")
-    page.get_by_role("radio").first.check()
-    page.get_by_role("button", name="Show").click()
 
 
 def see(page, figure):
     """Wait until the page shows this picture. The page itself must not scroll sideways."""
-    page.locator(f'img[src="{PICTURE}{base64.b64encode(figure.svg.encode()).decode()}"]').wait_for()
+    page.locator(f'img[src$="{base64.b64encode(figure.svg.encode()).decode()}"]').wait_for()
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
@@ -120,22 +104,21 @@ def see(page, figure):
     ("The grid", "Eight processes", figures.grid, dict(rank=5), 1, dict(tp=1)),
     ("Schedules", "Four stages", figures.schedule, {}, 0, dict(stages=3)),
     ("Domino", "The all-reduces", figures.domino, {}, 0, dict(ratio=0.75)),
-    ("Memory", "A GPU trains", figures.memory, dict(gpus=16, tp=2), 1, dict(tp=1))])
+    ("Memory", "A GPU trains", figures.memory, dict(gpus=16, tp=2), 1, dict(tp=1)),
+    ("Plan", "GPT-2 XL", figures.search, {}, None, None)])
 def test_a_page_asks_then_draws_follows_a_slider_and_refuses(page, tab, question, draw, values, slider, moved):
-    answer(page, tab, question)
+    page.get_by_role("tab", name=tab).click()
+    page.get_by_text(question).wait_for()
+    page.locator('img[src^="data:"]').wait_for(state="detached")
+    page.get_by_role("radio").first.check()
+    page.get_by_role("button", name="Show").click()
+    if tab == "Plan":
+        page.get_by_role("button", name="Search").click()
+        see(page, figure := draw())
+        return page.get_by_text(figure.numbers["layouts"][0]["command"]).first.wait_for()
     see(page, draw(**values))
     page.get_by_role("slider").nth(slider).press("ArrowLeft")
     see(page, draw(**values | moved))
-    if "tp" in moved:                    # 8 x pp are more than there are ranks
+    if tab == "The grid":
         page.get_by_role("slider").nth(slider).press("End")
-        with pytest.raises(UserError) as rule:
-            draw(**values | dict(tp=8))
-        page.get_by_text(str(rule.value)).wait_for()
-
-
-@pytest.mark.exhaustive
-def test_the_plan_shows_the_fastest_layouts_and_their_commands(page):
-    answer(page, "Plan", "GPT-2 XL")
-    page.get_by_role("button", name="Search").click()
-    see(page, figures.search())
-    page.get_by_text(figures.search().numbers["layouts"][0]["command"]).first.wait_for()
+        page.get_by_text("world size 8 must equal tensor x pipeline x data parallel = 8 x 2 x 1 = 16").wait_for()
