@@ -43,8 +43,9 @@ from nanodomino.timeline.merged_trace import COLLECTIVES, Recording, set_ready_t
 LOCK = threading.RLock()
 UNIT = 1e6                   # nanoseconds: a unit of a schedule's time is drawn as a millisecond
 RESERVE = 0.05               # the share of a GPU's memory that stays free, as in bench.py plan
-# The colours of a rank's partners, and of the parts of a GPU's memory.
-PARTNERS = {"tp": "#e69f00", "pp": "#9bd1f4", "dp": "#8cc63f", "cp": "#d0759c", "ep": "#c8a2d8"}
+# The colours of the chosen rank, of its partners, and of the parts of a GPU's memory.
+CHOSEN = "#ee8866"
+PARTNERS = {"tp": "#f3df6b", "pp": "#9bd1f4", "dp": "#8cc63f", "cp": "#d0759c", "ep": "#c8a2d8"}
 ROLES = {"tp": "sums activations with", "pp": "exchanges activations and their gradients in a pipeline with",
          "dp": "sums gradients with", "cp": "shares the tokens of each sample with",
          "ep": "exchanges tokens for experts with"}
@@ -99,15 +100,14 @@ def grid(world=8, tp=2, pp=2, cp=1, ep=1, rank=0) -> Figure:
         body += [text(8, y + 22, f"stage {stage}"), text(left, y + side + LINE - 4, stages[stage], "small pale")]
         for place in range(per_row):
             number, x = stage * per_row + place, left + place * side + place // tp * gap
-            colours = ["#1f1f1f"] * (number == mesh.rank) + [
+            colours = [CHOSEN] * (number == mesh.rank) + [
                 PARTNERS[name] for name, ranks in partners.items() if number in ranks]
             body += [box(x + i * (side - 4) / len(colours), y, (side - 4) / len(colours), side - 4, colour)
                      for i, colour in enumerate(colours)] or [box(x, y, side - 4, side - 4, "#eee")]
-            words = text(x + side / 2 - 2, y + 20, number, "middle")
-            body.append(words.replace("<text", '<text style="fill:#fff"') if number == mesh.rank else words)
+            body.append(text(x + side / 2 - 2, y + 20, number, "middle"))
         y += side + LINE + 8
     for name, ranks in {"this rank": [mesh.rank], **partners}.items():
-        body += [box(8, y, 14, 12, PARTNERS.get(name, "#1f1f1f")),
+        body += [box(8, y, 14, 12, PARTNERS.get(name, CHOSEN)),
                  text(28, y + 11, f"{name}: {', '.join(map(str, ranks))}")]
         y += LINE
     return Figure(frame(width, y + 6, body), {

@@ -29,7 +29,7 @@ with app.setup:
     from nanodomino.config.config import ALL_PRESETS, ALL_SCHEDULES
     from nanodomino.errors import UserError
     from nanodomino.options.recompute.tape_policy import GRANULARITIES
-    from nanodomino.settings.presets import DTYPES
+    from nanodomino.settings.presets import DTYPES, PRESETS
 
 
 @app.function
@@ -111,8 +111,9 @@ def _():
 
 @app.cell(hide_code=True)
 def _():
-    grid_form = question("Eight processes train with tp 2, pp 2 and dp 2. Ranks are numbered with tp fastest, then dp, "
-                         "then pp. Which rank sends activations to rank 5?", (1, 4, 7))
+    grid_form = question("Eight processes train with tensor parallelism (tp) 2, pipeline parallelism (pp) 2 and data "
+                         "parallelism (dp) 2. Ranks are numbered with tp fastest, then dp, then pp. Which rank sends "
+                         "activations to rank 5?", (1, 4, 7))
     grid_controls = mo.ui.dictionary({
         "world": mo.ui.slider(steps=[1, 2, 4, 6, 8, 12, 16, 24, 32], value=8, label="processes", show_value=True),
         "tp": mo.ui.slider(1, 8, value=2, label="tp", show_value=True),
@@ -130,13 +131,13 @@ def _(grid_controls, grid_form, running, tab):
     def grid_words(numbers):
         lines = [f"`{name}`: {figures.ROLES[name]} rank{'s' * (len(numbers[name]) > 1)} "
                  f"**{', '.join(map(str, numbers[name]))}**" for name in figures.PARTNERS if numbers.get(name)]
-        return (f"Rank **{numbers['rank']}** holds {numbers['holds']}, which are {numbers['parameters']:,} parameters "
+        return (f"Rank **{numbers['rank']}** holds {numbers['holds']}: {numbers['parameters']:,} parameters "
                 f"of the model `nano`. Of the 64 samples of a step, its replica trains on {numbers['samples']}.\n\n"
                 + "\n".join(f"- {one}" for one in lines or ["It talks to no other rank."]))
 
     page(grid_form, lambda: figures.grid(rank=5).numbers["pp"][0],
          "Rank 5 is in stage 1. It has the same place in its stage as rank 1 has in stage 0, so rank 1 sends it "
-         "activations. Rank 4 shares its matrices, and rank 7 holds the same weights in the other replica.",
+         "activations. Rank 4 holds the other half of its matrices, and rank 7 the same weights in the other replica.",
          grid_controls, figures.grid, grid_words)
 
 
@@ -219,7 +220,7 @@ def _():
     memory_form = question("A GPU trains in bfloat16 with AdamW, and nothing is sharded. How many bytes of weights, "
                            "gradients and optimizer state does it hold for each parameter?", (2, 6, 18))
     memory_controls = mo.ui.dictionary({
-        "model": mo.ui.dropdown([*ALL_PRESETS], value="gpt3-13b", label="model"),
+        "model": mo.ui.dropdown([*PRESETS], value="gpt3-13b", label="model"),     # dense: answers in a second
         "gpus": mo.ui.slider(steps=[1, 2, 4, 8, 16, 32, 64, 128], value=16, label="GPUs", show_value=True),
         "gpu": mo.ui.dropdown([*GPUS], value="H100", label="GPU"),
         "tp": mo.ui.slider(1, 8, value=2, label="tp", show_value=True),
