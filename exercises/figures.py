@@ -30,7 +30,7 @@ from nanodomino.config.config import Config
 from nanodomino.domino import Domino
 from nanodomino.dry_run.stages import stage_memory
 from nanodomino.errors import counted
-from nanodomino.mesh import meta_mesh
+from nanodomino.mesh import lay_out
 from nanodomino.model import meta_stage
 from nanodomino.plot.svg import LETTER, LINE, box, frame, text
 from nanodomino.run.report import describe_stage
@@ -38,7 +38,7 @@ from nanodomino.schedules import definitions, simulation
 from nanodomino.schedules.placement_and_messages import message_sent, timetable
 from nanodomino.settings.presets import PUBLISHED_VOCABULARIES
 from nanodomino.timeline import draw
-from nanodomino.timeline.merged_trace import COLLECTIVES, Recording, set_ready_times
+from nanodomino.timeline.merged_trace import COLLECTIVES, Recording
 
 LOCK = threading.RLock()
 UNIT = 1e6                   # nanoseconds: a unit of a schedule's time is drawn as a millisecond
@@ -83,13 +83,11 @@ def grid(world=8, tp=2, pp=2, cp=1, ep=1, rank=0) -> Figure:
     experts = dict(num_experts=8, expert_model_parallel_size=ep, disable_bias_linear=True) if ep > 1 else {}
     config = Config(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp,
                     global_batch_size=64, micro_batch_size=1, **experts).resolve(world).with_vocabulary(256)
-    (pp_rank, dp_rank, cp_rank, tp_rank) = torch.tensor(range(world)).view(pp, config.dp, cp, tp).eq(
-        min(rank, world - 1)).nonzero()[0].tolist()
-    options = {"cp": cp_rank} if cp > 1 else {}
-    mesh = meta_mesh(pp, config.dp, tp, pp_rank, dp_rank, tp_rank, **config.mesh_options, **options)
-    partners = {name: [one for one in mesh.rows[name] if one != mesh.rank] for name in PARTNERS if name in mesh.rows}
-    partners = {name: ranks for name, ranks in partners.items() if ranks}
-    held = sum(weight.numel() for weight in meta_stage(config, pp_rank, tp_rank).parameters())
+    sizes = {"pp": pp, "dp": config.dp, **config.inner_axes, "tp": tp}
+    mesh, _ = lay_out(min(rank, world - 1), sizes, torch.device("meta"), config.more_groups)
+    partners = {name: ranks for name in PARTNERS
+                if (ranks := [one for one in mesh.rows.get(name, ()) if one != mesh.rank])}
+    held = sum(weight.numel() for weight in meta_stage(config, mesh.pp_rank, mesh.tp_rank).parameters())
     stages = [describe_stage(config, stage) for stage in range(pp)]
 
     side, gap, left = 34, 14, 76
@@ -111,7 +109,7 @@ def grid(world=8, tp=2, pp=2, cp=1, ep=1, rank=0) -> Figure:
                  text(28, y + 11, f"{name}: {', '.join(map(str, ranks))}")]
         y += LINE
     return Figure(frame(width, y + 6, body), {
-        **partners, "rank": mesh.rank, "holds": stages[pp_rank], "parameters": held,
+        **partners, "rank": mesh.rank, "holds": stages[mesh.pp_rank], "parameters": held,
         "samples": config.global_batch_size // config.dp})
 
 
@@ -153,21 +151,22 @@ def schedule(name="1f1b", stages=4, microbatches=8, chunks=None, F=1.0, I=1.0, W
     heading = ("stage", "microbatches held", f"formula: {most}" if most else "no formula")
     table_rows = [(str(stage), f"{held[stage]:.3g}", f"{number:.3g}" if number is not None else "")
                   for stage, number in enumerate(found["formula_held"])]
-    caption = f"{name}: {stages} stages, {microbatches} microbatches; 1 ms in the picture is one unit of time"
-    return Figure(timeline(caption, [f"stage {stage}" for stage in range(stages)],
-                           events_of(table, rows, takes, message)),
-                  found | {"idle_formula": idle}, (heading, *table_rows))
+    caption = f"{name}: {counted(stages, 'stage')}, {counted(microbatches, 'microbatch')}; 1 ms is a unit of time"
+    places = [f"stage {stage}" for stage in range(stages)]
+    recording = Recording(caption, places, events_of(table, rows, takes, message))
+    return Figure(draw.picture([recording]), found | {"idle_formula": idle}, (heading, *table_rows))
 
 
 def events_of(table, rows, takes, message) -> list[list[Event]]:
-    """Return what each stage would have recorded, had it run the simulated schedule."""
+    """Return what each stage would have recorded, had it run the simulated schedule. `ready` is the end of a wait, so
+    all of it counts as idle; see merged_trace.py."""
     last = simulation.step_time(rows)
     events = [[event("step", 0, last, step=1)] for _ in rows]
     for stage, row in enumerate(rows):
         now = 0
         for action, start, end in row:
             if start > now:
-                events[stage].append(event("wait", now, start, group="pp"))
+                events[stage].append(event("wait", now, start, group="pp", ready=start * UNIT))
             now, begin = end, start
             halves = [(half, takes[half.kind]) for half in action.halves]
             if len(halves) > 1:                      # a pair takes turns: half of its backward, the forward, the rest
@@ -184,23 +183,12 @@ def events_of(table, rows, takes, message) -> list[list[Event]]:
                     events[sent[0]].append(event("receive", end + message, end + message, message=str(sent[1]),
                                                  peer=stage))
         if last > now:
-            events[stage].append(event("wait", now, last, group="pp"))
+            events[stage].append(event("wait", now, last, group="pp", ready=last * UNIT))
     return events
 
 
 def event(kind, begin, end, **args) -> Event:
     return Event(kind, round(begin * UNIT), round(end * UNIT), args)
-
-
-def timeline(caption: str, places: list[str], ranks: list[list[Event]]) -> str:
-    """Draw events as train.py draws those of a traced run."""
-    recording = Recording(caption, places, ranks)
-    set_ready_times(recording, [{"tp": (0, 1)}] * len(ranks))
-    for events in ranks:
-        for one in events:                           # a stage that waits for a message is idle
-            if one.kind == "wait" and one.args["group"] == "pp":
-                one.args["ready"] = one.end
-    return draw.picture([recording])
 
 
 # ---- Domino
@@ -212,7 +200,8 @@ class DrawnWire(Wire):
     def carry(self, size, *directions):
         begin, arrival = self.now(), super().carry(size, *directions)
         if "out" in directions and self.trace.recording:
-            self.trace.events.append(event("all_reduce", begin * 1e3, arrival.done * 1e3, group="tp"))
+            self.trace.events.append(event("all_reduce", begin * 1e3, arrival.done * 1e3, group="tp",
+                                           ready=round(begin * 1e9)))
         return arrival
 
     def wait_until(self, moment):
@@ -238,7 +227,7 @@ class WireTrace(Trace):
     def watch(self, kind, work, **args):
         if self.recording:                           # names the collective that the wire has just recorded
             last = next(one for one in reversed(self.events) if one.kind in COLLECTIVES)
-            last.kind, last.args = kind, {**args, "group": "tp"}
+            last.kind, last.args = kind, last.args | args
 
 
 @remembered
@@ -290,7 +279,8 @@ def domino(ratio=1.0, slices=2, columns=1, sequence_parallel=False, way="Domino"
                "wires": 1e3 * drawn.sent / wire.bandwidth,
                "collectives": sum(one.kind in COLLECTIVES for one in events)}
     words = way if way == "blocking" else f"{way}, {counted(slices, 'slice')}, {counted(columns, 'column')}"
-    return Figure(timeline(f"{words}: step / perfect step = {numbers['bound']:.2f}", ["tp 0 of 2"], [events]), numbers)
+    recording = Recording(f"{words}: step / perfect step = {numbers['bound']:.2f}", ["tp 0 of 2"], [events])
+    return Figure(draw.picture([recording]), numbers)
 
 
 # ---- memory
