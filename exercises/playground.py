@@ -21,6 +21,7 @@ with app.setup:
     from pathlib import Path
 
     import marimo as mo
+    import torch._dynamo         # noqa: F401     the first optimizer would import it, while a student waits
 
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
