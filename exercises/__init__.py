@@ -1,6 +1,6 @@
 """Ten blanks in nanodomino/minimal.py, each with a check that says what is wrong. README.md explains how to use them.
 
-    __main__.py     the command line: start, check, show, status
+    __main__.py     the command line: start, hint, check, show, status
     workbook.py     finds the exercises in minimal.py, cuts out their bodies, and puts answers in
     fake_ranks.py   lets ranks run as threads of one process, with a stand-in for torch.distributed
     stages.py       makes stages of a tiny model on fake ranks

@@ -1,6 +1,7 @@
-"""The command line: `python -m exercises start N | check N | show N | status | play`."""
+"""The command line: `python -m exercises start N | hint N | check N | show N | status | play`."""
 
 import argparse
+import json
 import re
 import subprocess
 import sys
@@ -75,6 +76,17 @@ def line_of(text, number):
     return workbook.parts(text)[workbook.exercises_of_reference()[number][0]][0] + 1
 
 
+def hint(number):
+    """Print the next hint. The file hints.json beside the work file counts them."""
+    seen_file, hints = WORK.parent / "hints.json", workbook.check_of(number).HINTS
+    seen = json.loads(seen_file.read_text()) if seen_file.exists() else {}
+    count = seen[str(number)] = seen.get(str(number), 0) % len(hints) + 1
+    seen_file.parent.mkdir(exist_ok=True)
+    seen_file.write_text(json.dumps(seen))
+    last = f"\nThis was the last hint. The reference: python -m exercises show {number}" * (count == len(hints))
+    print(f"Hint {count} of {len(hints)}: {hints[count - 1]}{last}")
+
+
 def check(number):
     if not WORK.exists() or workbook.state_of(read_work(), number) == "given":
         sys.exit(f"Exercise {number} has not been started. Run: python -m exercises start {number}")
@@ -110,9 +122,9 @@ def play():
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m exercises", description="Ten blanks in nanodomino/minimal.py.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for function, text in ((start, f"write {shown(WORK)} with a blank"), (check, "say what is wrong with the answer"),
-                           (show, "print the reference"), (status, "list all exercises"),
-                           (play, "open the playground in a browser")):
+    for function, text in ((start, f"write {shown(WORK)} with a blank"), (hint, "print the next hint"),
+                           (check, "say what is wrong with the answer"), (show, "print the reference"),
+                           (status, "list all exercises"), (play, "open the playground in a browser")):
         command = commands.add_parser(function.__name__, help=text)
         if function not in (status, play):
             command.add_argument("number", type=int, choices=workbook.CHECKS, metavar="N", help="1 to 10")

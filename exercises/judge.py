@@ -1,7 +1,7 @@
 """Compares what an answer computes with what minimal.py computes, and finds the typical mistake that explains it.
 
-A mistake is a sentence and a patch (old, new) of minimal.py. It is recognised by its effect: the patched minimal.py
-computes what the answer computes. How the answer is written does not matter.
+A mistake is a sentence and a patch (old, new) of minimal.py, or several: (old, new, old, new). It is recognised by its
+effect: the patched minimal.py computes what the answer computes. How the answer is written does not matter.
 """
 
 from functools import cache
@@ -20,32 +20,39 @@ def judge(program, answer, mistakes, right=None):
     """Raise Wrong unless program(answer) equals `right`, by default what minimal.py computes.
 
     program: runs a module on fake ranks and returns {name: value} for each rank, in the order in which the values are
-    computed. The first value that differs is compared with the value that each mistake computes. mistakes: {sentence:
-    (old, new)}; put a mistake that changes only later values before mistakes that also change earlier ones.
+    computed. The first value that differs is compared with the value that each mistake computes. Of several mistakes
+    that explain it, the one that explains the most values is told.
+    mistakes: {sentence: patches}
     """
     right, found = right or effect(program), program(answer)
-    for name in dict.fromkeys(name for one in right for name in one):
-        def column(results, name=name):
-            return [one.get(name) for one in results]               # None on a rank that does not have it
+    names = list(dict.fromkeys(name for one in right for name in one))
 
-        if all(map(equal, column(found), column(right))):
+    def column(results, name):
+        return [one.get(name) for one in results]                   # None on a rank that does not have it
+
+    def agree(one, other, name):
+        return all(map(equal, column(one, name), column(other, name)))
+
+    for name in names:
+        if agree(found, right, name):
             continue
-        for sentence, (old, new) in mistakes.items():
-            if all(map(equal, column(found), column(effect(program, old, new)))):
-                raise Wrong(sentence)
-        for rank, (one, other) in enumerate(zip(column(found), column(right))):
+        explained = {sentence: sum(agree(found, effect(program, *patches), other) for other in names)
+                     for sentence, patches in mistakes.items() if agree(found, effect(program, *patches), name)}
+        if explained:
+            raise Wrong(max(explained, key=explained.get))
+        for rank, (one, other) in enumerate(zip(column(found, name), column(right, name))):
             if not equal(one, other):
                 raise Wrong(f"{name} is wrong on rank {rank} of {len(found)}: {difference(one, other)}.")
 
 
 @cache
-def effect(program, old="", new=""):
-    """Return what a program computes with minimal.py or, given a mistake, with `old` replaced by `new` in its text."""
+def effect(program, *patches):
+    """Return what a program computes with minimal.py, whose text is patched: (old, new, old, new ...)."""
     text = MINIMAL.read_text()
-    if not old:
-        return program(load())
-    assert text.count(old) == 1, f"the mistake's text occurs {text.count(old)} times in minimal.py: {old}"
-    return program(load(reference=text.replace(old, new)))
+    for old, new in zip(patches[::2], patches[1::2]):
+        assert text.count(old) == 1, f"the mistake's text occurs {text.count(old)} times in minimal.py: {old}"
+        text = text.replace(old, new)
+    return program(load(reference=text))
 
 
 def equal(found, right):

@@ -27,7 +27,7 @@ class Wrong(Exception):
 
 
 def check_of(number):
-    """Import the file with the exercise's HINT and check()."""
+    """Import the file with the exercise's FACTS, HINTS and check()."""
     return importlib.import_module(f"{__package__}.checks.{CHECKS[number]}")
 
 
@@ -81,8 +81,9 @@ def marked(source, number, yours):
 
 
 def blanks(number):
-    """Return an exercise's functions without their bodies. Signatures and docstrings stay; the first gets the hint."""
-    sources, hint = [], [f"    # {line}".rstrip() for line in check_of(number).HINT.strip().splitlines()]
+    """Return an exercise's functions without their bodies. Signatures and docstrings stay; the first gets FACTS."""
+    facts = getattr(check_of(number), "FACTS", "") + f"If you are stuck: python -m exercises hint {number}"
+    sources, comment = [], [f"    # {line}" for line in facts.strip().splitlines()]
     for source in answer_in(MINIMAL.read_text(), number):
         lines, top = source.split("\n"), ast.parse(source).body[0]
         methods = [node for node in top.body if isinstance(node, ast.FunctionDef)]
@@ -91,8 +92,8 @@ def blanks(number):
             first = function.body[0].end_lineno if has_docstring else function.body[0].lineno - 1
             indent = " " * (function.col_offset + 4)
             lines[first:function.end_lineno] = [f'{indent}raise NotImplementedError("exercise {number}")']
-        lines[top.body[0].end_lineno:top.body[0].end_lineno] = hint
-        hint = []
+        lines[top.body[0].end_lineno:top.body[0].end_lineno] = comment
+        comment = []
         sources.append("\n".join(lines))
     return sources
 

@@ -8,20 +8,23 @@ from ..fake_ranks import World
 from ..judge import expect, expect_generator, judge, run_to_end
 from ..stages import draw, make_stage
 
-HINT = """
-forward_sublayer() above put (x, h, c, a) on slice.tape: h = norm(x), c = h W1^T + b1, a =
-core(c). a.backward(grad_a) fills c.grad; h.backward(grad_h) fills x.grad and the gradients of
-the norm.
-1. Which of the four matmuls does the all-reduce need? Compute only these, then launch it:
-   yield from all_reduce(stage, tensor, deferred=[(weight, output's gradient, input), ...])
-   works in place: it adds the deferred weight gradients while the all-reduce is in flight, and
-   afterwards the tensor holds the sum.
-2. Add to the gradients of b1 and b2 in place: they are views of one flat tensor.
-3. Return the gradient of x: of the sublayer, and of the skip path.
+FACTS = """
+`yield from all_reduce(stage, tensor, deferred=[(weight, output's gradient, input), ...])` works
+in place. While it is in flight, it adds the deferred weight gradients.
 """
+HINTS = (
+    "forward_sublayer() above put (x, h, c, a) on slice.tape: h = norm(x), c = h W1^T + b1, a = core(c). Walk back.",
+    "a.backward(grad_a) fills c.grad; h.backward(grad_h) fills x.grad and the gradients of the norm.",
+    "Which of the four matmuls does the all-reduce need? Compute only these before you launch it.",
+    "Add to the gradients of b1 and b2 in place: they are views of one flat tensor.",
+    "The gradient of x has two parts: that of the sublayer, and that of the skip path.")
 REDUCE = "yield from all_reduce(stage, grad_h, deferred=[(w2, gradient, a), (w1, c.grad, h)])\n    h"
 RETURN = "return gradient + x.grad"
 MISTAKES = {
+    "The incoming gradient is all-reduced instead of the outgoing one (f and g exchanged): every rank has the whole "
+    "gradient of y already, but only an addend of grad_h.":
+        ("a.backward(gradient @ w2) ", "gradient = 2 * gradient; a.backward(gradient @ w2) ",
+         REDUCE, REDUCE.replace("stage, grad_h,", "stage, grad_h.clone(),")),
     "The returned gradient misses the skip path: x + y + b2 passes its gradient to x unchanged, so add it.":
         (RETURN, "return x.grad"),
     "The returned gradient is the gradient of h: it must go through the norm, h.backward(grad_h), which fills x.grad.":

@@ -8,19 +8,17 @@ from ..fake_ranks import World
 from ..judge import expect, judge, run_to_end
 from ..stages import draw
 
-HINT = """
+FACTS = """
 `yield from all_reduce(stage, tensor)`, or with dist.ReduceOp.MAX as the third argument, works
-in place: it returns None, and afterwards the tensor holds the result. The steps:
-1. Columns from stage.vocab on are padding. This rank's first column is stage.grid.tp_rank *
-   logits.size(-1). Fill padding with -1e9, so that its exp is 0; you may change logits.
-2. The largest logit of each token [b, s], over all ranks: subtract it from all of the token's
-   logits.
-3. The sum of exp [b, s] over all ranks, and the label's logit, which only one rank has:
-   own_rows() says which, and at which of its columns. Stack them [2, b, s], so that one all-
-   reduce is enough.
-4. loss = log(sum) - logit at the label. gradient [b, s, v/t] = exp / sum, minus 1 at the
-   label.
+in place. Columns from stage.vocab on are padding, and a rank may have only padding.
 """
+HINTS = (
+    "Write softmax cross entropy for one rank first. Which two reductions over the vocabulary does it contain?",
+    "exp overflows for large logits. What may be subtracted from all logits of a token without changing the loss? All "
+    "ranks must subtract the same number.",
+    "This rank's first column is stage.grid.tp_rank * logits.size(-1). What value of a padding logit makes its exp 0?",
+    "Only one rank has the label's logit: own_rows() says which, and at which column. What must the others add?",
+    "The gradient is the softmax minus 1 at the label. It needs no further message: which sum do you have already?")
 B, S, COLUMNS, VOCAB = 2, 4, 8, 13
 MISTAKES = {
     "The loss counts padding on a rank that has only padding: stage.vocab minus its first column is negative there, so "
@@ -103,3 +101,6 @@ def check(answer, reference):
     numbers = world.carried[0] / 8 / (B * S)
     expect(numbers <= 4, f"The numbers are right, but each rank sends {numbers:g} numbers per token where three are "
                          "enough: the maximum, the sum of exp and the label's logit.")
+    calls = max(world.counts.values())
+    expect(calls <= 2, f"The numbers are right, but {calls} all-reduces follow each other where two suffice: stack the "
+                       "sum of exp and the label's logit [2, b, s], because each all-reduce costs a latency.")

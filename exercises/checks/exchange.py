@@ -8,13 +8,15 @@ from ..fake_ranks import Deadlock, RankError, World
 from ..judge import expect, judge
 from ..workbook import Wrong
 
-HINT = """
-action and following are "F", "B" or None. With grid = stage.grid, grid.previous and grid.next
-are ranks, or None at the ends; beware, rank 0 is false, too. A message has the shape
-stage.sizes.micro_batch, seq_length, hidden; create it on grid.device. torch has
-dist.P2POp(dist.isend or dist.irecv, tensor, rank), dist.batch_isend_irecv(list of P2POp), which
-refuses an empty list and returns works, and work.wait().
+FACTS = """
+action and following are "F", "B" or None. torch has dist.P2POp(dist.isend or dist.irecv, tensor,
+rank) and dist.batch_isend_irecv(list of P2POp), which refuses an empty list and returns works.
 """
+HINTS = (
+    "grid.previous and grid.next are ranks, or None at the ends. Whom does F receive from, and whom does B send to?",
+    "A message has the shape stage.sizes.micro_batch, seq_length, hidden; create it on grid.device.",
+    "Neighbours exchange F and B at the same time. If both wait for their send first, who posts the receives?",
+    "Call wait() on each of the works, and only then return the received tensor.")
 STAGES, MICROBATCHES = 3, 4
 RULES = {"isend": "F sends to the next stage and B to the previous one",
          "irecv": "it must receive what the following action needs: F from the previous stage, B from the next"}
@@ -64,9 +66,11 @@ def messages_of(minimal):
 def check(answer, reference):
     error, found = messages_of(answer)
     _, right = messages_of(reference)
+    last = [(set(sum(one[3], [])), set(sum(other[3], []))) for one, other in zip(found[2], right[2]) if one[2]]
+    with_stage_1 = {kind for one, _ in last for kind, _ in one if all(a == b for a, b in last)}
     for rank in range(STAGES):
         for one, other in zip(found[rank], right[rank]):
-            compare_messages(rank, *one, sum(other[3], []), error)
+            compare_messages(rank, *one, sum(other[3], []), error, with_stage_1)
     first_kinds = {batches[0][0][0] for entries in found.values() for *_, batches in entries[-1:] if batches}
     if isinstance(error, Deadlock) and len(first_kinds) == 1:
         first, second = ("send", "receive") if first_kinds == {"isend"} else ("receive", "send")
@@ -81,8 +85,11 @@ def check(answer, reference):
     judge(program, answer, {})
 
 
-def compare_messages(rank, action, following, ended, batches, right, error):
-    """Compare the messages that one call of exchange has posted with the right ones."""
+def compare_messages(rank, action, following, ended, batches, right, error, with_stage_1):
+    """Compare the messages that one call of exchange has posted with the right ones.
+
+    with_stage_1: the kinds of messages that stage 2 exchanges with stage 1, if it makes no mistake.
+    """
     where = f"On stage {rank} of {STAGES}, between {action or 'the start'} and {following or 'the end'}, exchange"
     found = sum(batches, [])
     for kind, peer in found:
@@ -93,6 +100,9 @@ def compare_messages(rank, action, following, ended, batches, right, error):
         expect(found.count((kind, peer)) == 1, f"{where} posts the {kind} with stage {peer} more than once.")
     if ended:
         for kind, peer in right:
+            if (kind, peer) not in found and peer == 0 and kind in with_stage_1:
+                raise Wrong(f"{where} posts no {kind} with stage 0, although stage 2 posts one with stage 1: rank 0 is "
+                            "false, too, so write `if source is not None` and not `if source`.") from error
             if (kind, peer) not in found:
                 raise Wrong(f"{where} does not {'send to' if kind == 'isend' else 'receive from'} stage {peer}, but "
                             f"{RULES[kind]}.") from error

@@ -7,12 +7,10 @@ from ..judge import expect, judge
 from ..stages import draw
 from ..workbook import Wrong
 
-HINT = """
-Read the picture above. ctx keeps what backward needs, such as the group. Each backward
-returns a gradient for every argument of its forward, and None for the group, which has none.
-all_reduce works in place, but neither forward nor backward may change its argument: autograd
-uses it elsewhere.
-"""
+HINTS = (
+    "Read the picture above. ctx keeps what backward needs, such as the group.",
+    "Each backward returns a gradient for every argument of its forward. The group has none: return None.",
+    "all_reduce works in place, but neither forward nor backward may change its argument: autograd uses it elsewhere.")
 F_BACKWARD = "dist.all_reduce(gradient := gradient.clone(), group=ctx.group)"
 G_FORWARD = "dist.all_reduce(total := addend.clone(), group=group)"
 G_BACKWARD = '''        return total
@@ -20,6 +18,11 @@ G_BACKWARD = '''        return total
     def backward(ctx, gradient):
         return gradient, None'''
 MISTAKES = {
+    "f and g are exchanged: f copies h forward and sums the outgoing gradient backward; g sums the addends forward and "
+    "passes the incoming gradient on.": (
+        "return h.view_as(h)", "dist.all_reduce(h := h.clone(), group=group); return h", F_BACKWARD, "pass",
+        G_FORWARD, "total = addend.clone(); ctx.group = group", G_BACKWARD, G_BACKWARD.replace(
+            "return gradient,", "dist.all_reduce(gradient := gradient.clone(), group=ctx.group); return gradient,")),
     "The output of f is 2 x too large: every rank has the same h already, so f's forward must not sum.":
         ("return h.view_as(h)", "dist.all_reduce(h := h.clone(), group=group); return h"),
     "The gradient of h is only this rank's own part: every rank computes a part of h's gradient, so f's backward "

@@ -6,10 +6,11 @@ from ..fake_ranks import World
 from ..judge import expect, judge
 from ..workbook import Wrong
 
-HINT = """
-next(generator) runs a slice until its next yield; the yielded value is None. next(generator,
-"ended") returns "ended" in place of raising StopIteration. Slices may end at different times.
-"""
+HINTS = (
+    'next(generator) runs a slice until its next yield; the yielded value is None. next(generator, "ended") returns '
+    '"ended" in place of raising StopIteration.',
+    "Slices may end at different times. A list that shrinks while a for loop walks it skips an element.",
+    "A deque can do it: take a slice from the left, resume it, and put it back at the right unless it has ended.")
 LOOP = '''    waiting = deque(generators)
     while waiting:
         generator = waiting.popleft()

@@ -6,12 +6,14 @@ from ..fake_ranks import World
 from ..judge import expect, judge
 from ..stages import fill_gradients, make_stage
 
-HINT = """
+FACTS = """
 loss is this rank's: its replica's loss on each tp rank of the last stage, 0 on other stages.
-gradient [n/dp] is the part that this replica owns. stage.counts [n] is 1 for each number that
-this rank shall count, 0 for copies; cut it like the gradient, tensor.chunk(dp)[dp_rank]. One
-all-reduce over all ranks is enough for both sums. Return two floats (.item()).
+gradient [n/dp] is the part that this replica owns. Return two floats.
 """
+HINTS = (
+    "stage.counts [n] is 1 for each number that this rank shall count, 0 for copies; cut it like the gradient.",
+    "Is the norm of the whole the sum of the parts' norms?",
+    "One all-reduce over all ranks is enough for both sums. Which ranks have the same loss?")
 SUM = "(gradient.square() * own).sum()"
 REDUCE = "    dist.all_reduce(sums)\n    return"
 MISTAKES = {

@@ -6,11 +6,11 @@ from numbers import Integral
 from ..fake_ranks import World
 from ..judge import expect
 
-HINT = """
-Read the picture above, in which a B takes twice as long as an F. Three phases: warm-up (only
-F), then pairs (F, B), then the remaining B. How many F does a stage run before its first
-pair? Stage 2 of 3 runs none, stage 0 runs two. There may be fewer microbatches than that.
-"""
+HINTS = (
+    "Read the picture above, in which a B takes twice as long as an F. There are three phases: a warm-up (only F), "
+    "then pairs (F, B), then the remaining B.",
+    "How many F does a stage run before its first pair? Stage 2 of 3 runs none, stage 0 runs two.",
+    "There may be fewer microbatches than that.")
 CASES = [(4, 6), (3, 4), (2, 5), (1, 3), (4, 4), (4, 2), (5, 1)]             # stages, microbatches
 
 

@@ -6,21 +6,18 @@ from ..fake_ranks import World
 from ..judge import expect, judge
 from ..stages import fill_gradients, make_stage
 
-HINT = """
-stage.grad [n], stage.flat [n] and stage.decays [n] are whole on each replica;
-tensor.chunk(grid.dp) cuts n into the replicas' parts. stage.moments [2, n/dp] are this
-replica's moment and square.
-1. Add the two stages' gradients of the word embedding, stage.weights[WORDS].grad, over
-   grid.tied_group, if there are several stages and this one has it.
-2. Reduce-scatter stage.grad over grid.dp_group; divide by the tokens of the whole batch.
-3. loss, norm = global_sums(stage, loss / tokens, own gradient); scale by min(1, clip / (norm
-   + 1e-6)).
-4. AdamW on the own part of stage.flat: weight *= 1 - lr * decay * decays; moment and square
-   are moving averages of gradient and gradient^2; weight -= lr * moment' / (sqrt(square') +
-   1e-8), where moment' = moment / (1 - beta1^step) and square' = square / (1 - beta2^step).
-5. All-gather the parts into stage.flat, and zero stage.grad for the next step. Return loss,
-   norm.
+FACTS = """
+stage.grad, stage.flat and stage.decays [n] are whole on each replica; tensor.chunk(grid.dp) cuts
+them. stage.moments [2, n/dp] are this replica's moment and square. Clip by norm + 1e-6. AdamW's
+epsilon is 1e-8. Leave stage.grad at zero.
 """
+HINTS = (
+    "Two collectives over grid.dp_group suffice: one before the update, one after it. Which, and on which tensors?",
+    "The word embedding is used at both ends of the pipeline. Which stages must add its gradients, before which sum?",
+    "A replica has the gradient of a sum of losses. By which number do you divide, and how often?",
+    "Clip by the norm of the whole model: global_sums(stage, loss / tokens, own gradient) returns loss and norm.",
+    "AdamW first shrinks the weight by lr * decay * decays. The moments average the gradient and its square. "
+    "Both start at 0, so divide them by 1 - beta^step before weight -= lr * moment / (sqrt(square) + 1e-8).")
 TIED = "if grid.pp > 1 and grid.tied_group: "
 CLIP = "gradient *= min(1.0, clip / (grad_norm + 1e-6))"
 DECAY = "weight *= 1.0 - lr * decay * stage.decays.chunk(grid.dp)[grid.dp_rank]"

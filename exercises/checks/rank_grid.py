@@ -7,12 +7,11 @@ import torch
 from ..fake_ranks import World
 from ..judge import expect
 
-HINT = """
-Returns ((pp_rank, dp_rank, tp_rank), stages, replicas, shards). The lists hold this rank and
-the ranks that differ from it only in pp_rank (stages), only in dp_rank (replicas) or only in
-tp_rank (shards). In the picture, rank 5 of tp 2 x pp 2 x dp 2 gets
-((1, 0, 1), [1, 5], [5, 7], [4, 5]).
-"""
+HINTS = (
+    "The lists hold this rank and the ranks that differ from it only in pp_rank (stages), only in dp_rank (replicas) "
+    "or only in tp_rank (shards).",
+    "In the picture, rank 5 of tp 2 x pp 2 x dp 2 gets ((1, 0, 1), [1, 5], [5, 7], [4, 5]).",
+    "torch.arange(n).view(a, b, c) numbers a grid; its last axis varies fastest. Which axis is that in the picture?")
 LAYOUTS = [(2, 2, 2), (2, 3, 4), (4, 2, 1), (3, 1, 2)]            # tp, pp, dp
 NAMES = ["(pp_rank, dp_rank, tp_rank)", "the row of stages", "the row of replicas", "the row of tp ranks"]
 

@@ -6,14 +6,16 @@ from ..fake_ranks import World
 from ..judge import judge
 from ..stages import draw, make_stage, shard
 
-HINT = """
-matrices() returns W1, b1, W2, b2, and norm(stage, f"{site}.norm", x) normalizes. CopyToRanks
-is f, SumOverRanks is g. core() works on [b, s, n/t]. Which of the six is computed on each
-rank for all ranks alike, and so belongs outside of f and g?
-"""
+HINTS = (
+    'matrices() returns W1, b1, W2, b2, and norm(stage, f"{site}.norm", x) normalizes. core() works on [b, s, n/t].',
+    "CopyToRanks is f, SumOverRanks is g. Where does the picture have them?",
+    "norm, b1, b2 and x: which of them are the same on all ranks, and so belong outside of f and g?")
 F = 'h = CopyToRanks.apply(norm(stage, f"{site}.norm", x), stage.grid.tp_group)'
 G = "return x + SumOverRanks.apply(addend, stage.grid.tp_group) + b2"
 MISTAKES = {
+    "f and g are exchanged: f stands before W1, because its backward sums the gradient that leaves W1; g stands after "
+    "W2, whose outputs are addends.": (F, F.replace("CopyToRanks", "SumOverRanks"),
+                                       G, G.replace("SumOverRanks", "CopyToRanks")),
     "The output contains b2 two times, once per tp rank: add b2 after g, whose sum would count it on every rank.":
         (G, "return x + SumOverRanks.apply(addend + b2, stage.grid.tp_group)"),
     "The output contains x two times, once per tp rank: add x after g, whose sum would count it on every rank.":

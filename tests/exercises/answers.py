@@ -72,8 +72,14 @@ BY_STEPS = """
     mine = ((logits - largest[..., None]) * here).sum(-1)
     yield from all_reduce(stage, mine)
     return torch.log(total) - mine, e / total[..., None] - here.to(e.dtype)"""
+STACKED = BY_STEPS.replace("    yield from all_reduce(stage, total)\n", "").replace(
+    "    yield from all_reduce(stage, mine)\n", """    both = torch.stack([total, mine])
+    yield from all_reduce(stage, both)
+    total, mine = both
+""")
 CROSS_ENTROPY = [
-    (BY_STEPS, None),
+    (STACKED, None),
+    (BY_STEPS, "but 3 all-reduces follow each other where two suffice"),
     (GATHERED, "each rank sends 8 numbers per token"),
     (BY_STEPS.replace("e / total[..., None]", "e / e.sum(-1, keepdim=True)"), "this rank's own sum of exp"),
     (BY_STEPS.replace("    dist.all_reduce(largest, dist.ReduceOp.MAX, group=stage.grid.tp_group)\n", ""),
@@ -166,6 +172,8 @@ EXCHANGE = [
     (("messages.append(dist.P2POp(dist.isend, output, target))", "messages.append(dist.isend(output, target))"),
      "does not hold only P2POp"),
     (("    if target is not None:\n", "    if action is not None:\n"), "but gets Tensor and NoneType"),
+    (("    if target is not None:\n", "    if target:\n"), "rank 0 is false, too"),
+    (("    if source is not None:\n", "    if source:\n"), "posts no irecv with stage 0, although"),
     (('{"F": grid.next, "B": grid.previous}.get(action)', 'grid.next if action else None'),
      "B to the previous one"),
     (('{"F": grid.previous, "B": grid.next}.get(following)', '{"F": grid.previous, "B": grid.next}.get(action)'),
@@ -236,6 +244,8 @@ def launch(text):
 
 
 BACKWARD = [
+    (launch(f"{WEIGHTS}").replace("    a.backward", "    yield from all_reduce(stage, gradient)\n    a.backward"),
+     "The incoming gradient is all-reduced instead of the outgoing one"),
     (launch(f"{WORK}\n    {WEIGHTS}\n    yield\n    work.wait()"), None),
     (launch(f"{WORK}\n    yield\n    {WEIGHTS}\n    work.wait()"), None),
     (launch(f"{WEIGHTS}\n    yield from all_reduce(stage, grad_h)"), "with one slice only 0%"),

@@ -15,8 +15,11 @@ TEXT = MINIMAL.read_text()
 def with_answer(number, answer):
     """Put an answer of answers.py into the text of minimal.py."""
     if isinstance(answer, tuple):
-        assert TEXT.count(answer[0]) == 1, f"occurs {TEXT.count(answer[0])} times in minimal.py: {answer[0]}"
-        return TEXT.replace(*answer)
+        text = TEXT
+        for old, new in zip(answer[::2], answer[1::2]):
+            assert text.count(old) == 1, f"occurs {text.count(old)} times in minimal.py: {old}"
+            text = text.replace(old, new)
+        return text
     (source,), raised = workbook.blanks(number), f'    raise NotImplementedError("exercise {number}")'
     return workbook.replace_answer(TEXT, number, [source.replace(raised, answer.lstrip("\n"))])
 
@@ -50,7 +53,7 @@ def test_a_check_says_what_is_wrong(number, answer, words, tmp_path, monkeypatch
 
 
 def test_the_command_line_keeps_answers(tmp_path, monkeypatch, capsys):
-    """Runs all four commands: an answer that passes stays, and a file whose answer does not pass is kept."""
+    """Runs all commands: an answer that passes stays, and a file whose answer does not pass is kept."""
     work = tmp_path / "minimal.py"
     monkeypatch.setattr(command_line, "WORK", work)
 
@@ -68,6 +71,9 @@ def test_the_command_line_keeps_answers(tmp_path, monkeypatch, capsys):
     assert run("check", "7") == "Exercise 7 has not been started. Run: python -m exercises start 7\n"
     assert f"fill the blank in {work}, line" in run("start", "7")
     assert run("check", "7") == "Exercise 7: interleave is still blank.\n"
+    hints = workbook.check_of(7).HINTS
+    for count, sentence in enumerate([*hints, hints[0]]):
+        assert run("hint", "7").startswith(f"Hint {count % len(hints) + 1} of {len(hints)}: {sentence}")
     answer(7, ANSWERS[7][0][0])
     assert run("check", "7").startswith("Exercise 7 is solved. Now read: `domino.py`")
 
@@ -98,5 +104,5 @@ def test_the_command_line_keeps_answers(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("number", ANSWERS)
 def test_each_mistake_that_a_check_knows_gets_its_own_sentence(number, tmp_path):
-    for sentence, (old, new) in getattr(workbook.check_of(number), "MISTAKES", {}).items():
-        assert check(number, with_answer(number, (old, new)), tmp_path) == sentence
+    for sentence, patches in getattr(workbook.check_of(number), "MISTAKES", {}).items():
+        assert check(number, with_answer(number, patches), tmp_path) == sentence
