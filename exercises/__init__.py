@@ -1,9 +1,10 @@
-"""Ten blanks in nanodomino/minimal.py, each with a check that says what is wrong. README.md explains how to use them.
+"""Sixteen blanks, each with a check that says what is wrong. README.md explains how to use them.
 
     __main__.py     the command line: start, hint, check, show, status
-    workbook.py     finds the exercises in minimal.py, cuts out their bodies, and puts answers in
+    beyond.py       the second tier: six pieces of the whole system, beside nanodomino/minimal.py
+    workbook.py     finds the exercises in minimal.py and beyond.py, cuts out their bodies, and puts answers in
     fake_ranks.py   lets ranks run as threads of one process, with a stand-in for torch.distributed
     stages.py       makes stages of a tiny model on fake ranks
-    judge.py        compares what an answer computes with minimal.py, and with typical mistakes
+    judge.py        compares what an answer computes with the reference, and with typical mistakes
     checks/         one file per exercise: its hint and its check
 """

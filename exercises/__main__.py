@@ -8,7 +8,7 @@ import sys
 from importlib.util import find_spec
 
 from . import workbook
-from .workbook import FOLDER, MINIMAL, WORK, shown
+from .workbook import FOLDER, shown
 
 
 def row_of(number):
@@ -17,47 +17,48 @@ def row_of(number):
     return row[1].split(" | ")
 
 
-def read_work():
-    """Return the work file's text, or None if there is none."""
-    if not WORK.exists():
+def read_work(number):
+    """Return the text of the work file that has exercise `number`, or None if there is no file."""
+    work = workbook.work_of(number)
+    if not work.exists():
         return None
-    text = WORK.read_text()
+    text, all_names = work.read_text(), workbook.exercises_of(workbook.source_of(number))
     try:
-        missing = [number for number in workbook.CHECKS if workbook.state_of(text, number) == "missing"]
+        missing = [other for other in all_names if workbook.state_of(text, other) == "missing"]
     except SyntaxError as error:
-        sys.exit(f"Python cannot read {shown(WORK)}: {error.msg}, in line {error.lineno} or just above: "
+        sys.exit(f"Python cannot read {shown(work)}: {error.msg}, in line {error.lineno} or just above: "
                  "correct it, or move the file away and start again.")
     if missing:
-        names = [name for number in missing for name in workbook.exercises_of_reference()[number]]
-        sys.exit(f"{shown(WORK)} must contain {', '.join(names)} at its top level: restore it, or move the file away "
+        names = [name for other in missing for name in all_names[other]]
+        sys.exit(f"{shown(work)} must contain {', '.join(names)} at its top level: restore it, or move the file away "
                  "and start again.")
     return text
 
 
 def start(number):
     """Replace exercise `number` with a blank, and answers that do not pass with the reference."""
-    old, right = read_work(), MINIMAL.read_text()
-    text, lost = old or right, []
+    old, source, work = read_work(number), workbook.source_of(number), workbook.work_of(number)
+    text, lost = old or source.read_text(), []
     if old is not None and workbook.state_of(old, number) == "blank":
-        return print(f"Exercise {number} is already blank in {shown(WORK)}, line {line_of(old, number)}.")
-    for other in workbook.CHECKS:
+        return print(f"Exercise {number} is already blank in {shown(work)}, line {line_of(old, number)}.")
+    for other in workbook.exercises_of(source):
         state = workbook.state_of(text, other)
-        if state == "answered" and (other == number or workbook.check(other, text, WORK)):
+        if state == "answered" and (other == number or workbook.check(other, text, work)):
             lost.append(other)
         if other == number:
             text = workbook.replace_answer(text, other, marked(workbook.blanks(other), other, yours=True))
         elif state == "blank" or other in lost:
             if state == "blank":
                 print(f"Exercise {other} was still blank; the reference is back in its place.")
-            text = workbook.replace_answer(text, other, marked(workbook.answer_in(right, other), other, yours=False))
-    WORK.parent.mkdir(exist_ok=True)
+            text = workbook.replace_answer(text, other, marked(workbook.reference(other), other, yours=False))
+    work.parent.mkdir(exist_ok=True)
     if lost:
-        copy = next(path for path in (WORK.with_suffix(f".{i}.py") for i in range(1, 10**6)) if not path.exists())
+        copy = next(path for path in (work.with_suffix(f".{i}.py") for i in range(1, 10**6)) if not path.exists())
         copy.write_text(old)
         print(f"Your earlier file is now {shown(copy)}, because start replaces {' and '.join(why(number, lost))}. "
-              f"To go back, copy it over {shown(WORK)}.")
-    WORK.write_text(text)
-    print(f"Exercise {number}: fill the blank in {shown(WORK)}, line {line_of(text, number)}. "
+              f"To go back, copy it over {shown(work)}.")
+    work.write_text(text)
+    print(f"Exercise {number}: fill the blank in {shown(work)}, line {line_of(text, number)}. "
           f"Then run: python -m exercises check {number}")
 
 
@@ -73,12 +74,12 @@ def marked(sources, number, yours):
 
 
 def line_of(text, number):
-    return workbook.parts(text)[workbook.exercises_of_reference()[number][0]][0] + 1
+    return workbook.parts(text)[workbook.names_in(number)[0]][0] + 1
 
 
 def hint(number):
     """Print the next hint. The file hints.json beside the work file counts them."""
-    seen_file, hints = WORK.parent / "hints.json", workbook.check_of(number).HINTS
+    seen_file, hints = workbook.WORK / "hints.json", workbook.check_of(number).HINTS
     seen = json.loads(seen_file.read_text()) if seen_file.exists() else {}
     count = seen[str(number)] = seen.get(str(number), 0) % len(hints) + 1
     seen_file.parent.mkdir(exist_ok=True)
@@ -88,26 +89,27 @@ def hint(number):
 
 
 def check(number):
-    if not WORK.exists() or workbook.state_of(read_work(), number) == "given":
+    text = read_work(number)
+    if text is None or workbook.state_of(text, number) == "given":
         sys.exit(f"Exercise {number} has not been started. Run: python -m exercises start {number}")
-    if wrong := workbook.check(number, WORK.read_text(), WORK):
+    if wrong := workbook.check(number, text, workbook.work_of(number)):
         sys.exit(f"Exercise {number}: {wrong}")
     print(f"Exercise {number} is solved. Now read: {row_of(number)[-1]}")
 
 
 def show(number):
     """Print the reference."""
-    text = MINIMAL.read_text()
-    print(f"# {shown(MINIMAL)}, line {line_of(text, number)}\n")
-    print("\n\n".join(workbook.answer_in(text, number)))
+    source = workbook.source_of(number)
+    print(f"# {shown(source)}, line {line_of(source.read_text(), number)}\n")
+    print("\n\n".join(workbook.reference(number)))
 
 
 def status():
-    text = read_work()
     for number in workbook.CHECKS:
+        text = read_work(number)
         state = "given" if text is None else workbook.state_of(text, number)
         if state == "answered":
-            state = "your answer does not pass" if workbook.check(number, text, WORK) else "solved"
+            state = "your answer does not pass" if workbook.check(number, text, workbook.work_of(number)) else "solved"
         title, minutes = row_of(number)[:2]
         print(f"{number:2}  {title:<62} {minutes:>3} min   {state.replace('given', '')}".rstrip())
 
@@ -120,14 +122,14 @@ def play():
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(prog="python -m exercises", description="Ten blanks in nanodomino/minimal.py.")
+    parser = argparse.ArgumentParser(prog="python -m exercises", description="Sixteen blanks.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for function, text in ((start, f"write {shown(WORK)} with a blank"), (hint, "print the next hint"),
+    for function, text in ((start, "write a work file with a blank"), (hint, "print the next hint"),
                            (check, "say what is wrong with the answer"), (show, "print the reference"),
                            (status, "list all exercises"), (play, "open the playground in a browser")):
         command = commands.add_parser(function.__name__, help=text)
         if function not in (status, play):
-            command.add_argument("number", type=int, choices=workbook.CHECKS, metavar="N", help="1 to 10")
+            command.add_argument("number", type=int, choices=workbook.CHECKS, metavar="N", help="1 to 16")
     flags = vars(parser.parse_args(arguments))
     globals()[flags.pop("command")](**flags)
 

@@ -1,14 +1,14 @@
-"""Compares what an answer computes with what minimal.py computes, and finds the typical mistake that explains it.
+"""Compares what an answer computes with what the reference computes, and finds the typical mistake that explains it.
 
-A mistake is a sentence and a patch (old, new) of minimal.py, or several: (old, new, old, new). It is recognised by its
-effect: the patched minimal.py computes what the answer computes. How the answer is written does not matter.
+A mistake is a sentence and a patch (old, new) of the reference, or several: (old, new, old, new). It is recognised by
+its effect: the patched reference computes what the answer computes. How the answer is written does not matter.
 """
 
 from functools import cache
 
 import torch
 
-from .workbook import MINIMAL, Wrong, load
+from .workbook import SOURCES, Wrong, load
 
 
 def expect(condition, sentence):
@@ -17,7 +17,7 @@ def expect(condition, sentence):
 
 
 def judge(program, answer, mistakes, right=None):
-    """Raise Wrong unless program(answer) equals `right`, by default what minimal.py computes.
+    """Raise Wrong unless program(answer) equals `right`, by default what the reference computes.
 
     program: runs a module on fake ranks and returns {name: value} for each rank, in the order in which the values are
     computed. The first value that differs is compared with the value that each mistake computes. Of several mistakes
@@ -47,12 +47,12 @@ def judge(program, answer, mistakes, right=None):
 
 @cache
 def effect(program, *patches):
-    """Return what a program computes with minimal.py, whose text is patched: (old, new, old, new ...)."""
-    text = MINIMAL.read_text()
+    """Return what a program computes with minimal.py and beyond.py, patched: (old, new, old, new ...)."""
+    texts = [source.read_text() for source in SOURCES]
     for old, new in zip(patches[::2], patches[1::2]):
-        assert text.count(old) == 1, f"the mistake's text occurs {text.count(old)} times in minimal.py: {old}"
-        text = text.replace(old, new)
-    return program(load(reference=text))
+        assert "".join(texts).count(old) == 1, f"the mistake's text must occur once in minimal.py or beyond.py: {old}"
+        texts = [text.replace(old, new) for text in texts]
+    return program(load(texts=texts))
 
 
 def equal(found, right):

@@ -1,7 +1,7 @@
-"""The workbook: which functions of nanodomino/minimal.py are exercises, and what the student wrote in their place.
+"""The workbook: which functions of minimal.py and beyond.py are exercises, and what the student wrote in their place.
 
-A def or class line of minimal.py that ends with `# exercise N` belongs to exercise N. The work file is a copy of
-minimal.py. There, `# exercise N` marks the reference, and `# exercise N, yours` a blank or an answer.
+A def or class line that ends with `# exercise N` belongs to exercise N. A work file is a copy of minimal.py or of
+beyond.py. There, `# exercise N` marks the reference, and `# exercise N, yours` a blank or an answer.
 """
 
 import ast
@@ -16,9 +16,11 @@ from .fake_ranks import Endless, FakeDistributed, RankError
 
 FOLDER = Path(__file__).resolve().parent
 MINIMAL = FOLDER.parent / "nanodomino" / "minimal.py"
-WORK = FOLDER / "work" / "minimal.py"
+SOURCES = (MINIMAL, FOLDER / "beyond.py")
+WORK = FOLDER / "work"
 CHECKS = {1: "rank_grid", 2: "f_and_g", 3: "cross_entropy", 4: "sublayer", 5: "one_f_one_b", 6: "exchange",
-          7: "interleave", 8: "backward", 9: "optimizer", 10: "norm"}
+          7: "interleave", 8: "backward", 9: "optimizer", 10: "norm", 11: "interleaved", 12: "rows", 13: "reports",
+          14: "pair", 15: "embedding", 16: "balance"}
 MARK = re.compile(r"\s*# exercise (\d+)(, yours)?$")
 
 
@@ -37,8 +39,8 @@ parsed = cache(ast.parse)
 
 
 @cache
-def compiled(text):
-    return compile(text, str(MINIMAL), "exec")
+def compiled(text, path):
+    return compile(text, str(path), "exec")
 
 
 def parts(text):
@@ -47,19 +49,38 @@ def parts(text):
             if isinstance(node, ast.FunctionDef | ast.ClassDef)}
 
 
-def exercises_of_reference():
-    """Return {exercise: its functions' names}, from the marks in minimal.py."""
-    text, found = MINIMAL.read_text(), {}
+def exercises_of(path):
+    """Return {exercise: its functions' names}, from the marks in minimal.py or beyond.py."""
+    text, found = path.read_text(), {}
     for name, (first, _) in parts(text).items():
         if mark := MARK.search(text.splitlines()[first]):
             found.setdefault(int(mark[1]), []).append(name)
     return found
 
 
+def source_of(number):
+    """Return the path of the file that has the exercise's reference."""
+    return next(path for path in SOURCES if number in exercises_of(path))
+
+
+def names_in(number):
+    """Return the names of an exercise's functions."""
+    return exercises_of(source_of(number))[number]
+
+
+def work_of(number):
+    """Return the path of the student's copy of the exercise's file."""
+    return WORK / source_of(number).name
+
+
+def reference(number):
+    """Return the reference's sources, one for each function of an exercise."""
+    return answer_in(source_of(number).read_text(), number)
+
+
 def answer_in(text, number):
     """Return the source of an exercise's functions in a file, without marks, or None if one is missing."""
-    places, lines = parts(text), text.splitlines()
-    names = exercises_of_reference()[number]
+    places, lines, names = parts(text), text.splitlines(), names_in(number)
     if not all(name in places for name in names):
         return None
     sources = ["\n".join(lines[places[name][0]:places[name][1] + 1]) for name in names]
@@ -68,7 +89,7 @@ def answer_in(text, number):
 
 def replace_answer(text, number, sources):
     """Return the text with an exercise's functions replaced by `sources`, one for each function."""
-    for name, source in zip(exercises_of_reference()[number], sources):
+    for name, source in zip(names_in(number), sources):
         lines, (first, last) = text.splitlines(), parts(text)[name]
         text = "\n".join([*lines[:first], source, *lines[last + 1:]]) + "\n"
     return text
@@ -84,7 +105,7 @@ def blanks(number):
     """Return an exercise's functions without their bodies. Signatures and docstrings stay; the first gets FACTS."""
     facts = getattr(check_of(number), "FACTS", "") + f"If you are stuck: python -m exercises hint {number}"
     sources, comment = [], [f"    # {line}" for line in facts.strip().splitlines()]
-    for source in answer_in(MINIMAL.read_text(), number):
+    for source in reference(number):
         lines, top = source.split("\n"), ast.parse(source).body[0]
         methods = [node for node in top.body if isinstance(node, ast.FunctionDef)]
         for function in reversed(methods or [top]):
@@ -100,7 +121,7 @@ def blanks(number):
 
 def state_of(text, number):
     """Return "given", "blank", "missing" or "answered" for an exercise in a work file."""
-    answer, right = answer_in(text, number), answer_in(MINIMAL.read_text(), number)
+    answer, right = answer_in(text, number), reference(number)
     if answer is None:
         return "missing"
     if answer == blanks(number):
@@ -110,16 +131,16 @@ def state_of(text, number):
 
 # ---- running an answer
 
-def load(text=None, number=None, path=WORK, reference=None):
-    """Return minimal.py, or the source `reference`, as a module on fake ranks.
+def load(text=None, number=None, path=None, texts=None):
+    """Return minimal.py and beyond.py, or other `texts` of both, as one module on fake ranks.
 
     The functions of exercise `number` come from `text`. So do functions, imports and constants that only `text` has.
     """
     module = types.ModuleType("minimal")
-    exec(compiled(reference or MINIMAL.read_text()), vars(module))
+    for source, its_text in zip(SOURCES, texts or map(Path.read_text, SOURCES)):
+        exec(compiled(its_text, source), vars(module))
     if text is not None:
-        names = exercises_of_reference()[number]
-        theirs = set(vars(module)) - set(names)
+        theirs = set(vars(module)) - set(names_in(number))
         nodes = [node for node in parsed(text).body if names_of(node) and not names_of(node) & theirs]
         exec(compile(ast.Module(nodes, []), str(path), "exec"), vars(module))
     module.dist = FakeDistributed()
@@ -135,10 +156,9 @@ def names_of(node):
     return {name.id for name in ast.walk(node) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)}
 
 
-def check(number, text, path=WORK):
+def check(number, text, path):
     """Check an exercise's answer in a work file's text. Return None if it passes, or what is wrong."""
-    names = exercises_of_reference()[number]
-    names, verb = " and ".join(names), "are" if len(names) > 1 else "is"
+    names, verb = " and ".join(names_in(number)), "are" if len(names_in(number)) > 1 else "is"
     try:
         state = state_of(text, number)
         if state in ("blank", "missing"):
@@ -166,13 +186,13 @@ def shown(path):
 def where(error, path):
     """Return the lines of the student's file in an error's traceback, outermost first.
 
-    If there are none, return the line of minimal.py that used the student's result.
+    If there are none, return the line of the reference that used the student's result.
     """
     if error is None:
         return ""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename == str(path)]
-    own = own or [frame for frame in frames if frame.filename == str(MINIMAL)][-1:]
+    own = own or [frame for frame in frames if frame.filename in map(str, SOURCES)][-1:]
     rank = getattr(error, "rank", None)
     return "".join(f"\n    {shown(Path(frame.filename))}, line {frame.lineno}, in {frame.name}"
                    + f" (rank {rank})" * (rank is not None) + f"\n        {frame.line}" for frame in own)

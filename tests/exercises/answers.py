@@ -322,5 +322,69 @@ NORM = [
                                                          "        dist.all_reduce(squares)\n"), "call"),
 ]
 
+WALK = """
+    rounds, f, b = microbatches // stages, [], []
+    for r in range(rounds):
+        for c in range(chunks):
+            for s in range(stages):
+                f.append(("F", r * stages + s, c))
+                b.append(("B", r * stages + s, LAST - c))
+    ahead = WARM_UP
+    out, f = f[:ahead], f[ahead:]
+    while b:
+        out += ([f.pop(0)] if f else []) + [b.pop(0)]
+    return out""".replace("LAST", "(chunks - 1)")
+AHEAD = "2 * (stages - stage - 1) + (chunks - 1) * stages"
+INTERLEAVED = [
+    (WALK.replace("WARM_UP", AHEAD), None),
+    (WALK.replace("WARM_UP", AHEAD.replace("2 * ", "")), "counts each later stage once"),
+    (WALK.replace("WARM_UP", "stages - stage - 1"), "that of 1F1B"),
+    (WALK.replace("WARM_UP", AHEAD + " + 1"), "is wrong on rank 0"),
+    (WALK.replace("WARM_UP", AHEAD).replace("return out", "return out[:-1]"), "each once, in some order"),
+]
+F_SUM = "dist.reduce_scatter(own, list(parts), group=ctx.group)\n        return own, None"
+ROWS = [
+    ((F_SUM, "dist.all_reduce(total := gradient.clone(), group=ctx.group)\n        "
+             "return total.chunk(len(parts))[dist.get_rank(ctx.group)], None"), None),
+    ((F_SUM, "dist.all_reduce(total := gradient.clone(), group=ctx.group)\n        return total, None"),
+     "returned an invalid gradient"),
+    ((F_SUM, "return gradient.chunk(2)[dist.get_rank(ctx.group)], None"), "without a sum"),
+    (("dist.all_gather(parts, rows, group=group)", "dist.all_gather(parts, rows)"), "one for each rank of the group"),
+    (("        return torch.cat(parts)\n", "        return rows\n"), "f must turn 3 rows into 6"),
+]
+OWN = "bucket.own_grad += own"
+REPORTS = [
+    (("bucket.missing -= 1\n    if bucket.missing == 0:\n        bucket.missing = bucket.parameters",
+      "bucket.missing = (bucket.missing - 1) % bucket.parameters\n    if not bucket.missing:"), None),
+    ((OWN, "bucket.own_grad = own"), "has only the last microbatch"),
+    (("    work.wait()\n", ""), "never calls wait()"),
+    (("in_flight.popleft()", "in_flight.pop()"), "waits for the newest reduce"),
+]
+PAIR = [
+    (("2 * (stages - stage - 1) + 1", "2 * stages - 2 * stage - 1"), None),
+    (("2 * (stages - stage - 1) + 1", "stages - stage"), "of stage 0 of 3 with 6 microbatches is wrong"),
+    (("        if next(generator, \"ended\") != \"ended\":\n            running.append(generator)\n        elif",
+      "        for _ in generator:\n            pass\n        if"), "runs to its end before the forward starts"),
+]
+INDEX = "grad_words.index_add_(0, row.flatten(), gradient.flatten(0, 1))"
+EMBEDDING = [
+    ((INDEX, "grad_words.index_put_((row,), gradient, accumulate=True)"), None),
+    ((INDEX, INDEX + "\n        dist.all_reduce(grad_words)"), "The gradient of words is wrong"),
+    ((INDEX, "grad_words[row] = gradient"), "has the gradient of one place only"),
+    (("return grad_words, None, None", "return grad_words, None"), "incorrect number of gradients"),
+]
+BALANCE = [
+    ("""
+    b, s, count = probabilities.shape
+    chosen = torch.zeros(b, count).scatter_add_(1, experts.flatten(1), torch.ones(b, experts[0].numel()))
+    c = dist.get_world_size(group)
+    dist.all_reduce(chosen, group=group)
+    return (count * chosen / (c * s * experts.size(-1)) * probabilities.sum(1)).sum() / tokens""", None),
+    (("return s * count *", "return count *"), "counts each sample once"),
+    (("means = chosen / (s * experts.size(-1)), prob", "means = chosen.softmax(-1), prob"), "The loss, added up over"),
+    (("* means).sum() / tokens", "* means).sum().item() / tokens"), "must return a scalar tensor"),
+]
+
 ANSWERS = {1: RANK_GRID, 2: F_AND_G, 3: CROSS_ENTROPY, 4: SUBLAYER, 5: ONE_F_ONE_B, 6: EXCHANGE, 7: INTERLEAVE,
-           8: BACKWARD, 9: OPTIMIZER, 10: NORM}
+           8: BACKWARD, 9: OPTIMIZER, 10: NORM, 11: INTERLEAVED, 12: ROWS, 13: REPORTS, 14: PAIR, 15: EMBEDDING,
+           16: BALANCE}

@@ -1,41 +1,46 @@
 """Each exercise's check refuses the blank, accepts the reference, and says what is wrong with typical mistakes."""
 
 import re
+from collections import deque
+from types import SimpleNamespace
 
 import pytest
+import torch
 from answers import ANSWERS
 
 from exercises import __main__ as command_line
-from exercises import fake_ranks, workbook
-from exercises.workbook import MINIMAL
-
-TEXT = MINIMAL.read_text()
-
+from exercises import beyond, fake_ranks, workbook
+from nanodomino.comm.trace import NO_TRACE
+from nanodomino.options.experts.router import Router
+from nanodomino.pipeline import run_halves
+from nanodomino.schedules.actions import Backward, Forward
+from nanodomino.schedules.definitions import SCHEDULES
 
 def with_answer(number, answer):
-    """Put an answer of answers.py into the text of minimal.py."""
+    """Put an answer of answers.py into the text of the exercise's file."""
+    text = workbook.source_of(number).read_text()
     if isinstance(answer, tuple):
-        text = TEXT
         for old, new in zip(answer[::2], answer[1::2]):
-            assert text.count(old) == 1, f"occurs {text.count(old)} times in minimal.py: {old}"
+            assert text.count(old) == 1, f"occurs {text.count(old)} times in the reference: {old}"
             text = text.replace(old, new)
         return text
     (source,), raised = workbook.blanks(number), f'    raise NotImplementedError("exercise {number}")'
-    return workbook.replace_answer(TEXT, number, [source.replace(raised, answer.lstrip("\n"))])
+    return workbook.replace_answer(text, number, [source.replace(raised, answer.lstrip("\n"))])
 
 
 def check(number, text, tmp_path):
-    path = tmp_path / "minimal.py"
+    path = tmp_path / "answer.py"
     path.write_text(text)
     return workbook.check(number, text, path)
 
 
 @pytest.mark.parametrize("number", ANSWERS)
 def test_a_check_refuses_the_blank_and_accepts_the_reference(number, tmp_path):
-    blank = workbook.replace_answer(TEXT, number, workbook.blanks(number))
-    assert f"{'are' if number == 2 else 'is'} still blank" in check(number, blank, tmp_path)
-    assert check(number, TEXT, tmp_path) is None
-    assert max(map(len, blank.splitlines())) <= 104
+    text = workbook.source_of(number).read_text()
+    blank = workbook.replace_answer(text, number, workbook.blanks(number))
+    assert re.search("(is|are) still blank", check(number, blank, tmp_path))
+    assert check(number, text, tmp_path) is None
+    assert max(map(len, blank.splitlines())) <= 120
 
 
 @pytest.mark.parametrize("number, answer, words", [
@@ -55,7 +60,7 @@ def test_a_check_says_what_is_wrong(number, answer, words, tmp_path, monkeypatch
 def test_the_command_line_keeps_answers(tmp_path, monkeypatch, capsys):
     """Runs all commands: an answer that passes stays, and a file whose answer does not pass is kept."""
     work = tmp_path / "minimal.py"
-    monkeypatch.setattr(command_line, "WORK", work)
+    monkeypatch.setattr(workbook, "WORK", tmp_path)
 
     def run(*arguments):
         try:
@@ -95,8 +100,10 @@ def test_the_command_line_keeps_answers(tmp_path, monkeypatch, capsys):
     assert "minimal.2.py, because start replaces your answer to exercise 6" in run("start", "5")
     assert "return undefined" in work.with_suffix(".1.py").read_text(), "an earlier copy stays"
     assert "return unknown" in work.with_suffix(".2.py").read_text()
-    assert workbook.answer_in(TEXT, 9)[0] in run("show", "9")
+    assert workbook.reference(9)[0] in run("show", "9")
+    assert f"fill the blank in {tmp_path / 'beyond.py'}, line" in run("start", "11")
     assert "minimal.3.py, because start replaces your answer to exercise 7 with a blank." in run("start", "7")
+    assert re.search("(?m)^11 .* blank$", run("status"))
     work.write_text(f"({work.read_text()}")
     assert re.fullmatch(r"Python cannot read .*minimal.py: .*, in line \d+ or just above: correct it, or .*\.\n",
                         run("status"))
@@ -106,3 +113,64 @@ def test_the_command_line_keeps_answers(tmp_path, monkeypatch, capsys):
 def test_each_mistake_that_a_check_knows_gets_its_own_sentence(number, tmp_path):
     for sentence, patches in getattr(workbook.check_of(number), "MISTAKES", {}).items():
         assert check(number, with_answer(number, patches), tmp_path) == sentence
+
+
+@pytest.mark.parametrize("stages, m, chunks", [(2, 4, 2), (3, 6, 3), (4, 8, 2)])
+def test_the_schedules_of_beyond_are_those_of_the_system(stages, m, chunks):
+    def text(action):
+        kind, i, *more = action
+        return f"B{i}F{more[0]}" if kind == "BF" else f"{kind}{i}" + "'" * sum(more)
+
+    for stage in range(stages):
+        for found, schedule in ((beyond.interleaved(stage, stages, m, chunks), "interleaved"),
+                                (beyond.paired(stage, stages, m), "paired")):
+            assert [text(action) for action in found] == [
+                str(action) for action in SCHEDULES[schedule].actions(stage, stages, m, chunks)]
+
+
+@pytest.mark.parametrize("lengths", [(2, 3), (3, 1), (2, 2)])
+def test_a_pair_of_beyond_takes_the_turns_of_the_system(lengths):
+    """The system posts the backward's message only if the forward goes on: otherwise the next post() sends it."""
+    def turns(log):
+        def generator(name, length):
+            for turn in range(length):
+                log.append(f"{name}{turn}")
+                yield
+        return generator("B", lengths[0]), generator("F", lengths[1])
+
+    ours, theirs = [], []
+    beyond.run_pair(*turns(ours), lambda: ours.append("send"))
+    run_halves(deque(zip((Backward(0), Forward(1)), turns(theirs))),
+               SimpleNamespace(post=lambda: theirs.append("send")), NO_TRACE)
+    assert ours == theirs + ["send"] * ("send" not in theirs)
+
+
+def test_the_balance_loss_of_beyond_is_that_of_the_system():
+    logits = torch.randn(4, 6, 5, dtype=torch.float64)
+    router = SimpleNamespace(
+        scores=lambda logits: logits.softmax(-1), topk=2, sample_parts=1, config=SimpleNamespace(
+            moe_router_score_function="softmax", moe_aux_loss_coeff=1.0, moe_z_loss_coeff=0.0))
+    experts = logits.topk(2).indices
+    module = workbook.load()
+    (ours,) = fake_ranks.World(1).run(lambda: module.balance_loss(logits.softmax(-1), experts, (0,), 24))
+    torch.testing.assert_close(ours, Router.loss(router, logits, experts) / 24)
+
+
+def test_rows_of_beyond_are_parts_of_an_all_reduce():
+    """Both embeddings and both ways to sum addends give what one process computes."""
+    module, words = workbook.load(), torch.randn(8, 3, dtype=torch.float64)
+    tokens = torch.tensor([[0, 5, 5, 7], [2, 5, 1, 1]])
+
+    def rank_program():
+        group, rank = module.dist.new_group([0, 1]), module.dist.get_rank()
+        own = words.chunk(2)[rank].clone().requires_grad_()
+        output = module.EmbedWords.apply(own, tokens, group)
+        sums = module.GatherRows.apply(module.ScatterSum.apply(words * (rank + 1), group), group)
+        return output.detach(), torch.autograd.grad(output.sin().sum(), own)[0], sums
+
+    outputs, gradients, sums = zip(*fake_ranks.World(2).run(rank_program))
+    whole = words.clone().requires_grad_()
+    right = whole[tokens]
+    (gradient,) = torch.autograd.grad(right.sin().sum(), whole)
+    torch.testing.assert_close([*outputs, torch.cat(gradients), *sums],
+                               [right.detach()] * 2 + [gradient] + [3 * words] * 2)
