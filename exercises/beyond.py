@@ -1,7 +1,5 @@
-"""What the whole system has beyond minimal.py, in six small pieces: exercises 11 to 16.
-
-Each piece stands alone. In nanodomino/ the same idea serves a real model; README.md names the file. A test compares the
-two. Shapes are those of minimal.py: b samples, s tokens, h hidden size, v vocabulary; /t means cut over t ranks.
+"""The second tier: six pieces that the whole system has beyond minimal.py. Each stands alone; README.md says where in
+nanodomino/ the same idea serves a real model. The shapes are named as in minimal.py; /t means cut over t ranks.
 """
 from collections import deque
 
@@ -9,16 +7,14 @@ import torch
 import torch.distributed as dist
 
 # ---- 11. Interleaved 1F1B (2104.04473, section 2.2) ----------------------------------------------
-# A stage holds several short chunks of layers instead of one long one: with p stages, chunk c of
-# stage r holds piece c p + r of the model. The pipeline fills with short actions, so the bubble is
-# 1/chunks as long. A round takes p microbatches through a chunk, then the same ones through the
-# next. F1' is microbatch 1's forward in chunk 1. A backward meets the chunks in reverse.
+# A stage holds several short chunks of layers: of p stages, stage r has pieces r, p + r, 2 p + r ... of the model. The
+# pipeline fills with short actions, so the bubble shrinks to 1/chunks. F1' is microbatch 1's forward in chunk 1.
 #
 #     stage 0 |F0  F1  F0' F1' F2      B0' B0' F3  B1' B1' F2' B0  B0  F3' B1  B1      B2' B2' ...
 #     stage 1 |    F0  F1  F0' B0' B0' F1' B1' B1' F2  B0  B0  F3  B1  B1  F2' B2' B2' F3' B3' ...
 
 def interleaved(stage, stages, microbatches, chunks):                                   # exercise 11
-    """Return a stage's actions, such as ("F", 1, 0): kind, microbatch, chunk. `stages` divides `microbatches`."""
+    """Return a stage's actions as (kind, microbatch, chunk), such as ("F", 1, 0). `stages` divides `microbatches`."""
     order = [(i, chunk) for first in range(0, microbatches, stages) for chunk in range(chunks)
              for i in range(first, first + stages)]
     forwards = [("F", i, chunk) for i, chunk in order]
@@ -30,12 +26,9 @@ def interleaved(stage, stages, microbatches, chunks):                           
     return actions + backwards[len(order) - warm_up:]
 
 # ---- 12. Sequence parallelism (2205.05198, section 4.2.2) ----------------------------------------
-# Between two sublayers, all t ranks hold the same b s rows of h numbers and do the same work on them.
-# Let each rank hold 1/t of the rows instead. The matmuls still need all rows, so
-#
-#     f   forward: all-gather of the rows                     g   forward: reduce-scatter of the addends
-#
-# send what the all-reduce of g sent: an all-reduce is a reduce-scatter, then an all-gather.
+# Between two sublayers, all t ranks do the same work on the same b s rows of h numbers. Let each rank hold 1/t of the
+# rows instead. The matmuls still need all of them: so f's forward all-gathers rows, and g's forward reduce-scatters the
+# addends. Together they send what g's all-reduce sent, which is a reduce-scatter, then an all-gather.
 
 class GatherRows(torch.autograd.Function):                                              # exercise 12
     """f: turns this rank's rows [b s/t, h] into the rows of all ranks of the group [b s, h]."""
@@ -68,10 +61,9 @@ class ScatterSum(torch.autograd.Function):                                      
         return torch.cat(parts), None
 
 # ---- 13. ZeRO-2 (1910.02054, section 5.2) --------------------------------------------------------
-# Several parameters share a bucket: one flat gradient, bucket.grad [n]. ZeRO-1 keeps it for the whole
-# step. ZeRO-2 keeps only this replica's part of the sum over replicas, bucket.own_grad [n/dp]. Each
-# microbatch's backward allocates bucket.grad at its first gradient (if it is None), and reports each
-# parameter once. After the last report, the reduce-scatter runs while backward goes on.
+# The parameters of a bucket share a flat gradient, bucket.grad [n]. ZeRO-1 keeps it for the whole step. ZeRO-2 keeps
+# only this replica's part of the sum over replicas, bucket.own_grad [n/dp]. Each microbatch's backward allocates
+# bucket.grad if it is None, adds to it, and reports each parameter once. Backward goes on while a reduce-scatter runs.
 
 def report(bucket, in_flight, group):                                                   # exercise 13
     """Count a report; after the microbatch's last one, launch the reduce of bucket.grad and let go of bucket.grad.
@@ -96,9 +88,8 @@ def finish(in_flight):                                                          
     bucket.own_grad += own
 
 # ---- 14. Pairs (combined 1F1B of Megatron-Core, DualPipe) ----------------------------------------
-# A pair is the backward of a microbatch and the forward of a later one, as two generators that yield
-# while an all-reduce is in flight: each computes while the other waits. A stage can use what another
-# stage's pair computes only after that pair has ended. BBF is a pair:
+# A pair, BBF in the picture, is the backward of a microbatch and the forward of a later one: two generators that yield
+# while an all-reduce is in flight. Another stage can use what a pair computes only after the pair has ended.
 #
 #     stage 0 |F0 F1 F2 F3 F4             B0 B0 F5 B1 B1    B2 B2 B3 B3    B4 B4 B5 B5
 #     stage 1 |   F0 F1 F2       B0 B0 F3 B1 B1 F4 B2 B2 F5 B3 B3    B4 B4 B5 B5
@@ -146,17 +137,15 @@ class EmbedWords(torch.autograd.Function):                                      
         return grad_words, None, None
 
 # ---- 16. A router's balance (2101.03961, section 2.2) --------------------------------------------
-# A router sends each token to k of E experts. For each sample, E x sum over e of f_e P_e is 1 if the
-# choice is even, and larger otherwise: f_e is the share of the sample's s k choices that e received,
-# P_e its mean probability over the sample. The loss of a step is the mean over all tokens, so a
-# sample counts s times. No layout may change it: neither microbatches, nor replicas, nor a cut of
-# the samples' tokens over c ranks.
+# A router sends each token to k of E experts. A sample's loss is E x sum over e of f_e P_e: f_e is the share of its s k
+# choices that expert e received, P_e its mean probability over the s tokens. The loss is 1 if the choice is even. The
+# loss of a step is the mean over all tokens, so a sample counts s times. No layout may change it: no microbatches, no
+# replicas, no cut of the samples' tokens over c ranks.
 
 def balance_loss(probabilities, experts, group, tokens):                                # exercise 16
-    """Return this rank's addend of the loss, for probabilities [b, s/c, E] and chosen experts [b, s/c, k].
+    """Return this rank's addend of the step's loss, for probabilities [b, s/c, E] and chosen experts [b, s/c, k].
 
-    group: the c ranks with the other tokens of the same samples. tokens: of the global batch. All ranks' addends
-    together are the loss.
+    group: the c ranks with the tokens of the same samples. tokens: the number of tokens in the global batch.
     """
     count, s = probabilities.size(-1), probabilities.size(1) * dist.get_world_size(group)
     chosen = torch.nn.functional.one_hot(experts, count).sum((1, 2)).to(probabilities.dtype)          # [b, E]

@@ -46,13 +46,19 @@ def judge(program, answer, mistakes, right=None):
 
 
 @cache
-def effect(program, *patches):
-    """Return what a program computes with minimal.py and beyond.py, patched: (old, new, old, new ...)."""
+def patched(*patches):
+    """Return minimal.py and beyond.py as a module on fake ranks, with patches: (old, new, old, new ...)."""
     texts = [source.read_text() for source in SOURCES]
     for old, new in zip(patches[::2], patches[1::2]):
         assert "".join(texts).count(old) == 1, f"the mistake's text must occur once in minimal.py or beyond.py: {old}"
         texts = [text.replace(old, new) for text in texts]
-    return program(load(texts=texts))
+    return load(texts=texts)
+
+
+@cache
+def effect(program, *patches):
+    """Return what a program computes with patched(*patches)."""
+    return program(patched(*patches))
 
 
 def equal(found, right):

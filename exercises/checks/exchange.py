@@ -102,7 +102,7 @@ def compare_messages(rank, action, following, ended, batches, right, error, with
         for kind, peer in right:
             if (kind, peer) not in found and peer == 0 and kind in with_stage_1:
                 raise Wrong(f"{where} posts no {kind} with stage 0, although stage 2 posts one with stage 1: rank 0 is "
-                            "false, too, so write `if source is not None` and not `if source`.") from error
+                            "false, too, so write `is not None` in the condition.") from error
             if (kind, peer) not in found:
                 raise Wrong(f"{where} does not {'send to' if kind == 'isend' else 'receive from'} stage {peer}, but "
                             f"{RULES[kind]}.") from error

@@ -1,7 +1,6 @@
 """Exercise 14: the schedule of pairs, and two generators that take turns."""
 
 from ..fake_ranks import World
-from ..judge import judge
 
 HINTS = (
     "The three phases are those of one_f_one_b; only the length of the warm-up differs. Read it off the picture.",
@@ -46,7 +45,3 @@ def program(minimal):
         return found
 
     return World(1).run(rank_program)
-
-
-def check(answer, reference):
-    judge(program, answer, MISTAKES)

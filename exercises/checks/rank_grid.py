@@ -2,10 +2,8 @@
 
 from itertools import permutations
 
-import torch
-
 from ..fake_ranks import World
-from ..judge import expect
+from ..judge import expect, patched
 
 HINTS = (
     "The lists hold this rank and the ranks that differ from it only in pp_rank (stages), only in dp_rank (replicas) "
@@ -13,16 +11,17 @@ HINTS = (
     "In the picture, rank 5 of tp 2 x pp 2 x dp 2 gets ((1, 0, 1), [1, 5], [5, 7], [4, 5]).",
     "torch.arange(n).view(a, b, c) numbers a grid; its last axis varies fastest. Which axis is that in the picture?")
 LAYOUTS = [(2, 2, 2), (2, 3, 4), (4, 2, 1), (3, 1, 2)]            # tp, pp, dp
+AXES = {"stages": "grid[:, j, k].tolist()", "replicas": "grid[i, :, k].tolist()", "shards": "grid[i, j].tolist()"}
+MISTAKES = {
+    f"Your grid counts in the order {' x '.join(order)} (the last varies fastest), but the picture counts pp x dp x "
+    "tp: the tp ranks are neighbours, because they send the most and should share the fastest links.":
+        (".view(pp, dp, tp)", f".view({', '.join(order)}).permute({[*map(order.index, ('pp', 'dp', 'tp'))]})")
+    for order in permutations(("dp", "pp", "tp")) if order != ("pp", "dp", "tp")} | {
+    f"The three rows stand in the order {', '.join(names)}, so values would be summed over the wrong ranks, such as "
+    "activations of different samples over replicas; return stages, replicas, shards.":
+        (", ".join(AXES.values()), ", ".join(map(AXES.get, names)))
+    for names in permutations(AXES) if names != (*AXES,)}
 NAMES = ["(pp_rank, dp_rank, tp_rank)", "the row of stages", "the row of replicas", "the row of tp ranks"]
-
-
-def grid_in_order(order, rank, tp, pp, dp):
-    """Number the ranks along the axes in another order; the last axis varies fastest."""
-    sizes = dict(p=pp, d=dp, t=tp)
-    grid = torch.arange(tp * pp * dp).view([sizes[axis] for axis in order])
-    grid = grid.permute([order.index(axis) for axis in "pdt"])
-    p, d, t = (grid == rank).nonzero()[0].tolist()
-    return [(p, d, t), grid[:, d, t].tolist(), grid[p, :, t].tolist(), grid[p, d].tolist()]
 
 
 def plain(result):
@@ -48,16 +47,8 @@ def check(answer, reference):
     expect(all(result and len(result) == 4 for layout in found for result in layout),
            "rank_grid must return four things: ((pp_rank, dp_rank, tp_rank), stages, replicas, shards), where the last "
            "three are lists of ranks.")
-    for order in map("".join, permutations("pdt")):
-        expect(order == "pdt" or found != all_ranks(lambda *a, order=order: grid_in_order(order, *a)),
-               f"Your grid counts in the order {' x '.join(dict(p='pp', d='dp', t='tp')[axis] for axis in order)} (the "
-               "last varies fastest), but the picture counts pp x dp x tp: the tp ranks are neighbours, because they "
-               "send the most and should share the fastest links.")
-    for places in permutations((1, 2, 3)):
-        expect(places == (1, 2, 3) or found != [[[result[0], *(result[i] for i in places)] for result in layout]
-                                                for layout in right],
-               "The three rows stand in another order than stages, replicas, shards, so values would be summed over "
-               "the wrong ranks, for example activations of different samples over replicas.")
+    for sentence, patches in MISTAKES.items():
+        expect(found != all_ranks(patched(*patches).rank_grid), sentence)
     for layout, results, rights in zip(LAYOUTS, found, right):
         for rank, (result, its_right) in enumerate(zip(results, rights)):
             for name, one, other in zip(NAMES, result, its_right):
