@@ -1,4 +1,5 @@
-"""The command line: `python -m exercises start N | hint N | check N | show N | status | play`."""
+"""The command line: `python -m exercises start N | hint N | check N | show N | status | play`, `predict NAME NUMBER` and
+`grade FOLDER`."""
 
 import argparse
 import json
@@ -6,8 +7,11 @@ import re
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 from . import workbook
+from .grade import grade
+from .predict import TASKS, predict
 from .workbook import FOLDER, shown
 
 
@@ -126,9 +130,15 @@ def main(arguments=None):
     commands = parser.add_subparsers(dest="command", required=True)
     for function, text in ((start, "write a work file with a blank"), (hint, "print the next hint"),
                            (check, "say what is wrong with the answer"), (show, "print the reference"),
-                           (status, "list all exercises"), (play, "open the playground in a browser")):
+                           (status, "list all exercises"), (play, "open the playground in a browser"),
+                           (predict, "measure what you have predicted"), (grade, "check the files of many students")):
         command = commands.add_parser(function.__name__, help=text)
-        if function not in (status, play):
+        if function is grade:
+            command.add_argument("folder", type=Path, help="holds, under each student's name, a copy of exercises/work")
+        elif function is predict:
+            command.add_argument("name", choices=TASKS)
+            command.add_argument("number", type=float, nargs="?", help="without it: print the question")
+        elif function not in (status, play):
             command.add_argument("number", type=int, choices=workbook.CHECKS, metavar="N", help="1 to 16")
     flags = vars(parser.parse_args(arguments))
     globals()[flags.pop("command")](**flags)

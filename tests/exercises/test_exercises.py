@@ -1,7 +1,7 @@
 """Each exercise's check refuses the blank, accepts the reference, and says what is wrong with typical mistakes."""
 
+import json
 import re
-from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -9,11 +9,9 @@ import torch
 from answers import ANSWERS
 
 from exercises import __main__ as command_line
-from exercises import beyond, fake_ranks, workbook
-from nanodomino.comm.trace import NO_TRACE
+from exercises import beyond, fake_ranks, grade, workbook
+from exercises.predict import TASKS
 from nanodomino.options.experts.router import Router
-from nanodomino.pipeline import run_halves
-from nanodomino.schedules.actions import Backward, Forward
 from nanodomino.schedules.definitions import SCHEDULES
 
 def with_answer(number, answer):
@@ -128,23 +126,6 @@ def test_the_schedules_of_beyond_are_those_of_the_system(stages, m, chunks):
                 str(action) for action in SCHEDULES[schedule].actions(stage, stages, m, chunks)]
 
 
-@pytest.mark.parametrize("lengths", [(2, 3), (3, 1), (2, 2)])
-def test_a_pair_of_beyond_takes_the_turns_of_the_system(lengths):
-    """The system posts the backward's message only if the forward goes on: otherwise the next post() sends it."""
-    def turns(log):
-        def generator(name, length):
-            for turn in range(length):
-                log.append(f"{name}{turn}")
-                yield
-        return generator("B", lengths[0]), generator("F", lengths[1])
-
-    ours, theirs = [], []
-    beyond.run_pair(*turns(ours), lambda: ours.append("send"))
-    run_halves(deque(zip((Backward(0), Forward(1)), turns(theirs))),
-               SimpleNamespace(post=lambda: theirs.append("send")), NO_TRACE)
-    assert ours == theirs + ["send"] * ("send" not in theirs)
-
-
 def test_the_balance_loss_of_beyond_is_that_of_the_system():
     logits = torch.randn(4, 6, 5, dtype=torch.float64)
     router = SimpleNamespace(
@@ -174,3 +155,32 @@ def test_rows_of_beyond_are_parts_of_an_all_reduce():
     (gradient,) = torch.autograd.grad(right.sin().sum(), whole)
     torch.testing.assert_close([*outputs, torch.cat(gradients), *sums],
                                [right.detach()] * 2 + [gradient] + [3 * words] * 2)
+
+
+def test_a_folder_of_answers_is_graded(tmp_path, monkeypatch, capsys):
+    """Right, wrong, crashing and endless answers; the wrong one tries to write into another student's file."""
+    blank = "def interleave(generators):\n"
+    for name, body in {"ann": ANSWERS[7][0][0], "bob": f"    open({str(tmp_path / 'ann.py')!r}, 'a').write('1 / 0')",
+                       "cat": "    __import__('os')._exit(0)"}.items():
+        (tmp_path / f"{name}.py").write_text(blank + body.lstrip("\n"))
+    command_line.main(["grade", str(tmp_path)])
+    graded = json.loads((tmp_path / "grades.json").read_text())
+    assert {name: {number: record["result"] for number, record in found.items()} for name, found in graded.items()} == {
+        "ann": {"7": "solved"}, "bob": {"7": "wrong"}, "cat": {"7": "wrong"}}
+    assert re.search(r"(?m)^bob +x   0 solved$", capsys.readouterr().out)
+    if graded["bob"]["7"]["confined"]:
+        assert "PermissionError" in graded["bob"]["7"]["sentence"] and "1 / 0" not in (tmp_path / "ann.py").read_text()
+    (tmp_path / "dan.py").write_text(f"{blank}    __import__('time').sleep(600)")
+    monkeypatch.setattr(grade, "LIMIT", 1.0)
+    assert grade.results_of(tmp_path / "dan.py")[7]["result"] == "time limit"
+
+
+@pytest.mark.parametrize("name, number", [("bytes", 18 * 16384 * 8)] + [
+    pytest.param(*case, marks=pytest.mark.exhaustive)
+    for case in (("bubble", 0.2), ("exposed", 1.67), ("memory", 1e7))])
+def test_the_reason_predicts_what_is_measured(name, number, capsys):
+    command_line.main(["predict", name])
+    assert TASKS[name][0] in capsys.readouterr().out
+    command_line.main(["predict", name, str(number)])
+    output = capsys.readouterr().out
+    assert "You are right" in output and TASKS[name][-1] in output

@@ -1,0 +1,141 @@
+"""Grades many students' files: `python -m exercises grade FOLDER`.
+
+FOLDER holds, under each student's name, a copy of exercises/work or a single Python file. Each file runs in a process
+of its own, which works in a temporary folder with a copy of the file. The table goes to the screen and to
+FOLDER/grades.txt; the results also to FOLDER/grades.json.
+
+What is enforced: LIMIT seconds for each exercise. On Linux 6.2 and later with landlock, also that the code creates,
+changes and removes files only in its temporary folder (the table says if landlock is missing); from 6.7 on that it
+opens no TCP connection, from 6.12 on that it signals no process outside. What is not: the code can read what you can
+read, change the permissions of your files, take all memory, leave a process behind, and forge its result, because it
+runs in the process that judges it. So grade in a container what you do not trust, and read the code.
+"""
+
+import ctypes
+import json
+import os
+import queue
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+LIMIT = 30.0                                                              # seconds
+SIGNS = {"solved": "+", "wrong": "x", "time limit": "t"}                  # all else: "."
+
+
+def grade(folder: Path):
+    """Print the table of a folder's files, and write it there."""
+    paths = sorted([*folder.glob("*.py"), *folder.glob("*/minimal.py"), *folder.glob("*/beyond.py")])
+    if not paths:
+        sys.exit(f"{folder} must hold, under each student's name, a copy of exercises/work; name another folder")
+    results = {}
+    for path in paths:
+        results.setdefault(path.stem if path.parent == folder else path.parent.name, {}).update(results_of(path))
+    (folder / "grades.json").write_text(json.dumps(results, indent=1))
+    (folder / "grades.txt").write_text(table(results))
+    print(table(results), end="")
+
+
+def table(results):
+    """Return the table as text: a line for each student, then the sentences."""
+    numbers, width = sorted({number for found in results.values() for number in found}), max(map(len, results))
+    lines, sentences = [f"{'':{width}} {' '.join(f'{number:2}' for number in numbers)}"], {}
+    for name, found in results.items():
+        signs = [SIGNS.get(found.get(number, {}).get("result"), ".") for number in numbers]
+        lines.append(f"{name:{width}} {' '.join(f'{sign:>2}' for sign in signs)}   {signs.count('+')} solved")
+        for number, record in sorted(found.items()):
+            if record["sentence"]:
+                sentences.setdefault((name, record["sentence"]), []).append(str(number))
+    lines += ["+ solved   x wrong   t time limit   . not answered", ""]
+    lines += [f"{name}, {' '.join(its)}: {sentence}" for (name, sentence), its in sentences.items()]
+    if not all(record["confined"] for found in results.values() for record in found.values()):
+        lines.append("Not confined: without landlock, a file could write anywhere (exercises/grade.py).")
+    return "\n".join(lines) + "\n"
+
+
+def results_of(path: Path):
+    """Return {exercise: {"result": ..., "sentence": ... or None, "confined": ...}} for the exercises in a file."""
+    from . import workbook                                                # not above: a child first confines itself
+
+    text, results = path.read_text(errors="replace"), {}
+    numbers = next((workbook.exercises_of(one) for one in workbook.SOURCES if one.name == path.name), workbook.CHECKS)
+    for number in numbers:
+        try:
+            result = workbook.state_of(text, number)
+        except (SyntaxError, ValueError, RecursionError):
+            result = "answered"                                           # check() has a sentence
+        if result != "missing":
+            results[number] = {"result": result, "sentence": None, "confined": True}
+    left = [number for number in results if results[number]["result"] == "answered"]
+    while left:
+        for number, record in zip(list(left), run(path, left)):
+            left.remove(number)
+            results[number] = record
+    return results
+
+
+def run(path: Path, numbers):
+    """Check exercises in a confined process. Yield a record for each, until the process ends."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
+        shutil.copy(path, place)
+        child = subprocess.Popen(
+            [sys.executable, "-m", "exercises.grade", path.name, *map(str, numbers)], cwd=place, text=True,
+            env=os.environ | {"PYTHONPATH": str(FOLDER.parent), "TMPDIR": place}, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+
+        lines = queue.SimpleQueue()
+        threading.Thread(target=lambda: [*map(lines.put, child.stdout), lines.put("")], daemon=True).start()
+        confined = False
+        try:
+            confined = json.loads(lines.get(timeout=LIMIT)) is True
+            while True:
+                sentence = json.loads(lines.get(timeout=LIMIT))
+                yield {"result": "wrong" if sentence else "solved", "sentence": sentence and str(sentence),
+                       "confined": confined}
+        except queue.Empty:
+            yield {"result": "time limit", "sentence": f"It ran for {LIMIT:g} seconds.", "confined": confined}
+        except ValueError:                                                # no line, or one that the code has written
+            yield {"result": "wrong", "sentence": "The process ended.", "confined": confined}
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)                      # also the processes that the code started
+            child.wait()
+
+
+def judge_file(path, *numbers):
+    """Run in the child: print whether it is confined, then a sentence or null for each exercise, as lines of JSON."""
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)                                                         # what the answers print goes nowhere
+    print(json.dumps(confine(Path.cwd())), file=out)
+    from . import workbook
+
+    for number in numbers:
+        print(json.dumps(workbook.check(number, path.read_text(errors="replace"), path)), file=out)
+
+
+def confine(folder: Path) -> bool:
+    """Let this process write only in `folder`, with Linux's landlock. Return False if the system has none.
+
+    Call it before torch starts threads: each thread has its own rules, and new ones inherit them.
+    """
+    system = ctypes.CDLL(None)
+    version = system.syscall(444, None, 0, 1) if sys.platform == "linux" else 0
+    if version < 3:
+        return False
+    writes = sum(1 << right for right in (1, *range(4, 15)))              # all but execute and read
+    rules = struct.pack("QQQ", writes, 3, 2)[:8 if version < 4 else 16 if version < 6 else 24]   # files, TCP, signals
+    ruleset = system.syscall(444, rules, len(rules), 0)
+    system.syscall(445, ruleset, 1, struct.pack("=Qi", writes, os.open(folder, os.O_PATH)), 0)
+    system.prctl(38, 1, 0, 0, 0)                                          # no new privileges, which landlock requires
+    return system.syscall(446, ruleset, 0) == 0
+
+
+if __name__ == "__main__":
+    judge_file(Path(sys.argv[1]), *map(int, sys.argv[2:]))
