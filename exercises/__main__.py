@@ -1,5 +1,5 @@
-"""The command line: `python -m exercises start N | hint N | check N | show N | status | play`, `predict NAME NUMBER` and
-`grade FOLDER`."""
+"""The command line: `python -m exercises start N | hint N | check N | show N | status | play`,
+`predict NAME NUMBER` and `grade FOLDER`."""
 
 import argparse
 import json
