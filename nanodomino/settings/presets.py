@@ -1,4 +1,4 @@
-"""The presets (sizes and other settings of models), and tables of dtypes, decay styles, layouts and vocabularies."""
+"""The presets (sizes and other settings of models), and tables of dtypes, layouts and vocabularies."""
 
 import torch
 
