@@ -16,7 +16,7 @@ TASKS = {
     "bytes": (
         "How many bytes does each of two tensor-parallel ranks all-reduce in a step? The model has 4 layers of hidden "
         "size 64; 8 microbatches of 2 samples of 32 tokens; fp32; no pipeline, no replicas.",
-        "comm --tp 2 --pp 1 --dp 1", lambda record: find(record["rows"], group="tp")["bytes"], 0.01,
+        "collectives --tp 2 --pp 1 --dp 1", lambda record: find(record["rows"], group="tp")["bytes"], 0.01,
         "For each microbatch 18 all-reduces of [b, s, h], 16384 bytes: one for the embedding, two for each layer "
         "forward and two backward, one for the head's gradient. Cross entropy adds three numbers per token."),
     "bubble": (

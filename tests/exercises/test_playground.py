@@ -9,7 +9,7 @@ import pytest
 from support import ROOT
 
 from benchmarks import plan
-from benchmarks.common import config_of, free_port, parse
+from benchmarks.runner import config_of, free_port, parse
 from exercises import __main__ as command_line
 from exercises import figures
 from nanodomino.config.config import ALL_SCHEDULES
