@@ -76,6 +76,7 @@ def command_line(arguments: list[str]) -> argparse.Namespace:
     require(not flags.draft or flags.temperature == 0.0, f"--draft needs --temperature 0, but the temperature is "
             f"{flags.temperature:g}; change that, or leave out --draft")
     require(not (flags.prompt and flags.prompts), "--prompt and --prompts contradict each other; give only one")
+    flags.prompt = flags.prompt.encode(errors="replace").decode()         # bytes that are not UTF-8 become "?"
     flags.prompts = [flags.prompt] if flags.prompts is None else read_prompts(flags.prompts)
     return flags
 
