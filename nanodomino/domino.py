@@ -159,7 +159,7 @@ class LinearPair(Inside):
         return self.sublayer.core_backward(self.backward_kernel, gradient, saved)
 
     def restore(self, slice, tape: LinearPairTape, h: list[Flight]):
-        """Recompute a. If c was dropped, first wait for h and recompute c."""
+        """Compute a again. If the tape lacks c, first wait for h and compute c."""
         c = tape.column_output
         if c is None:
             c = self.ops.linear(slice, self.site, h, self.column, self.column_bias)
@@ -358,7 +358,7 @@ class Domino:
             entry.h_flights, entry.h = self.ops.gather(slice, entry.inside.site, entry.inside.keep(h)), None
 
     def finish_restore(self, slice):
-        """Recompute the tensors that forward dropped from the inside of the last tape entry."""
+        """Restore the tensors that forward dropped from the inside of the last tape entry."""
         if slice.tape and self.tape_policy.restores:
             entry = slice.tape[-1]
             yield from entry.inside.restore(slice, entry.inside_tape, entry.h_flights)

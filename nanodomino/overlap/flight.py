@@ -29,7 +29,7 @@ class Flight:
     kind: str = ""                                  # such as "all_reduce" or "all_to_all"; "": nothing to send
     sent: torch.Tensor | None = None                # the whole tensor; a trace records its bytes
     start: Callable | None = None
-    work: object = None
+    work: dist.Work | None = None
     received: torch.Tensor | None = None
     group: str = "tp"                               # a name for the trace
     complete: Callable | None = None                # turns the received tensor into the result; None: it is the result
