@@ -7,7 +7,6 @@ kind of device they stand for. So a machine without GPUs can run the code paths 
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
 
 import torch
 
@@ -16,7 +15,7 @@ import torch
 class StandIn:
     """Describes the device that meta tensors stand for."""
     kind: str = "cpu"
-    streams: ModuleType | SimpleNamespace | None = None      # has Stream, stream and current_stream, like torch.cuda
+    streams: object = None                   # has Stream, stream and current_stream, like torch.cuda
     capability: tuple[int, int] = (9, 0)     # the compute capability: an H100's
 
 
