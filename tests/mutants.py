@@ -1,0 +1,139 @@
+"""Plant bugs that a person would write, one at a time, and list those that no test finds.
+
+    python tests/mutants.py                     all entries of mutants.txt, with the tests beside their files
+    python tests/mutants.py mesh zero           only the entries of these files
+    python tests/mutants.py --all               a survivor then meets the whole default half (minutes each)
+
+mutants.txt holds the entries. A line `== mesh.py: test_mesh.py` names a file of nanodomino/ (or train.py) and the paths
+under tests/ that run for its mutants, nearest first. The lines below it are mutants:
+
+    old => new ## note                          old occurs once in the file; a note says why a survivor is equivalent
+
+Two workers each own a copy of the tree. This process imports torch and pytest once, and each mutant runs in a fork of
+it, which saves seconds. The pool's ranks are forks of that fork. The first red test ends a mutant.
+"""
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+WORKERS, LIMIT = 2, 900            # LIMIT: seconds for one mutant; a mutant that hangs is red
+
+
+class Mutant(NamedTuple):
+    file: str                       # relative to the repository
+    tests: list[str]
+    old: str
+    new: str
+    note: str
+
+
+def read_mutants(text: str) -> list[Mutant]:
+    """Return the entries of mutants.txt. Raises ValueError if an entry's old text does not occur once in its file."""
+    mutants, file, tests = [], "", []
+    for line in filter(None, map(str.strip, text.splitlines())):
+        if line.startswith("== "):
+            name, _, paths = line[3:].partition(":")
+            file = name if name == "train.py" else f"nanodomino/{name}"
+            tests = [f"tests/{path}" for path in paths.split()]
+            continue
+        edit, _, note = line.partition(" ## ")
+        old, _, new = edit.partition(" => ")
+        if (count := (ROOT / file).read_text().count(old)) != 1:
+            raise ValueError(f"{file} must contain the old text once, but contains it {count} times: {old!r}")
+        mutants.append(Mutant(file, tests, old, new.strip(), note.strip()))
+    return mutants
+
+
+def run_tests(copy: Path, tests: list[str], log: Path) -> int:
+    """Run pytest in a fork of this process, in a copy of the tree. Returns its exit code; 1 after LIMIT seconds."""
+    if not (pid := os.fork()):
+        try:
+            os.setsid()
+            screen = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            for stream, descriptor in enumerate((os.open(os.devnull, os.O_RDONLY), screen, screen)):
+                os.dup2(descriptor, stream)
+            os.chdir(copy)
+            sys.path[:0] = [str(copy), str(copy / "tests")]
+            sys.dont_write_bytecode = True
+            import pytest
+            from support import fork_server
+            fork_server.context_with_imports = lambda: multiprocessing.get_context("fork")
+            code = pytest.main(["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--no-header", *tests])
+            sys.stdout.flush()
+            os._exit(code)
+        finally:
+            os._exit(3)
+    end, status = time.monotonic() + LIMIT, None
+    while status is None and time.monotonic() < end:
+        done, raw = os.waitpid(pid, os.WNOHANG)
+        status = os.waitstatus_to_exitcode(raw) if done else None
+        time.sleep(0.05)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)                  # the fork's session: also ranks that were left behind
+    if status is None:
+        os.waitpid(pid, 0)
+    return 1 if status is None else status
+
+
+def first_red(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return lines[0].split(" - ")[0] if lines else "time-out or crash"
+
+
+def try_mutant(mutant: Mutant, copies: SimpleQueue, all_tests: bool) -> str | None:
+    """Plant a mutant in a copy of the tree, run its tests, and restore the file. Returns the red test, or None."""
+    copy, start = copies.get(), time.monotonic()
+    path, log, red = copy / mutant.file, copy.with_suffix(".log"), None
+    right = path.read_text()
+    try:
+        path.write_text(right.replace(mutant.old, mutant.new))
+        for tests in [mutant.tests, ["tests"]] if all_tests else [mutant.tests]:
+            if run_tests(copy, tests, log):
+                red = first_red(log)
+                break
+    finally:
+        path.write_text(right)
+        copies.put(copy)
+    print(f"{time.monotonic() - start:5.0f} s  {mutant.file}: {mutant.old} => {mutant.new}\n"
+          f"         {red or 'SURVIVED'}", flush=True)
+    return red
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", help="names of files, such as mesh; all by default")
+    parser.add_argument("--all", action="store_true", help="run the default half for what survives the nearest tests")
+    flags = parser.parse_args()
+    mutants = [mutant for mutant in read_mutants((ROOT / "tests" / "mutants.txt").read_text())
+               if not flags.files or any(name in mutant.file for name in flags.files)]
+    import pytest, torch.distributed  # noqa: E401, F401     once, for all forks
+    torch.set_num_threads(1)
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        copies = SimpleQueue()
+        for worker in range(WORKERS):
+            copies.put(Path(shutil.copytree(ROOT, Path(folder, str(worker)),
+                                            ignore=shutil.ignore_patterns(".git", "__pycache__", "runs"))))
+        with ThreadPoolExecutor(WORKERS) as threads:
+            reds = list(threads.map(lambda mutant: try_mutant(mutant, copies, flags.all), mutants))
+    survivors = [mutant for mutant, red in zip(mutants, reds) if not red]
+    print(f"\n{len(mutants)} mutants in {(time.monotonic() - start) / 60:.0f} minutes, {len(mutants) - len(survivors)} "
+          "red; survivors:")
+    for mutant in survivors:
+        print(f"  {mutant.file}: {mutant.old} => {mutant.new}   {mutant.note}")
+
+
+if __name__ == "__main__":
+    main()
