@@ -1,5 +1,6 @@
 """Starting a process, and the process groups of the mesh."""
 
+import itertools
 import platform
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from nanodomino import mesh
 from nanodomino.comm import world
 from nanodomino.comm.world import LaunchInfo, start_world
 from nanodomino.config.config import Config
+from nanodomino.errors import UserError
 from nanodomino.mesh import make_mesh, meta_mesh
 
 FAULTS = """
@@ -100,10 +102,37 @@ def test_on_cpus_groups_use_the_default_backend(monkeypatch):
 
 
 def test_the_picture_has_every_rank_in_its_column():
-    """Twelve ranks: numbers of one and of two digits have the same width."""
+    """Numbers of one and of two digits have the same width, but ten ranks have numbers of one digit."""
     _, *lines = meta_mesh(3, 2, 2).picture(["first", "middle", "last"]).splitlines()
     assert lines == ["  stage 0   [ 0  1]  [ 2  3]   first", "  stage 1   [ 4  5]  [ 6  7]   middle",
                      "  stage 2   [ 8  9]  [10 11]   last"]
+    assert meta_mesh(1, 5, 2).picture(["all"]).splitlines()[1] == "  stage 0   [0 1]  [2 3]  [4 5]  [6 7]  [8 9]   all"
+    head, line = meta_mesh(1, 2, 1, inner_axes=dict(cp=2)).picture(["all"]).splitlines()
+    assert head.endswith("every 2 columns of brackets a replica") and line == "  stage 0   [0]  [1]  [2]  [3]   all"
+    assert meta_mesh(1, 2, 1).picture(["all"]).splitlines()[0].endswith("every column of brackets a replica")
+
+
+@pytest.mark.parametrize("cp, ep", [(1, 1), (2, 2)])
+def test_coordinates_and_ranks_follow_the_formula(cp, ep):
+    """Three stages, two replicas, with and without an inner axis: wrong formulas agree on cubes and on cp 1."""
+    options = Config(context_parallel_size=cp, expert_model_parallel_size=ep, num_experts=2 * ep).mesh_options
+    for rank, (p, d, c, t) in enumerate(itertools.product(range(3), range(2), range(cp), range(2))):
+        mesh = meta_mesh(3, 2, 2, p, d, t, **options, **({"cp": c} if cp > 1 else {}))
+        assert (mesh.rank, mesh.pp_rank, mesh.dp_rank, mesh.tp_rank) == (rank, p, d, t) == (mesh.rank_of(), p, d, t)
+        assert mesh.axis("tp") == (2, t) and mesh.axis("pp") == (3, p) and mesh.axis("dp") == (2 * cp, d * cp + c)
+        assert mesh.axis("cp") == (cp, c) and mesh.axis("ep") == (ep, (d * cp + c) % ep) and mesh.axis("?") == (1, 0)
+        assert mesh.rows["dp"] == [(p * 2 * cp + i) * 2 + t for i in range(2 * cp)]
+        assert [mesh.stage_rank(i) for i in range(3)] == mesh.rows["pp"] == [
+            ((i * 2 + d) * cp + c) * 2 + t for i in range(3)]
+        assert mesh.axis("embedding") == ((1, 0) if p == 1 else (2, p // 2)) and mesh.is_first_stage == (p == 0)
+        assert mesh.rank_of(dp=0, tp=1) == (p * 2 * cp + c) * 2 + 1, "a coordinate of 0 is a coordinate"
+
+
+def test_a_world_that_is_a_divisor_of_the_grid_or_a_multiple_is_refused(monkeypatch):
+    for world_size in (4, 16):
+        monkeypatch.setattr(dist, "get_world_size", lambda: world_size)
+        with pytest.raises(UserError, match=f"world size {world_size} must equal pp x dp x tp = 2 x 2 x 2 = 8"):
+            make_mesh(2, 2, 2, torch.device("cpu"))
 
 
 def group_rank(*sizes, **options):
