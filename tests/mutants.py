@@ -2,7 +2,7 @@
 
     python tests/mutants.py                     all entries of mutants.txt, with the tests beside their files
     python tests/mutants.py mesh zero           only the entries of these files
-    python tests/mutants.py --all               a survivor then meets the whole default half (minutes each)
+    python tests/mutants.py --all               survivors then meet the whole default half, all of them in one tree
 
 mutants.txt holds the entries. A line `== mesh.py: test_mesh.py` names a file of nanodomino/ (or train.py) and the paths
 under tests/ that run for its mutants, nearest first. The lines below it are mutants:
@@ -10,7 +10,8 @@ under tests/ that run for its mutants, nearest first. The lines below it are mut
     old => new ## note                          old occurs once in the file; a note says why a survivor is equivalent
 
 Two workers each own a copy of the tree. This process imports torch and pytest once, and each mutant runs in a fork of
-it, which saves seconds. The pool's ranks are forks of that fork. The first red test ends a mutant.
+it, which saves seconds. The pool's ranks are forks of that fork. The first red test ends a mutant. With `--all`, the
+survivors share a tree. While a test is red there, each half of the mutants is tried alone.
 """
 
 import argparse
@@ -56,11 +57,24 @@ def read_mutants(text: str) -> list[Mutant]:
     return mutants
 
 
+FORKS = set()                       # the sessions of pytest that run now
+
+
+def end_forks(*_):
+    for pid in list(FORKS):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+    os._exit(1)
+
+
 def run_tests(copy: Path, tests: list[str], log: Path) -> int:
     """Run pytest in a fork of this process, in a copy of the tree. Returns its exit code; 1 after LIMIT seconds."""
     if not (pid := os.fork()):
         try:
             os.setsid()
+            FORKS.clear()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             screen = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             for stream, descriptor in enumerate((os.open(os.devnull, os.O_RDONLY), screen, screen)):
                 os.dup2(descriptor, stream)
@@ -75,6 +89,7 @@ def run_tests(copy: Path, tests: list[str], log: Path) -> int:
             os._exit(code)
         finally:
             os._exit(3)
+    FORKS.add(pid)
     end, status = time.monotonic() + LIMIT, None
     while status is None and time.monotonic() < end:
         done, raw = os.waitpid(pid, os.WNOHANG)
@@ -82,6 +97,7 @@ def run_tests(copy: Path, tests: list[str], log: Path) -> int:
         time.sleep(0.05)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)                  # the fork's session: also ranks that were left behind
+    FORKS.remove(pid)
     if status is None:
         os.waitpid(pid, 0)
     return 1 if status is None else status
@@ -92,32 +108,39 @@ def first_red(log: Path) -> str:
     return lines[0].split(" - ")[0] if lines else "time-out or crash"
 
 
-def try_mutant(mutant: Mutant, copies: SimpleQueue, all_tests: bool) -> str | None:
-    """Plant a mutant in a copy of the tree, run its tests, and restore the file. Returns the red test, or None."""
+def plant(mutants: list[Mutant], tests: list[str], copies: SimpleQueue) -> str | None:
+    """Plant mutants in a copy of the tree, run tests, and restore the files. Returns the red test, or None."""
     copy, start = copies.get(), time.monotonic()
-    path, log, red = copy / mutant.file, copy.with_suffix(".log"), None
-    right = path.read_text()
-    try:
-        path.write_text(right.replace(mutant.old, mutant.new))
-        for tests in [mutant.tests, ["tests"]] if all_tests else [mutant.tests]:
-            if run_tests(copy, tests, log):
-                red = first_red(log)
-                break
-    finally:
-        path.write_text(right)
-        copies.put(copy)
-    print(f"{time.monotonic() - start:5.0f} s  {mutant.file}: {mutant.old} => {mutant.new}\n"
-          f"         {red or 'SURVIVED'}", flush=True)
+    log, right = copy.with_suffix(".log"), {mutant.file: (copy / mutant.file).read_text() for mutant in mutants}
+    for mutant in mutants:
+        (copy / mutant.file).write_text((copy / mutant.file).read_text().replace(mutant.old, mutant.new))
+    red = first_red(log) if run_tests(copy, tests, log) else None
+    for file, text in right.items():
+        (copy / file).write_text(text)
+    copies.put(copy)
+    edits = "\n".join(f"{mutant.file}: {mutant.old} => {mutant.new}" for mutant in mutants)
+    print(f"{time.monotonic() - start:5.0f} s  {edits}\n         {red or 'SURVIVED'}", flush=True)
     return red
+
+
+def survivors_of_all(mutants: list[Mutant], copies: SimpleQueue) -> list[Mutant]:
+    """Return the mutants that the whole default half does not find, by halving."""
+    if not mutants or not plant(mutants, ["tests"], copies):
+        return mutants
+    middle = len(mutants) // 2
+    return [mutant for half in (mutants[:middle], mutants[middle:]) if half and len(mutants) > 1
+            for mutant in survivors_of_all(half, copies)]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", help="names of files, such as mesh; all by default")
+    parser.add_argument("files", nargs="*", help="names of files or folders, such as mesh or layers; all by default")
     parser.add_argument("--all", action="store_true", help="run the default half for what survives the nearest tests")
     flags = parser.parse_args()
+    signal.signal(signal.SIGTERM, end_forks)
+    signal.signal(signal.SIGINT, end_forks)
     mutants = [mutant for mutant in read_mutants((ROOT / "tests" / "mutants.txt").read_text())
-               if not flags.files or any(name in mutant.file for name in flags.files)]
+               if not flags.files or any(name in Path(mutant.file).with_suffix("").parts for name in flags.files)]
     import pytest, torch.distributed  # noqa: E401, F401     once, for all forks
     torch.set_num_threads(1)
     start = time.monotonic()
@@ -127,8 +150,10 @@ def main():
             copies.put(Path(shutil.copytree(ROOT, Path(folder, str(worker)),
                                             ignore=shutil.ignore_patterns(".git", "__pycache__", "runs"))))
         with ThreadPoolExecutor(WORKERS) as threads:
-            reds = list(threads.map(lambda mutant: try_mutant(mutant, copies, flags.all), mutants))
-    survivors = [mutant for mutant, red in zip(mutants, reds) if not red]
+            reds = list(threads.map(lambda mutant: plant([mutant], mutant.tests, copies), mutants))
+        survivors = [mutant for mutant, red in zip(mutants, reds) if not red]
+        if flags.all:
+            survivors = survivors_of_all(survivors, copies)
     print(f"\n{len(mutants)} mutants in {(time.monotonic() - start) / 60:.0f} minutes, {len(mutants) - len(survivors)} "
           "red; survivors:")
     for mutant in survivors:

@@ -8,6 +8,7 @@ import shutil
 import sys
 import tracemalloc
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -24,7 +25,7 @@ from nanodomino.config.config import Config
 from nanodomino.corpus import documents
 from nanodomino.corpus.prepared_folder import SPLITS, load_corpus, sample_sha256
 from nanodomino.corpus.tokenizer import END_OF_TEXT, TiktokenTokenizer, build_tokenizer
-from nanodomino.data import TokenDataset
+from nanodomino.data import Batch, TokenDataset
 from nanodomino.errors import UserError
 
 PROSE = "The quick brown fox, they say, jumps over 12 lazy dogs.\n\n  It didn't see\tthem: naïve, 東京, 🙂!\n"
@@ -446,6 +447,7 @@ def test_an_epoch_shows_every_window_once_in_an_order_of_its_own(corpus):
     again, other = TokenDataset(corpus, "train", 64, seed=1), TokenDataset(corpus, "train", 64, seed=2)
     assert [again.window_of(i) for i in range(dataset.windows)] == epochs[0]
     assert [other.window_of(i) for i in range(dataset.windows)] not in epochs, "epoch 1 of seed 1 is not that of seed 2"
+    assert epochs[1][:4] == [1324, 773, 383, 1415], "a resumed run of an older version goes on in the same order"
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -475,6 +477,24 @@ def test_evaluation_stops_at_the_end_and_counts_no_token_twice(corpus):
             labels += batch.labels[real].flatten().tolist()
             counted += int(batch.loss_mask.sum())
         assert tokens == stored[:end] and labels == stored[1:end + 1] and counted == end
+
+
+def test_a_slice_has_its_rows_of_every_tensor_and_of_what_options_add():
+    rows = torch.arange(15).view(3, 5)
+    later = Batch.from_rows(rows + 1, [7, 8, 9])
+    batch = replace(Batch.from_rows(rows, [7, 8, 9]), in_order=False, extras={"bounds": rows * 2, "later": later})
+    one, other = batch.split(2)
+    assert (len(one.tokens), one.sample_ids, other.sample_ids, other.in_order) == (2, [7, 8], [9], False)
+    assert torch.equal(other.tokens, rows[2:, :-1]) and torch.equal(other.labels, rows[2:, 1:])
+    assert torch.equal(other.extras["bounds"], rows[2:] * 2)
+    assert torch.equal(other.extras["later"].labels, rows[2:, 1:] + 1)
+
+
+def test_a_token_id_outside_the_vocabulary_is_refused_also_as_the_last_label(tmp_path, corpus):
+    folder = Path(shutil.copytree(corpus.path, tmp_path / "copy"))
+    np.array([1, 2, 3, 4, corpus.vocab_size], corpus.dtype).tofile(folder / "train.bin")
+    with pytest.raises(UserError, match="holds token id 257, outside the vocabulary of 257"):
+        TokenDataset(replace(corpus, path=folder), "train", 4, seed=1).batch(0, 0, 0, 1, 1, 1, shuffle=False)
 
 
 def test_end_of_text_can_be_masked_from_the_loss(corpus):
