@@ -1,0 +1,53 @@
+"""What parallel.py itself promises: f and g, the gathered logits, and the words and logits of each rank."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.harness import tiny
+
+from nanodomino import parallel
+from nanodomino.mesh import meta_mesh
+
+
+def f_and_g_rank():
+    """Return this rank's results and gradients of f and g, each beside the tensor that the all-reduce must not change.
+    Both tensors are transposed, so they are not contiguous."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    x = torch.full((3, 2), 1.0 + rank).t().requires_grad_()
+    outgoing = torch.full((3, 2), 10.0 ** rank).t()
+    results = []
+    for function in (parallel.copy_to_tensor_parallel, parallel.reduce_from_tensor_parallel):
+        y = function(x, group)
+        gradient, = torch.autograd.grad(y, x, outgoing)
+        results.append([tensor.unique().item() for tensor in (y, gradient, x, outgoing)])
+    part = torch.full((3, 2), 1.0 + rank).t().requires_grad_()
+    whole = parallel.GatherFromTensorParallel.apply(part, group)
+    gradient, = torch.autograd.grad(whole, part, torch.arange(12.0).view(2, 6))
+    return results, whole[0].tolist(), gradient.tolist()
+
+
+def test_f_and_g_are_mirror_images_and_change_neither_their_input_nor_their_gradient(pool):
+    for rank, (results, whole, gradient) in enumerate(pool.run(f_and_g_rank, world_size=2)):
+        x, outgoing = 1.0 + rank, 10.0 ** rank
+        assert results == [[x, 11.0, x, outgoing], [3.0, outgoing, x, outgoing]]
+        assert whole == [1.0, 1.0, 1.0, 2.0, 2.0, 2.0]
+        assert gradient == [[3.0 * rank + i for i in range(3)], [6 + 3.0 * rank + i for i in range(3)]]
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("words, tp, num_words, num_logits", [
+    (29, 1, [29], [32]), (17, 2, [16, 1], [16, 8]), (29, 4, [8, 8, 8, 5], [8, 8, 8, 8]),
+    (9, 4, [8, 1, 0, 0], [8, 8, 0, 0]), (35, 2, [32, 3], [32, 8]), (20, 16, [2] * 10 + [0] * 6, [2] * 10 + [0] * 6)])
+def test_each_rank_owns_its_words_and_computes_a_multiple_of_eight_logits(words, tp, num_words, num_logits):
+    """Some ranks have only padding. No rank has more logits than rows."""
+    config = replace(tiny(tp, tensor_model_parallel_size=tp, num_attention_heads=16), vocab_size=words)
+    shards = [parallel.VocabParallelEmbedding(config, meta_mesh(1, 1, tp, tp_rank=rank)) for rank in range(tp)]
+    assert ([shard.num_words for shard in shards], [len(shard.logits_weight()) for shard in shards]) == (
+        num_words, num_logits)
+    tokens = torch.arange(words)
+    local = [shard.local_rows(tokens) for shard in shards]
+    assert sum(is_local.int() for _, is_local in local).tolist() == [1] * words
+    for shard, (row, is_local) in zip(shards, local):
+        assert torch.equal(row, (tokens - shard.first_row) * is_local)
