@@ -1,6 +1,7 @@
 """What parallel.py itself promises: f and g, the gathered logits, and the words and logits of each rank."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,14 +26,18 @@ def f_and_g_rank():
     part = torch.full((3, 2), 1.0 + rank).t().requires_grad_()
     whole = parallel.GatherFromTensorParallel.apply(part, group)
     gradient, = torch.autograd.grad(whole, part, torch.arange(12.0).view(2, 6))
-    return results, whole[0].tolist(), gradient.tolist()
+    vocabulary = SimpleNamespace(weight=torch.empty(16, 1), num_words=(16, 1)[rank], num_logits=(16, 8)[rank],
+                                 group=group)
+    logits = parallel.gather_logits(torch.arange(17.0)[None].split(16, dim=-1)[rank], vocabulary, 17)
+    return results, whole[0].tolist(), gradient.tolist(), logits[0].tolist()
 
 
 def test_f_and_g_are_mirror_images_and_change_neither_their_input_nor_their_gradient(pool):
-    for rank, (results, whole, gradient) in enumerate(pool.run(f_and_g_rank, world_size=2)):
+    for rank, (results, whole, gradient, logits) in enumerate(pool.run(f_and_g_rank, world_size=2)):
         x, outgoing = 1.0 + rank, 10.0 ** rank
         assert results == [[x, 11.0, x, outgoing], [3.0, outgoing, x, outgoing]]
         assert whole == [1.0, 1.0, 1.0, 2.0, 2.0, 2.0]
+        assert logits == list(range(17))
         assert gradient == [[3.0 * rank + i for i in range(3)], [6 + 3.0 * rank + i for i in range(3)]]
 
 
