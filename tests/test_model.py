@@ -1,5 +1,7 @@
 """The model: initial weights, logits, cross entropy, presets, parameter and FLOP counts."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,7 @@ from nanodomino.analysis.formulas import flops_per_token, parameter_count
 from nanodomino.config.config import Config
 from nanodomino.settings.presets import PRESETS, PUBLISHED_VOCABULARIES
 from nanodomino.layers import cross_entropy
-from nanodomino.model import meta_stage
+from nanodomino.model import Embedding, meta_stage
 
 
 def drawn_rank(config):
@@ -88,6 +90,15 @@ def test_logits_are_the_reference_models_gathered_or_sharded(pool, tp):
     gradients = full_tensors(gathered, lambda outcome: outcome.weights)
     for name, gradient in reference.full_gradients().items():
         assert torch.allclose(gradients[name], gradient, rtol=0, atol=1e-11), name
+
+
+def test_the_gradients_of_a_position_are_summed_in_fp32():
+    """A sum of ones in bfloat16 stops at 256."""
+    weight = torch.nn.Parameter(torch.zeros(2, 4, dtype=torch.bfloat16))
+    weight.main_grad = torch.zeros(2, 4)
+    stand_in = SimpleNamespace(position_embeddings=SimpleNamespace(weight=weight))
+    Embedding.add_position_gradients(stand_in, torch.ones(300, 2, 4).bfloat16(), torch.arange(2).expand(300, 2))
+    assert weight.main_grad.unique().tolist() == [300.0]
 
 
 class OneRank:
