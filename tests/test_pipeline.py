@@ -4,13 +4,19 @@ import gc
 import re
 import weakref
 from collections import Counter
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
+import torch
 from support import ROOT
 from support.harness import build, random_data, tiny
 
 import train
+from nanodomino import pipeline
 from nanodomino.config.config import ALL_SCHEDULES
+from nanodomino.mesh import meta_mesh
 from nanodomino.model import stage_layers
 from nanodomino.schedules import actions, definitions, simulation
 from nanodomino.schedules.actions import Backward, Forward, Pair
@@ -276,6 +282,57 @@ def test_layers_are_spread_evenly_over_stages_and_none_is_lost(layers, stages, d
 
 
 # ---- the runner
+
+def sent_and_received(monkeypatch, stage: int, table: Timetable, works_per_batch):
+    """Exchange the messages of one stage of the second of two pipelines, without processes. Return {sent or received:
+    [(peer, tag)]}, and check what the communicator waits for, holds and posts first."""
+    mesh = replace(meta_mesh(4, 2, 1, pp_rank=stage, dp_rank=1), device=torch.device("cpu"))
+    posted, waited, found = [], [], dict(isend=[], irecv=[])
+
+    def post(batch):
+        posted.append(batch)
+        count = works_per_batch or len(batch)
+        return [SimpleNamespace(wait=partial(waited.append, (len(posted), i))) for i in range(count)]
+
+    monkeypatch.setattr(pipeline, "dist", SimpleNamespace(
+        isend="isend", irecv="irecv", batch_isend_irecv=post,
+        P2POp=lambda op, tensor, peer, group, tag: SimpleNamespace(op=op, tensor=tensor, peer=peer, tag=tag)))
+    messages = pipeline.P2PCommunicator(mesh, table, (2, 3), torch.float32)
+    messages.post(0)
+    for done, action in enumerate(table.rows[stage], start=1):
+        for half in action.halves:
+            received, before = messages.receive(half), list(waited)
+            if (source := table.placement.source(stage, half)) and source[0] != stage:
+                batch, index = next((batch, index) for batch, ops in enumerate(posted, start=1)
+                                    for index, op in enumerate(ops) if op.tensor is received)
+                assert before[-1:] == [(batch, 0 if works_per_batch else index)], "it waited for this message"
+            messages.send_later(half, torch.full((3, 2), float(done)).t())
+        count = len(waited)
+        messages.post(done)
+        in_flight = [tensor for _, tensor in messages.sends_in_flight]
+        sends = [op.tensor for batch in posted for op in batch if op.op == "isend"]
+        assert list(map(id, in_flight)) == list(map(id, sends[-4:])), "the last four, whose tensors must live"
+        assert waited[count:] == sorted(waited[count:]), "the oldest first"
+        if sends:
+            assert sends[-1].is_contiguous()
+    for batch in posted:
+        assert [op.op for op in batch] == sorted(op.op for op in batch), "receives first"
+        for op in batch:
+            found[op.op].append((op.peer // 2, op.tag))
+            assert op.peer % 2 == 1, "a world rank in the same pipeline"
+    return found
+
+
+@pytest.mark.parametrize("works_per_batch", [None, 1], ids=["gloo", "NCCL"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
+def test_each_message_has_one_send_and_one_receive_with_its_tag(monkeypatch, schedule, works_per_batch):
+    table = timetable(schedule, 4, 8, SCHEDULES[schedule].chunks[0])
+    found = [sent_and_received(monkeypatch, stage, table, works_per_batch) for stage in range(4)]
+    for stage, other in [*table.placement.neighbours, *(pair[::-1] for pair in table.placement.neighbours)]:
+        sent = [tag for peer, tag in found[stage]["isend"] if peer == other]
+        received = [tag for peer, tag in found[other]["irecv"] if peer == stage]
+        assert sent == received and len(set(sent)) == len(sent) > 0
+
 
 def watched_rank(config, data):
     """Run one step. Return this rank's stage, the peak number of tapes that exist when a forward starts, and how many

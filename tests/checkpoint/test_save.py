@@ -141,7 +141,7 @@ def test_a_checkpoint_is_renamed_when_all_of_it_is_on_the_disk_and_never_changed
 
 @pytest.mark.parametrize("steps, keep_last, kept", [
     ([(25, 0)], 2, [25, 20]), ([(12, 0)], 1, [20, 15, 12]), ([(15, 0), (25, 0)], 3, [25, 20, 15]),
-    ([(25, 0), (30, 1), (35, 2)], 1, [35, 30, 25]), ([(30, 1), (35, 2), (40, 0)], 1, [40])], ids=str)
+    ([(25, 0), (30, 1), (35, 2)], 2, [35, 30, 25, 20]), ([(30, 1), (35, 2), (40, 0)], 1, [40])], ids=str)
 def test_old_checkpoints_are_deleted_in_order(pool, tmp_path, steps, keep_last, kept):
     """The run has checkpoints of steps 5 to 20. It may have gone back, because the latest were damaged; then the new
     one is not the first to go, and replaces the damaged one of its step. After skipped steps (the second numbers) none
