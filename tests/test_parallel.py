@@ -1,6 +1,7 @@
 """What parallel.py itself promises: f and g, the gathered logits, and the words and logits of each rank."""
 
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -14,16 +15,17 @@ from nanodomino.mesh import meta_mesh
 
 def f_and_g_rank():
     """Return this rank's results and gradients of f and g, each beside the tensor that the all-reduce must not change.
-    Both tensors are transposed, so they are not contiguous."""
+    In the second round no tensor is contiguous."""
     rank, group = dist.get_rank(), dist.group.WORLD
-    x = torch.full((3, 2), 1.0 + rank).t().requires_grad_()
-    outgoing = torch.full((3, 2), 10.0 ** rank).t()
     results = []
-    for function in (parallel.copy_to_tensor_parallel, parallel.reduce_from_tensor_parallel):
-        y = function(x, group)
+    for function, shape in product((parallel.copy_to_tensor_parallel, parallel.reduce_from_tensor_parallel),
+                                   ((2, 3), (3, 2))):
+        x, outgoing = torch.full(shape, 1.0 + rank), torch.full(shape, 10.0 ** rank)
+        x, outgoing = (x, outgoing) if shape == (2, 3) else (x.t(), outgoing.t())
+        y = function(x.requires_grad_(), group)
         gradient, = torch.autograd.grad(y, x, outgoing)
         results.append([tensor.unique().item() for tensor in (y, gradient, x, outgoing)])
-    part = torch.full((3, 2), 1.0 + rank).t().requires_grad_()
+    part = (torch.arange(6.0).view(3, 2) + 10 * rank).t().requires_grad_()
     whole = parallel.GatherFromTensorParallel.apply(part, group)
     gradient, = torch.autograd.grad(whole, part, torch.arange(12.0).view(2, 6))
     vocabulary = SimpleNamespace(weight=torch.empty(16, 1), num_words=(16, 1)[rank], num_logits=(16, 8)[rank],
@@ -35,8 +37,8 @@ def f_and_g_rank():
 def test_f_and_g_are_mirror_images_and_change_neither_their_input_nor_their_gradient(pool):
     for rank, (results, whole, gradient, logits) in enumerate(pool.run(f_and_g_rank, world_size=2)):
         x, outgoing = 1.0 + rank, 10.0 ** rank
-        assert results == [[x, 11.0, x, outgoing], [3.0, outgoing, x, outgoing]]
-        assert whole == [1.0, 1.0, 1.0, 2.0, 2.0, 2.0]
+        assert results == 2 * [[x, 11.0, x, outgoing]] + 2 * [[3.0, outgoing, x, outgoing]]
+        assert whole == [0, 2, 4, 10, 12, 14]
         assert logits == list(range(17))
         assert gradient == [[3.0 * rank + i for i in range(3)], [6 + 3.0 * rank + i for i in range(3)]]
 
