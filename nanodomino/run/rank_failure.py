@@ -82,9 +82,10 @@ def report_and_exit(launch: LaunchInfo, error: Exception):
         # A SIGTERM from torchrun means that it already knows which rank failed first.
         if hasattr(error, "signals") and error.signals.number:
             os._exit(1)
-        interface = os.environ.get("GLOO_SOCKET_IFNAME")
+        interface = not where and os.environ.get("GLOO_SOCKET_IFNAME")
         hint = f"; is GLOO_SOCKET_IFNAME={interface} the interface between the hosts?" if interface else ""
-        text, details = f"lost its peers{where}{unresponsive_ranks(launch)}: {error}{hint}", ""
+        lost = unresponsive_ranks(launch, getattr(error, "hosts", []))
+        text, details = f"lost its peers{where}{lost}: {error}{hint}", ""
         time.sleep(3)
     else:
         text, details = f"failed{where}: {type(error).__name__}: {error}", "".join(traceback.format_exception(error))
@@ -107,11 +108,10 @@ def write_torchrun_error_file(text: str):
         pass                                                   # no torchrun, or a full disk; the text has been printed
 
 
-def unresponsive_ranks(launch: LaunchInfo) -> str:
-    """Return text such as " (dead or hanging: rank 2)", or "" if no rank is.
+def unresponsive_ranks(launch: LaunchInfo, hosts: list[str]) -> str:
+    """Return text such as " (dead or hanging: rank 2, 3 on node7)", or "" if no rank is. hosts: each rank's.
 
-    A living rank that has lost a peer reports this to torchrun's store. The text names the ranks that have not done so
-    after two seconds.
+    A living rank that has lost a peer reports this to torchrun's store within two seconds.
     """
     try:
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
@@ -119,7 +119,8 @@ def unresponsive_ranks(launch: LaunchInfo) -> str:
         prefix = f"nanodomino/lost_peer/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         store.set(f"{prefix}/{launch.rank}", "")
         time.sleep(2)
-        ranks = [str(rank) for rank in range(launch.world_size) if not store.check([f"{prefix}/{rank}"])]
+        ranks = [rank for rank in range(launch.world_size) if not store.check([f"{prefix}/{rank}"])]
     except (KeyError, RuntimeError):
-        return ""
-    return f" (dead or hanging: rank {', '.join(ranks)})" if ranks else ""
+        return f" (MASTER_ADDR {os.environ['MASTER_ADDR']} does not answer)" if "MASTER_ADDR" in os.environ else ""
+    where = f" on {', '.join(sorted({hosts[rank] for rank in ranks}))}" if len(set(hosts)) > 1 else ""
+    return f" (dead or hanging: rank {', '.join(map(str, ranks))}{where})" if ranks else ""

@@ -85,17 +85,17 @@ def open_session(arguments: list[str], launch: LaunchInfo, program):
     choose_kernels(config)
     start_world(launch, device, config.timeout)
     mesh = make_mesh(config.pp, config.dp, config.tp, device, config.timeout, **config.mesh_options)
-    check_agreement(config)
+    hosts = check_agreement(config)
     run = from_rank_0(run)
     config = dataclasses.replace(config, cpu_threads=choose_threads(
         config, device, from_rank_0(recorded_settings(run.folder)), quiet=launch.rank > 0))
     with Watchdog(launch, mesh, config.timeout) as watchdog:
+        watchdog.context["hosts"] = hosts
         session = Session(config, corpus, datasets, mesh, run, watchdog, estimate)
         try:
             yield session
         except Exception as error:
-            if session.signals:                                # rank_failure.py reports these
-                error.step, error.signals = session.step, session.signals
+            error.__dict__.update(watchdog.context)            # rank_failure.py reports these
             raise
         dist.barrier()                                         # so that none disconnects while another communicates
     dist.destroy_process_group()

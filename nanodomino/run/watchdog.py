@@ -44,7 +44,7 @@ class Watchdog:
         self.launch, self.device, self.timeout = launch, mesh.device, timeout
         self.queue = torch.cuda.current_stream(mesh.device) if mesh.device.type == "cuda" else None
         self.events, self.last_progress = deque(), time.monotonic()
-        self.context = {}                                      # step and signals, for the error that this raises
+        self.context = {}                                      # step, signals and hosts, for an error
         self.finished = threading.Event()
         self.thread = threading.Thread(target=self.watch, name="watchdog", daemon=True)
 
@@ -77,9 +77,8 @@ class Watchdog:
             self.last_progress = now
         if self.queue.query():
             self.last_progress = now
-        idle, stopping = now - self.last_progress, 0.0
-        if signals and signals.number:
-            stopping = now - max(self.last_progress, signals.received_at)
+        idle = now - self.last_progress
+        stopping = now - max(self.last_progress, signals.received_at) if signals and signals.number else 0.0
         if idle > self.timeout or stopping > STOP_GRACE:
             return f"timed out waiting for the device, which has made no progress for {idle:.0f} seconds"
         return None

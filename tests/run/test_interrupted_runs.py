@@ -274,13 +274,14 @@ def test_a_rank_is_called_dead_if_it_reports_nothing_since_the_last_restart(monk
     """torchrun's store outlives a restart, and so does what the ranks reported before it."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(store.port))
     monkeypatch.setattr("nanodomino.run.rank_failure.time.sleep", lambda seconds: None)
     said = []
-    for restarts, rank in ((0, 0), (0, 1), (1, 0)):
+    for restarts, rank, port in ((0, 0, store.port), (0, 1, store.port), (1, 0, store.port), (1, 0, 1)):
+        monkeypatch.setenv("MASTER_PORT", str(port))
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
-        said.append(unresponsive_ranks(LaunchInfo(rank=rank, world_size=2)))
-    assert said == [" (dead or hanging: rank 1)", "", " (dead or hanging: rank 1)"]
+        said.append(unresponsive_ranks(LaunchInfo(rank=rank, world_size=2), ["n1", "n2"] if restarts else []))
+    assert said == [" (dead or hanging: rank 1)", "", " (dead or hanging: rank 1 on n2)",
+                    " (MASTER_ADDR 127.0.0.1 does not answer)"]
 
 
 # ---- not finite
