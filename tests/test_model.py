@@ -137,6 +137,13 @@ def test_cross_entropy_in_chunks_rounds_each_gradient_by_itself(monkeypatch, dty
     assert ((logits.grad[..., :19].double() - exact.grad).abs() <= allowed * exact.grad.abs() + 1e-7).all()
 
 
+@pytest.mark.table
+def test_a_rank_of_padding_does_not_raise_the_largest_logit_of_all_ranks():
+    """Otherwise exp(logit - largest) would be 0 for each word if all logits are below -100."""
+    largest, sum_exp = cross_entropy.local_max_and_sum_exp(torch.zeros(1, 5, 0), SimpleNamespace(num_words=0))
+    assert (largest.max(), sum_exp.max()) == (-torch.inf, 0.0)
+
+
 # Published counts; tied embeddings count once. GPT-3's paper rounds.
 @pytest.mark.parametrize("name, parameters, error", [
     ("nano", 0.93e6, 0.01), ("gpt3-2.7b", 2650e6, 0.01), ("gpt3-6.7b", 6660e6, 0.01), ("gpt3-13b", 12850e6, 0.01), *(
