@@ -220,7 +220,7 @@ def pipeline_step(stage: Domino, batches, schedule="1f1b", chunks=1, only_forwar
     """Run a step on a single stage as train.py does, and return the mean loss."""
     table = timetable(schedule, 1, len(batches), chunks)
     totals = pipeline.run(table.forwards if only_forward else table, stage, stage.mesh, lambda i, chunk: batches[i],
-                          forward_step, None, None)
+                          forward_step, None, None, trace=stage.trace)
     return (totals.loss_sum / totals.tokens).item()
 
 

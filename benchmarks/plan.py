@@ -114,8 +114,7 @@ def plan(config: Config, flags):
     """Return (text, record) of the plan for flags.gpu, one of GPUS."""
     gpu, peak = GPUS[flags.gpu], PEAK_FLOPS[flags.gpu]
     machine, usable = machine_of(flags, flags.gpu, flags.network, flags.gpus_per_host), gpu.memory * (1 - flags.reserve)
-    found = [stage_memory(train, config, stage) | {"communicators": communicator_bytes(config, stage)}
-             for stage in range(config.pp)]
+    found = memory_of_stages(config)
     needs = [{name: one[name] for name in MEMORY_TERMS} for one in found]
     fits = all(sum(need.values()) <= usable for need in needs)
     parts = step_seconds(train, config, machine)
@@ -154,6 +153,12 @@ def plan(config: Config, flags):
                                     for stage in range(config.pp)],
                   "bubble": parts["bubble"] / ideal, "parts_s": parts, "step_s": seconds, "mfu": used,
                   "tokens_per_second": tokens / seconds}
+
+
+def memory_of_stages(config: Config) -> list[dict]:
+    """Return for a rank of each stage {one of MEMORY_TERMS, or "host": bytes}."""
+    return [stage_memory(train, config, stage) | {"communicators": communicator_bytes(config, stage)}
+            for stage in range(config.pp)]
 
 
 def place_of(part: tuple[str, float]) -> tuple:

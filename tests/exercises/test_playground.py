@@ -52,8 +52,7 @@ def test_a_layer_is_drawn_with_the_bound_of_the_ideal_wire():
 
 def test_the_memory_is_that_of_bench_plan():
     figure = figures.memory("gpt2", 8, "A100", tp=2, pp=2, zero_stage=2)
-    flags = parse(plan, "plan --model gpt2 --gpus 8 --gpu A100 --tp 2 --pp 2 --zero-stage 2".split())
-    plan.processes(flags)
+    plan.processes(flags := parse(plan, "plan --model gpt2 --gpus 8 --gpu A100 --tp 2 --pp 2 --zero-stage 2".split()))
     record = plan.plan(config_of(flags, 8), flags)[1]
     assert figure.numbers["stages"] == record["memory"] and figure.numbers["usable"] == record["usable_bytes"]
 
@@ -115,6 +114,7 @@ def test_a_page_asks_then_draws_follows_a_slider_and_refuses(page, tab, question
     if tab == "Plan":
         page.get_by_role("button", name="Search").click()
         see(page, figure := draw())
+        assert figure.numbers["layouts"][0]["dp"] == 8, "the right answer"
         return page.get_by_text(figure.numbers["layouts"][0]["command"]).first.wait_for()
     see(page, draw(**values))
     page.get_by_role("slider").nth(slider).press("ArrowLeft")
