@@ -19,6 +19,7 @@ import math
 import threading
 import time
 from contextlib import nullcontext
+from functools import wraps
 from types import SimpleNamespace
 
 import torch
@@ -34,15 +35,7 @@ class RankError(Exception):
 
 
 class Deadlock(RankError):
-    """No rank can continue. waits: {rank: the call for which it waits}."""
-
-    def __init__(self, waits, ended):
-        self.waits = waits
-        super().__init__(self.calls() + "".join(f"; rank {rank} has ended" for rank in ended)
-                         + ", so none of them ever continues")
-
-    def calls(self):
-        return "; ".join(f"rank {rank} waits for its {call}" for rank, call in sorted(self.waits.items()))
+    """No rank can continue: each waits for a call of another one, or has ended."""
 
 
 class Endless(Exception):
@@ -54,7 +47,7 @@ class Stopped(BaseException):
 
 
 class FlopClock(TorchDispatchMode):
-    """Advances a rank's virtual clock by the FLOPs of each matmul, and counts these FLOPs."""
+    """Advances a rank's virtual clock by the FLOPs of each matmul."""
 
     def __init__(self, world, rank):
         super().__init__()
@@ -66,19 +59,9 @@ class FlopClock(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm,
-                                       torch.ops.aten.addmm_, torch.ops.aten.baddbmm):
+        if function.overloadpacket.__name__ in ("mm", "bmm", "addmm", "addmm_", "baddbmm"):
             self.world.clock[self.rank] += 2 * result.numel() * args[-2].shape[-1]
         return result
-
-
-class Collective:
-    """The n-th collective of a group: what each of its ranks passes in, and when the wire has carried it."""
-
-    def __init__(self, group, number):
-        self.group, self.number = group, number
-        self.calls = {}                    # rank -> (name, signature, inputs as copies, outputs)
-        self.launched, self.end = 0.0, 0.0
 
 
 class Message:
@@ -107,8 +90,10 @@ class Work:
             self.finish()
         return True
 
-    def is_completed(self):
-        return self.is_ready()
+
+def on_ranks(size):
+    """Decorate a program of one rank. The decorated one runs on `size` fake ranks and returns all results."""
+    return lambda program: wraps(program)(lambda module: World(size).run(lambda: program(module)))
 
 
 class World:
@@ -143,17 +128,14 @@ class World:
                 while thread.is_alive():
                     thread.join(0.1)
                     if time.process_time() - start > LIMIT:
-                        self.interrupt(threads[self.current])
+                        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(threads[self.current].ident),
+                                                                   ctypes.py_object(Endless))
                         start = time.process_time()          # and again, if it caught the exception
         finally:
             torch.set_default_dtype(global_dtype)
         if self.failure is not None:
             raise self.failure
         return self.results
-
-    def interrupt(self, thread):
-        """Raise Endless in a thread, wherever it is."""
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Endless))
 
     def run_rank(self, rank, function):
         here.world, here.rank = self, rank
@@ -164,7 +146,9 @@ class World:
             if self.failure is None:
                 with FlopClock(self, rank) if self.wire else nullcontext():
                     self.results[rank] = function()
-                self.check_end(rank)
+                for work in self.works[rank]:
+                    if not work.waited:
+                        raise RankError(f"rank {rank} never calls wait() on its {work.call}")
         except Stopped:
             pass
         except Exception as error:
@@ -175,18 +159,15 @@ class World:
             self.ended.add(rank)
             self.pass_turn(rank)
 
-    def check_end(self, rank):
-        for work in self.works[rank]:
-            if not work.waited:
-                raise RankError(f"rank {rank} never calls wait() on its {work.call}")
-
     def pass_turn(self, rank):
         """Let the next rank run that can continue. Called with self.turn held."""
         others = [(rank + i) % self.size for i in range(1, self.size + 1)]
         alive = [other for other in others if other not in self.ended]
         able = [other for other in alive if self.failure is not None or self.ready[other]()]
         if alive and not able:
-            self.failure = Deadlock(dict(self.waits), sorted(self.ended))
+            self.failure = Deadlock("; ".join(
+                [f"rank {waiting} waits for its {call}" for waiting, call in sorted(self.waits.items())]
+                + [f"rank {other} has ended" for other in sorted(self.ended)]) + ", so none of them ever continues")
             self.failure.rank = min(self.waits)
             able = alive
         if able:
@@ -210,12 +191,12 @@ class World:
     # ---- collectives
 
     def launch(self, name, group, signature, inputs, outputs, compute, async_op):
-        """Launch a collective. compute({rank: inputs}, rank) returns what is written to this rank's outputs."""
+        """Launch a collective. compute({rank: inputs}) returns what is written to this rank's outputs."""
         group, rank = group or tuple(range(self.size)), here.rank
         if rank not in group:
             raise RankError(f"rank {rank} calls {name} on the group of ranks {group}, to which it does not belong")
         number = self.counts[rank, group] = self.counts.get((rank, group), 0) + 1
-        slot = self.collectives.setdefault((group, number), Collective(group, number))
+        slot = self.collectives.setdefault((group, number), SimpleNamespace(calls={}, launched=0.0, end=0.0))
         for other, (its_name, its_signature, _) in slot.calls.items():
             if (its_name, its_signature) != (name, signature):
                 raise RankError(f"call {number} on the group of ranks {group}: rank {other} calls {its_name} of "
@@ -232,7 +213,7 @@ class World:
             for tensor in outputs:
                 if not is_blurred(tensor):
                     raise RankError(f"rank {rank} writes to a tensor while its {name} is in flight")
-            for tensor, value in zip(outputs, compute({r: call[2] for r, call in slot.calls.items()}, rank)):
+            for tensor, value in zip(outputs, compute({r: call[2] for r, call in slot.calls.items()})):
                 tensor.data.copy_(value)
             wait = max(0.0, slot.end - self.clock[rank])
             self.clock[rank] += wait
@@ -255,7 +236,8 @@ class World:
             if message.kind == "irecv":
                 blur(message.tensor)
         self.posted[here.rank].append(messages)
-        self.match()
+        while any(self.match(a, b) for a in range(self.size) for b in range(self.size)):
+            pass
         return [Work(self, here.rank, str(message), lambda m=message: deliver(m), lambda m=message: m.done)
                 for message in messages]
 
@@ -267,13 +249,7 @@ class World:
                 return pending
         return []
 
-    def match(self):
-        """Match posted messages until no pair is left."""
-        pairs = [(a, b) for a in range(self.size) for b in range(self.size)]
-        while any(self.match_one(a, b) for a, b in pairs):
-            pass
-
-    def match_one(self, a, b):
+    def match(self, a, b):
         """Match the first pending send from a to b with b's first pending receive; return False if one is missing."""
         sends = [message for message in self.active(a, b) if message.kind == "isend"]
         receives = [message for message in self.active(b, a) if message.kind == "irecv"]
@@ -331,48 +307,33 @@ class FakeDistributed:
     def get_world_size(self, group=None):
         return len(group) if group else here.world.size
 
-    def is_initialized(self):
-        return True
-
     def new_group(self, ranks=None, **options):
         return tuple(range(here.world.size) if ranks is None else ranks)
-
-    def barrier(self, group=None, async_op=False):
-        return here.world.launch("barrier", group, "nothing", [], [], lambda calls, rank: [], async_op)
 
     def all_reduce(self, tensor, op=ReduceOp.SUM, group=None, async_op=False):
         return here.world.launch(
             "all_reduce", group, f"{describe(tensor)}, {str(op).split('.')[-1]}", [tensor], [tensor],
-            lambda calls, rank: [reduced(op, (inputs[0] for inputs in calls.values()))], async_op)
-
-    def broadcast(self, tensor, src, group=None, async_op=False):
-        return here.world.launch("broadcast", group, f"{describe(tensor)} from rank {src}", [tensor], [tensor],
-                                 lambda calls, rank: [calls[src][0]], async_op)
+            lambda calls: [reduced(op, (inputs[0] for inputs in calls.values()))], async_op)
 
     def reduce_scatter(self, output, input_list, op=ReduceOp.SUM, group=None, async_op=False):
-        self._need_one_each("reduce_scatter", input_list, output, group)
+        self.need_one_each("reduce_scatter", input_list, output, group)
         return here.world.launch(
             "reduce_scatter", group, f"{describe(output)}, {str(op).split('.')[-1]}", input_list, [output],
-            lambda calls, rank: [reduced(op, (inputs[self._place(rank, group)] for inputs in calls.values()))],
-            async_op)
+            lambda calls: [reduced(op, (inputs[self.get_rank(group)] for inputs in calls.values()))], async_op)
 
     def reduce_scatter_tensor(self, output, input, op=ReduceOp.SUM, group=None, async_op=False):
         return self.reduce_scatter(output, list(input.flatten().chunk(self.get_world_size(group))), op, group, async_op)
 
     def all_gather(self, tensor_list, tensor, group=None, async_op=False):
-        self._need_one_each("all_gather", tensor_list, tensor, group)
+        self.need_one_each("all_gather", tensor_list, tensor, group)
         return here.world.launch(
             "all_gather", group, describe(tensor), [tensor], tensor_list,
-            lambda calls, rank: [calls[member][0] for member in group or range(here.world.size)], async_op)
+            lambda calls: [calls[member][0] for member in group or range(here.world.size)], async_op)
 
     def all_gather_into_tensor(self, output, input, group=None, async_op=False):
         return self.all_gather(list(output.chunk(self.get_world_size(group))), input, group, async_op)
 
-    @staticmethod
-    def _place(rank, group):
-        return group.index(rank) if group else rank
-
-    def _need_one_each(self, name, tensors, tensor, group):
+    def need_one_each(self, name, tensors, tensor, group):
         if [part.shape for part in tensors] != [tensor.shape] * self.get_world_size(group):
             raise RankError(f"rank {here.rank} calls {name} with a list of {describe(*tensors)}, but it needs "
                             f"{self.get_world_size(group)} tensors of {describe(tensor)}, one for each rank of the "

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from ..fake_ranks import World
+from ..fake_ranks import World, on_ranks
 from ..judge import expect, expect_generator, judge, run_to_end
 from ..stages import draw, make_stage
 
@@ -78,28 +78,26 @@ def backward(minimal, sites, slices):
     return stage, parts, generators
 
 
+@on_ranks(2)
 def program(minimal):
     """Compute the gradients of one MLP, of one attention sublayer, then of two layers, for two slices."""
-    def rank_program():
-        found = {}
-        for what, sites in (("an MLP sublayer", ["layers.0.mlp"]), ("an attention sublayer", ["layers.0.attention"]),
-                            ("two layers", [f"layers.{i}.{kind}" for i in (0, 1) for kind in ("attention", "mlp")])):
-            with torch.no_grad():
-                stage, parts, generators = backward(minimal, sites, slices=2)
-                for generator in generators:
-                    run_to_end(generator, "backward_sublayer")
-            for i, part in enumerate(parts):
-                found[f"The gradient that slice {i} of {what} returns"] = part.output
-            low, high = stage.grad.data_ptr(), stage.grad.data_ptr() + stage.grad.nbytes
-            for name, weight in stage.weights.items():
-                expect(low <= weight.grad.data_ptr() < high,
-                       f"{name}.grad is a new tensor, so the optimizer, which reads stage.grad, sees zeros: change "
-                       ".grad in place, for example with +=.")
-                if any(site in name for site in sites):
-                    found[f"The gradient of {name}"] = weight.grad
-        return found
-
-    return World(2).run(rank_program)
+    found = {}
+    for what, sites in (("an MLP sublayer", ["layers.0.mlp"]), ("an attention sublayer", ["layers.0.attention"]),
+                        ("two layers", [f"layers.{i}.{kind}" for i in (0, 1) for kind in ("attention", "mlp")])):
+        with torch.no_grad():
+            stage, parts, generators = backward(minimal, sites, slices=2)
+            for generator in generators:
+                run_to_end(generator, "backward_sublayer")
+        for i, part in enumerate(parts):
+            found[f"The gradient that slice {i} of {what} returns"] = part.output
+        low, high = stage.grad.data_ptr(), stage.grad.data_ptr() + stage.grad.nbytes
+        for name, weight in stage.weights.items():
+            expect(low <= weight.grad.data_ptr() < high,
+                   f"{name}.grad is a new tensor, so the optimizer, which reads stage.grad, sees zeros: change "
+                   ".grad in place, for example with +=.")
+            if any(site in name for site in sites):
+                found[f"The gradient of {name}"] = weight.grad
+    return found
 
 
 def hidden_share(minimal, slices, matmuls):

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..fake_ranks import World
+from ..fake_ranks import on_ranks
 from ..stages import draw
 
 HINTS = (
@@ -29,15 +29,13 @@ MISTAKES = {
 }
 
 
+@on_ranks(4)
 def program(minimal):
     """Look words up on two groups of two ranks, with four words on each."""
-    def rank_program():
-        rank = minimal.dist.get_rank()
-        group = minimal.dist.new_group([0, 1] if rank < 2 else [2, 3])
-        words = draw(None, f"words {rank}", (4, 3)).requires_grad_()
-        output = minimal.EmbedWords.apply(words, torch.tensor([[0, 5, 5, 1], [7, 2, 5, 1]]), group)
-        if isinstance(output, torch.Tensor):
-            output.backward(draw(None, f"gradient {group}", (2, 4, 3)))
-        return {"The embeddings": output, "The gradient of words": words.grad}
-
-    return World(4).run(rank_program)
+    rank = minimal.dist.get_rank()
+    group = minimal.dist.new_group([0, 1] if rank < 2 else [2, 3])
+    words = draw(None, f"words {rank}", (4, 3)).requires_grad_()
+    output = minimal.EmbedWords.apply(words, torch.tensor([[0, 5, 5, 1], [7, 2, 5, 1]]), group)
+    if isinstance(output, torch.Tensor):
+        output.backward(draw(None, f"gradient {group}", (2, 4, 3)))
+    return {"The embeddings": output, "The gradient of words": words.grad}

@@ -75,7 +75,7 @@ def check(answer, reference):
     if isinstance(error, Deadlock) and len(first_kinds) == 1:
         first, second = ("send", "receive") if first_kinds == {"isend"} else ("receive", "send")
         raise Wrong(f"Deadlock: all stages {first} first and {second} later, so neighbours wait for each other "
-                    f"({error.calls()}); post the send and the receive in one batch_isend_irecv, and wait() only "
+                    f"({error}); post the send and the receive in one batch_isend_irecv, and wait() only "
                     "then.") from error
     if error is not None and "never calls wait()" in str(error):
         raise Wrong(f"exchange returns too early: {error}. A received tensor is filled, and a sent tensor may be "

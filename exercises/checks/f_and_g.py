@@ -2,7 +2,7 @@
 
 import torch
 
-from ..fake_ranks import World
+from ..fake_ranks import on_ranks
 from ..judge import expect, judge
 from ..stages import draw
 from ..workbook import Wrong
@@ -55,34 +55,32 @@ def apply(function, name, x, group):
     return y
 
 
+@on_ranks(4)
 def program(minimal):
     """Run f and g on two groups of two ranks. g sums the products of x and a row-parallel weight."""
-    def rank_program():
-        rank = minimal.dist.get_rank()
-        group = minimal.dist.new_group([0, 1] if rank < 2 else [2, 3])
-        leaf = draw(None, f"h {group}", (2, 3)).requires_grad_()
-        h = leaf * 1.0
-        found = {"The output of f": apply(minimal.CopyToRanks, "f", h, group)}
-        gradient = draw(None, f"gradient {rank}", (2, 3))
-        found["The output of f"].backward(gradient)
-        expect(torch.equal(h, leaf), "f's forward changes h in place: clone it before all_reduce.")
-        expect(torch.equal(gradient, draw(None, f"gradient {rank}", (2, 3))),
-               "f's backward changes the gradient that it gets in place: clone it before all_reduce.")
-        found["The gradient of h, the input of f,"] = leaf.grad
+    rank = minimal.dist.get_rank()
+    group = minimal.dist.new_group([0, 1] if rank < 2 else [2, 3])
+    leaf = draw(None, f"h {group}", (2, 3)).requires_grad_()
+    h = leaf * 1.0
+    found = {"The output of f": apply(minimal.CopyToRanks, "f", h, group)}
+    gradient = draw(None, f"gradient {rank}", (2, 3))
+    found["The output of f"].backward(gradient)
+    expect(torch.equal(h, leaf), "f's forward changes h in place: clone it before all_reduce.")
+    expect(torch.equal(gradient, draw(None, f"gradient {rank}", (2, 3))),
+           "f's backward changes the gradient that it gets in place: clone it before all_reduce.")
+    found["The gradient of h, the input of f,"] = leaf.grad
 
-        x, weight = draw(None, f"x {rank}", (2, 4)), draw(None, f"weight {rank}", (4, 3)).requires_grad_()
-        addend = x @ weight
-        before = addend.detach().clone()
-        found["The output of g"] = apply(minimal.SumOverRanks, "g", addend, group)
-        expect(torch.equal(addend, before), "g's forward changes its addend in place: clone it before all_reduce.")
-        found["The output of g"].backward(draw(None, f"gradient {group}", (2, 3)))
-        found["The gradient of the row-parallel weight, used before g,"] = weight.grad
-        expect(all(value is not None for value in found.values()),
-               "A backward returns None for its tensor: it must return the tensor's gradient first, then None for the "
-               "group.")
-        return found
-
-    return World(4).run(rank_program)
+    x, weight = draw(None, f"x {rank}", (2, 4)), draw(None, f"weight {rank}", (4, 3)).requires_grad_()
+    addend = x @ weight
+    before = addend.detach().clone()
+    found["The output of g"] = apply(minimal.SumOverRanks, "g", addend, group)
+    expect(torch.equal(addend, before), "g's forward changes its addend in place: clone it before all_reduce.")
+    found["The output of g"].backward(draw(None, f"gradient {group}", (2, 3)))
+    found["The gradient of the row-parallel weight, used before g,"] = weight.grad
+    expect(all(value is not None for value in found.values()),
+           "A backward returns None for its tensor: it must return the tensor's gradient first, then None for the "
+           "group.")
+    return found
 
 
 def check(answer, reference):

@@ -2,7 +2,7 @@
 
 from inspect import isgenerator
 
-from ..fake_ranks import World
+from ..fake_ranks import on_ranks
 from ..judge import expect, judge
 from ..workbook import Wrong
 
@@ -41,32 +41,30 @@ MISTAKES = {
 }
 
 
+@on_ranks(1)
 def program(minimal):
     """Let slices of several lengths log their turns."""
-    def rank_program():
-        found = {}
-        for lengths in ((2, 2, 2, 2, 2, 2, 2), (3, 3), (3, 1, 2), (1, 1, 3, 2), (2,)):
-            log = []
+    found = {}
+    for lengths in ((2, 2, 2, 2, 2, 2, 2), (3, 3), (3, 1, 2), (1, 1, 3, 2), (2,)):
+        log = []
 
-            def slice(name, length, log=log):
-                for turn in range(length):
-                    log.append(f"{name}{turn}")
-                    yield
-                log.append(f"{name} ends")
+        def slice(name, length, log=log):
+            for turn in range(length):
+                log.append(f"{name}{turn}")
+                yield
+            log.append(f"{name} ends")
 
-            named = dict(zip("abcdefg", lengths))
-            made = {name: slice(name, named[name]) for name in "dbgacef" if name in named}   # not in the list's order
-            result = minimal.interleave([made[name] for name in named])
-            expect(not isgenerator(result), "interleave is a generator itself, so calling it runs nothing: it must "
-                   "contain no yield.")
-            first, right = log[:len(named)], [f"{name}0" for name in named]
-            expect(sorted(first) != right or first in (right, right[::-1]),
-                   f"The first turns are {', '.join(first)}, but the list's order is {', '.join(right)}: keep it, so "
-                   "that all ranks take the same turns. A set, for example, has an order of its own on each rank.")
-            found[f"The order of {len(lengths)} slices of {', '.join(map(str, lengths))} yields"] = log
-        return found
-
-    return World(1).run(rank_program)
+        named = dict(zip("abcdefg", lengths))
+        made = {name: slice(name, named[name]) for name in "dbgacef" if name in named}   # not in the list's order
+        result = minimal.interleave([made[name] for name in named])
+        expect(not isgenerator(result), "interleave is a generator itself, so calling it runs nothing: it must "
+               "contain no yield.")
+        first, right = log[:len(named)], [f"{name}0" for name in named]
+        expect(sorted(first) != right or first in (right, right[::-1]),
+               f"The first turns are {', '.join(first)}, but the list's order is {', '.join(right)}: keep it, so "
+               "that all ranks take the same turns. A set, for example, has an order of its own on each rank.")
+        found[f"The order of {len(lengths)} slices of {', '.join(map(str, lengths))} yields"] = log
+    return found
 
 
 def check(answer, reference):

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..fake_ranks import World
+from ..fake_ranks import on_ranks
 from ..judge import expect
 from ..stages import fill_gradients, make_stage
 
@@ -49,18 +49,16 @@ MISTAKES = {
 }
 
 
+@on_ranks(8)
 def program(minimal):
     """Call global_sums once on eight ranks."""
-    def rank_program():
-        stage = make_stage(minimal, tp=2, pp=2, dp=2)
-        grid = stage.grid
-        fill_gradients(minimal, stage)
-        tied = stage.weights[minimal.WORDS].grad                      # by now, both stages have the sum
-        minimal.dist.all_reduce(tied, group=grid.tied_group)
-        own = torch.empty_like(stage.grad.chunk(2)[0])
-        minimal.dist.reduce_scatter(own, list(stage.grad.chunk(2)), group=grid.dp_group)
-        result = minimal.global_sums(stage, torch.tensor(3.0 + grid.dp_rank) * grid.is_last, own)
-        expect(isinstance(result, tuple) and len(result) == 2, "global_sums must return (loss, norm).")
-        return {"The loss": torch.as_tensor(result[0]).double(), "The norm": torch.as_tensor(result[1]).double()}
-
-    return World(8).run(rank_program)
+    stage = make_stage(minimal, tp=2, pp=2, dp=2)
+    grid = stage.grid
+    fill_gradients(minimal, stage)
+    tied = stage.weights[minimal.WORDS].grad                      # by now, both stages have the sum
+    minimal.dist.all_reduce(tied, group=grid.tied_group)
+    own = torch.empty_like(stage.grad.chunk(2)[0])
+    minimal.dist.reduce_scatter(own, list(stage.grad.chunk(2)), group=grid.dp_group)
+    result = minimal.global_sums(stage, torch.tensor(3.0 + grid.dp_rank) * grid.is_last, own)
+    expect(isinstance(result, tuple) and len(result) == 2, "global_sums must return (loss, norm).")
+    return {"The loss": torch.as_tensor(result[0]).double(), "The norm": torch.as_tensor(result[1]).double()}

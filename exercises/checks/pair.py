@@ -1,6 +1,6 @@
 """Exercise 14: the schedule of pairs, and two generators that take turns."""
 
-from ..fake_ranks import World
+from ..fake_ranks import on_ranks
 
 HINTS = (
     "The three phases are those of one_f_one_b; only the length of the warm-up differs. Read it off the picture.",
@@ -29,19 +29,17 @@ MISTAKES = {
 }
 
 
+@on_ranks(1)
 def program(minimal):
-    def rank_program():
-        found = {f"The list of stage {stage} of {stages} with {m} microbatches": minimal.paired(stage, stages, m)
-                 for stages, m in ((3, 6), (4, 9), (2, 2), (4, 3), (1, 3)) for stage in range(stages)}
-        for lengths in ((2, 3), (3, 1), (2, 2)):
-            log = found[f"The order of a backward of {lengths[0]} turns and a forward of {lengths[1]}"] = []
+    found = {f"The list of stage {stage} of {stages} with {m} microbatches": minimal.paired(stage, stages, m)
+             for stages, m in ((3, 6), (4, 9), (2, 2), (4, 3), (1, 3)) for stage in range(stages)}
+    for lengths in ((2, 3), (3, 1), (2, 2)):
+        log = found[f"The order of a backward of {lengths[0]} turns and a forward of {lengths[1]}"] = []
 
-            def turns(name, length, log=log):
-                for turn in range(length):
-                    log.append(f"{name}{turn}")
-                    yield
+        def turns(name, length, log=log):
+            for turn in range(length):
+                log.append(f"{name}{turn}")
+                yield
 
-            minimal.run_pair(turns("B", lengths[0]), turns("F", lengths[1]), lambda log=log: log.append("send"))
-        return found
-
-    return World(1).run(rank_program)
+        minimal.run_pair(turns("B", lengths[0]), turns("F", lengths[1]), lambda log=log: log.append("send"))
+    return found

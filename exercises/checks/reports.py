@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
-from ..fake_ranks import World
+from ..fake_ranks import on_ranks
 from ..stages import draw
 
 HINTS = (
@@ -31,24 +31,22 @@ MISTAKES = {
 }
 
 
+@on_ranks(2)
 def program(minimal):
     """Run three microbatches on two replicas with three buckets."""
-    def rank_program():
-        rank, in_flight, log, group = minimal.dist.get_rank(), deque(), [], minimal.dist.new_group([0, 1])
-        buckets = [SimpleNamespace(parameters=count, missing=count, grad=None, own_grad=torch.zeros(count))
-                   for count in (3, 2, 1)]
-        for name in (f"{microbatch} {i} {parameter}" for microbatch in range(3) for i in range(3)
-                     for parameter in range(buckets[i].parameters)):
-            _, i, parameter = map(int, name.split())
-            if buckets[i].grad is None:
-                buckets[i].grad = torch.zeros(2 * buckets[i].parameters)
-            buckets[i].grad[2 * parameter:2 * parameter + 2] += draw(None, f"{rank} {name}", (2,))
-            minimal.report(buckets[i], in_flight, group)
-            waiting = [k for bucket, *_ in in_flight for k, other in enumerate(buckets) if other is bucket]
-            log.append((waiting, buckets[i].grad is None))
-        while in_flight:
-            minimal.finish(in_flight)
-        return {**{f"own_grad of bucket {i}": bucket.own_grad for i, bucket in enumerate(buckets)},
-                "(The buckets in flight, whether bucket.grad is None) after each report": log}
-
-    return World(2).run(rank_program)
+    rank, in_flight, log, group = minimal.dist.get_rank(), deque(), [], minimal.dist.new_group([0, 1])
+    buckets = [SimpleNamespace(parameters=count, missing=count, grad=None, own_grad=torch.zeros(count))
+               for count in (3, 2, 1)]
+    for name in (f"{microbatch} {i} {parameter}" for microbatch in range(3) for i in range(3)
+                 for parameter in range(buckets[i].parameters)):
+        _, i, parameter = map(int, name.split())
+        if buckets[i].grad is None:
+            buckets[i].grad = torch.zeros(2 * buckets[i].parameters)
+        buckets[i].grad[2 * parameter:2 * parameter + 2] += draw(None, f"{rank} {name}", (2,))
+        minimal.report(buckets[i], in_flight, group)
+        waiting = [k for bucket, *_ in in_flight for k, other in enumerate(buckets) if other is bucket]
+        log.append((waiting, buckets[i].grad is None))
+    while in_flight:
+        minimal.finish(in_flight)
+    return {**{f"own_grad of bucket {i}": bucket.own_grad for i, bucket in enumerate(buckets)},
+            "(The buckets in flight, whether bucket.grad is None) after each report": log}

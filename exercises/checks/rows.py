@@ -2,7 +2,7 @@
 
 import torch
 
-from ..fake_ranks import World
+from ..fake_ranks import on_ranks
 from ..judge import expect
 from ..stages import draw
 
@@ -31,18 +31,16 @@ MISTAKES = {
 }
 
 
+@on_ranks(4)
 def program(minimal):
     """Run f and g on two groups of two ranks."""
-    def rank_program():
-        rank, found = minimal.dist.get_rank(), {}
-        group = minimal.dist.new_group([0, 1] if rank < 2 else [2, 3])
-        for name, function, rows in (("f", minimal.GatherRows, 3), ("g", minimal.ScatterSum, 6)):
-            leaf = draw(None, f"{name} {rank}", (rows, 2)).requires_grad_()
-            output = found[f"The output of {name}"] = function.apply(leaf * 1.0, group)
-            expect(isinstance(output, torch.Tensor) and output.shape == (9 - rows, 2),
-                   f"{name} must turn {rows} rows into {9 - rows} here, not {getattr(output, 'shape', output)}.")
-            output.backward(draw(None, f"gradient {name} {rank}", (9 - rows, 2)))
-            found[f"The gradient that {name}'s backward returns"] = leaf.grad
-        return found
-
-    return World(4).run(rank_program)
+    rank, found = minimal.dist.get_rank(), {}
+    group = minimal.dist.new_group([0, 1] if rank < 2 else [2, 3])
+    for name, function, rows in (("f", minimal.GatherRows, 3), ("g", minimal.ScatterSum, 6)):
+        leaf = draw(None, f"{name} {rank}", (rows, 2)).requires_grad_()
+        output = found[f"The output of {name}"] = function.apply(leaf * 1.0, group)
+        expect(isinstance(output, torch.Tensor) and output.shape == (9 - rows, 2),
+               f"{name} must turn {rows} rows into {9 - rows} here, not {getattr(output, 'shape', output)}.")
+        output.backward(draw(None, f"gradient {name} {rank}", (9 - rows, 2)))
+        found[f"The gradient that {name}'s backward returns"] = leaf.grad
+    return found
