@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -40,41 +41,26 @@ def read_work(number):
 
 
 def start(number):
-    """Replace exercise `number` with a blank, and answers that do not pass with the reference."""
-    old, source, work = read_work(number), workbook.source_of(number), workbook.work_of(number)
-    text, lost = old or source.read_text(), []
-    if old is not None and workbook.state_of(old, number) == "blank":
-        return print(f"Exercise {number} is already blank in {shown(work)}, line {line_of(old, number)}.")
-    for other in workbook.exercises_of(source):
-        state = workbook.state_of(text, other)
-        if state == "answered" and (other == number or workbook.check(other, text, work)):
-            lost.append(other)
-        if other == number:
-            text = workbook.replace_answer(text, other, marked(workbook.blanks(other), other, yours=True))
-        elif state == "blank" or other in lost:
-            if state == "blank":
-                print(f"Exercise {other} was still blank; the reference is back in its place.")
-            text = workbook.replace_answer(text, other, marked(workbook.reference(other), other, yours=False))
-    work.parent.mkdir(exist_ok=True)
-    if lost:
+    """Replace exercise `number` with a blank. The file's other exercises stay as they are."""
+    source, work = workbook.source_of(number), workbook.work_of(number)
+    text = read_work(number) or source.read_text()
+    state = workbook.state_of(text, number)
+    if state == "answered":
         copy = next(path for path in (work.with_suffix(f".{i}.py") for i in range(1, 10**6)) if not path.exists())
-        copy.write_text(old)
-        print(f"Your earlier file is now {shown(copy)}, because start replaces {' and '.join(why(number, lost))}. "
-              f"To go back, copy it over {shown(work)}.")
-    work.write_text(text)
+        copy.write_text(text)
+        print(f"Your answer is now in {shown(copy)}. To go back, copy it over {shown(work)}.")
+    if state != "blank":
+        text = workbook.replace_answer(text, number, map(partial(marked, number), workbook.blanks(number)))
+        work.parent.mkdir(exist_ok=True)
+        work.write_text(text)
     print(f"Exercise {number}: fill the blank in {shown(work)}, line {line_of(text, number)}. "
           f"Then run: python -m exercises check {number}")
 
 
-def why(number, lost):
-    """Name the answers that start replaces."""
-    others = [str(other) for other in lost if other != number]
-    return [f"your answer to exercise {number} with a blank"] * (number in lost) + [
-        f"your answer to exercise {', '.join(others)}, which does not pass, with the reference"] * bool(others)
-
-
-def marked(sources, number, yours):
-    return [workbook.marked(source, number, yours) for source in sources]
+def marked(number, source):
+    """Put the mark at the end of the first line of a function, or of each class."""
+    first, *rest = source.split("\n")
+    return "\n".join([f"{first:<87} # exercise {number}, yours", *rest])
 
 
 def line_of(text, number):
@@ -93,6 +79,7 @@ def hint(number):
 
 
 def check(number):
+    """Say what is wrong with the answer."""
     text = read_work(number)
     if text is None or workbook.state_of(text, number) == "given":
         sys.exit(f"Exercise {number} has not been started. Run: python -m exercises start {number}")
@@ -109,6 +96,7 @@ def show(number):
 
 
 def status():
+    """List all exercises."""
     for number in workbook.CHECKS:
         text = read_work(number)
         state = "given" if text is None else workbook.state_of(text, number)
@@ -119,7 +107,7 @@ def status():
 
 
 def play():
-    """Start the playground."""
+    """Open the playground in a browser."""
     if find_spec("marimo") is None:
         sys.exit("The playground needs marimo, which is not installed; run: pip install -r requirements-extra.txt")
     sys.exit(subprocess.call([sys.executable, "-m", "marimo", "run", FOLDER / "playground.py"]))
@@ -128,11 +116,8 @@ def play():
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m exercises", description="Sixteen blanks.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for function, text in ((start, "write a work file with a blank"), (hint, "print the next hint"),
-                           (check, "say what is wrong with the answer"), (show, "print the reference"),
-                           (status, "list all exercises"), (play, "open the playground in a browser"),
-                           (predict, "measure what you have predicted"), (grade, "check the files of many students")):
-        command = commands.add_parser(function.__name__, help=text)
+    for function in (start, hint, check, show, status, play, predict, grade):
+        command = commands.add_parser(function.__name__, help=function.__doc__.split("\n")[0])
         if function is grade:
             command.add_argument("folder", type=Path, help="holds, under each student's name, a copy of exercises/work")
         elif function is predict:

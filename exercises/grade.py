@@ -1,10 +1,10 @@
 """Grades many students' files: `python -m exercises grade FOLDER`.
 
-FOLDER holds, under each student's name, a copy of exercises/work or a single Python file. Each file runs in a process
+FOLDER holds, under each student's name, a copy of exercises/work or a single Python file. Each answer runs in a process
 of its own, which works in a temporary folder with a copy of the file. The table goes to the screen and to
 FOLDER/grades.txt; the results also to FOLDER/grades.json.
 
-What is enforced: LIMIT seconds for each exercise. On Linux 6.2 and later with landlock, also that the code creates,
+What is enforced: LIMIT seconds for each answer. On Linux 6.2 and later with landlock, also that the code creates,
 changes and removes files only in its temporary folder (the table says if landlock is missing); from 6.7 on that it
 opens no TCP connection, from 6.12 on that it signals no process outside. What is not: the code can read what you can
 read, change the permissions of your files, take all memory, leave a process behind, and forge its result, because it
@@ -14,19 +14,18 @@ runs in the process that judges it. So grade in a container what you do not trus
 import ctypes
 import json
 import os
-import queue
 import shutil
 import signal
 import struct
 import subprocess
 import sys
 import tempfile
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
-LIMIT = 30.0                                                              # seconds
+LIMIT = 60.0                                                              # seconds, with the import of torch
 SIGNS = {"solved": "+", "wrong": "x", "time limit": "t"}                  # all else: "."
 
 
@@ -73,51 +72,45 @@ def results_of(path: Path):
             result = "answered"                                           # check() has a sentence
         if result != "missing":
             results[number] = {"result": result, "sentence": None, "confined": True}
-    left = [number for number in results if results[number]["result"] == "answered"]
-    while left:
-        for number, record in zip(list(left), run(path, left)):
-            left.remove(number)
-            results[number] = record
-    return results
+    answered = [number for number in results if results[number]["result"] == "answered"]
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        return results | dict(zip(answered, threads.map(lambda number: run(path, number), answered)))
 
 
-def run(path: Path, numbers):
-    """Check exercises in a confined process. Yield a record for each, until the process ends."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
+def run(path: Path, number):
+    """Check one exercise in a confined process; return its record."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place, \
+            tempfile.TemporaryFile("w+", errors="replace") as out:
         shutil.copy(path, place)
         child = subprocess.Popen(
-            [sys.executable, "-m", "exercises.grade", path.name, *map(str, numbers)], cwd=place, text=True,
-            env=os.environ | {"PYTHONPATH": str(FOLDER.parent), "TMPDIR": place}, start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-
-        lines = queue.SimpleQueue()
-        threading.Thread(target=lambda: [*map(lines.put, child.stdout), lines.put("")], daemon=True).start()
-        confined = False
-        try:
-            confined = json.loads(lines.get(timeout=LIMIT)) is True
-            while True:
-                sentence = json.loads(lines.get(timeout=LIMIT))
-                yield {"result": "wrong" if sentence else "solved", "sentence": sentence and str(sentence),
-                       "confined": confined}
-        except queue.Empty:
-            yield {"result": "time limit", "sentence": f"It ran for {LIMIT:g} seconds.", "confined": confined}
-        except ValueError:                                                # no line, or one that the code has written
-            yield {"result": "wrong", "sentence": "The process ended.", "confined": confined}
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)                      # also the processes that the code started
-            child.wait()
+            [sys.executable, "-m", "exercises.grade", path.name, str(number)], cwd=place, start_new_session=True,
+            env=os.environ | {"PYTHONPATH": str(FOLDER.parent), "TMPDIR": place, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.DEVNULL)
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(LIMIT)
+        ended = child.poll() is not None
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)                          # also the processes that the code started
+        child.wait()
+        out.seek(0)
+        lines = out.read(10**6).splitlines()
+    try:
+        result, sentence = ("wrong", str(json.loads(lines[1]))) if lines[1] != "null" else ("solved", None)
+    except (ValueError, IndexError):                                      # no sentence, or the code wrote lines
+        result, sentence = "wrong", "The process ended."
+    if not ended:
+        result, sentence = "time limit", f"It ran for {LIMIT:g} seconds."
+    return {"result": result, "sentence": sentence, "confined": lines[:1] == ["true"]}
 
 
-def judge_file(path, *numbers):
-    """Run in the child: print whether it is confined, then a sentence or null for each exercise, as lines of JSON."""
+def judge_file(path, number):
+    """Run in the child: print whether it is confined, then a sentence or null, as lines of JSON."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)                                                         # what the answers print goes nowhere
+    os.dup2(2, 1)                                                         # what the answer prints goes nowhere
     print(json.dumps(confine(Path.cwd())), file=out)
     from . import workbook
 
-    for number in numbers:
-        print(json.dumps(workbook.check(number, path.read_text(errors="replace"), path)), file=out)
+    print(json.dumps(workbook.check(number, path.read_text(errors="replace"), path)), file=out)
 
 
 def confine(folder: Path) -> bool:
@@ -138,4 +131,4 @@ def confine(folder: Path) -> bool:
 
 
 if __name__ == "__main__":
-    judge_file(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    judge_file(Path(sys.argv[1]), int(sys.argv[2]))

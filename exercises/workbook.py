@@ -95,12 +95,6 @@ def replace_answer(text, number, sources):
     return text
 
 
-def marked(source, number, yours):
-    """Put the mark at the end of the first line of a function, or of each class."""
-    first, *rest = source.split("\n")
-    return "\n".join([f"{first:<87} # exercise {number}" + ", yours" * yours, *rest])
-
-
 def blanks(number):
     """Return an exercise's functions without their bodies. Signatures and docstrings stay; the first gets FACTS."""
     facts = getattr(check_of(number), "FACTS", "") + f"If you are stuck: python -m exercises hint {number}"
