@@ -42,7 +42,8 @@ def judge(program, answer, mistakes, right=None):
             raise Wrong(max(explained, key=explained.get))
         for rank, (one, other) in enumerate(zip(column(found, name), column(right, name))):
             if not equal(one, other):
-                raise Wrong(f"{name} is wrong on rank {rank} of {len(found)}: {difference(one, other)}.")
+                where = f" on rank {rank} of {len(found)}" * (len(found) > 1)
+                raise Wrong(f"{name} is wrong{where}: {difference(one, other)}.")
 
 
 @cache
@@ -71,6 +72,9 @@ def equal(found, right):
 def difference(found, right):
     """Say in numbers how two values differ."""
     if not isinstance(right, torch.Tensor) or not isinstance(found, torch.Tensor):
+        if isinstance(found, list) and isinstance(right, list):
+            place = next((i for i, (one, other) in enumerate(zip(found, right)) if one != other), len(right))
+            return f"entry {place} is {found[place:place + 1]} instead of {right[place:place + 1]} in {found}"
         return f"it is {short(found)} instead of {short(right)}"
     if found.shape != right.shape:
         return f"its shape is {list(found.shape)} instead of {list(right.shape)}"

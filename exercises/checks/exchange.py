@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from ..fake_ranks import Deadlock, RankError, World
-from ..judge import expect, judge
+from ..judge import judge
 from ..workbook import Wrong
 
 FACTS = """
@@ -22,12 +22,13 @@ RULES = {"isend": "F sends to the next stage and B to the previous one",
          "irecv": "it must receive what the following action needs: F from the previous stage, B from the next"}
 
 
-def program(minimal, world=None, log=None):
+def program(minimal, world=None):
     """Run 1F1B, where each output holds a number that names its stage, action and microbatch.
 
-    log: {rank: [(action, following, posted messages as (kind, peer), how many batches)]}, filled during the run.
+    world.exchanges[rank] gets, for each call of exchange, the first of its batches of messages and the one after them.
     """
     world = world or World(STAGES)
+    world.exchanges = [[] for _ in range(STAGES)]
 
     def rank_program():
         rank, found = minimal.dist.get_rank(), {}
@@ -38,45 +39,42 @@ def program(minimal, world=None, log=None):
         actions = [(None, 0), *minimal.one_f_one_b(rank, STAGES, MICROBATCHES), (None, 0)]
         for (action, i), (following, j) in zip(actions, actions[1:]):
             output = None if action is None else torch.full((2, 3, 4), 100.0 * rank + 10 * (action == "B") + i)
-            start = len(world.posted[rank])
-            entry = [action, following, start, None]
-            if log is not None:
-                log[rank].append(entry)
-            received = minimal.exchange(stage, action, output, following)
-            entry[3] = len(world.posted[rank])
-            found[f"What {following}{j} receives"] = received
+            call = SimpleNamespace(action=action, following=following, first=len(world.posted[rank]), after=None)
+            world.exchanges[rank].append(call)
+            found[f"What {following}{j} receives"] = minimal.exchange(stage, action, output, following)
+            call.after = len(world.posted[rank])
         return found
 
     return world.run(rank_program)
 
 
-def messages_of(minimal):
-    """Run program(); return its error or None, and {rank: [(action, following, ended, batches of (kind, peer))]}."""
-    world, log, error = World(STAGES), {rank: [] for rank in range(STAGES)}, None
+def exchanges_of(minimal):
+    """Run program(); return its error or None, and each rank's calls of exchange, with messages as (kind, peer)."""
+    world, error = World(STAGES), None
     try:
-        program(minimal, world, log)
+        program(minimal, world)
     except RankError as caught:
         error = caught
-    return error, {rank: [(action, following, end is not None,
-                           [[(message.kind, message.peer) for message in batch]
-                            for batch in world.posted[rank][start:end]])
-                          for action, following, start, end in entries] for rank, entries in log.items()}
+    for calls, posted in zip(world.exchanges, world.posted):
+        for call in calls:
+            call.messages = [(one.kind, one.peer) for batch in posted[call.first:call.after] for one in batch]
+    return error, world.exchanges
 
 
 def check(answer, reference):
-    error, found = messages_of(answer)
-    _, right = messages_of(reference)
-    last = [(set(sum(one[3], [])), set(sum(other[3], []))) for one, other in zip(found[2], right[2]) if one[2]]
-    with_stage_1 = {kind for one, _ in last for kind, _ in one if all(a == b for a, b in last)}
+    error, found = exchanges_of(answer)
+    _, right = exchanges_of(reference)
     for rank in range(STAGES):
-        for one, other in zip(found[rank], right[rank]):
-            compare_messages(rank, *one, sum(other[3], []), error, with_stage_1)
-    first_kinds = {batches[0][0][0] for entries in found.values() for *_, batches in entries[-1:] if batches}
+        for call, its_right in zip(found[rank], right[rank]):
+            if sentence := mistake_in(call, its_right.messages, found[2]):
+                raise Wrong(f"On stage {rank} of {STAGES}, between {call.action or 'the start'} and "
+                            f"{call.following or 'the end'}, exchange {sentence}.") from error
+    first_kinds = {calls[-1].messages[0][0] for calls in found if calls and calls[-1].messages}
     if isinstance(error, Deadlock) and len(first_kinds) == 1:
         first, second = ("send", "receive") if first_kinds == {"isend"} else ("receive", "send")
         raise Wrong(f"Deadlock: all stages {first} first and {second} later, so neighbours wait for each other "
-                    f"({error}); post the send and the receive in one batch_isend_irecv, and wait() only "
-                    "then.") from error
+                    f"({error}); post the send and the receive in one batch_isend_irecv, and wait() only then."
+                    ) from error
     if error is not None and "never calls wait()" in str(error):
         raise Wrong(f"exchange returns too early: {error}. A received tensor is filled, and a sent tensor may be "
                     "changed, only after wait(); batch_isend_irecv returns one work for each message.") from error
@@ -85,24 +83,17 @@ def check(answer, reference):
     judge(program, answer, {})
 
 
-def compare_messages(rank, action, following, ended, batches, right, error, with_stage_1):
-    """Compare the messages that one call of exchange has posted with the right ones.
-
-    with_stage_1: the kinds of messages that stage 2 exchanges with stage 1, if it makes no mistake.
-    """
-    where = f"On stage {rank} of {STAGES}, between {action or 'the start'} and {following or 'the end'}, exchange"
-    found = sum(batches, [])
-    for kind, peer in found:
-        if (kind, peer) not in right and kind == "isend":
-            raise Wrong(f"{where} sends to stage {peer}, but {RULES[kind]}.") from error
+def mistake_in(call, right, calls_of_stage_2):
+    """Say what is wrong with the messages that one call of exchange has posted, or return None."""
+    for kind, peer in call.messages:
         if (kind, peer) not in right:
-            raise Wrong(f"{where} receives from stage {peer}, but {RULES[kind]}.") from error
-        expect(found.count((kind, peer)) == 1, f"{where} posts the {kind} with stage {peer} more than once.")
-    if ended:
-        for kind, peer in right:
-            if (kind, peer) not in found and peer == 0 and kind in with_stage_1:
-                raise Wrong(f"{where} posts no {kind} with stage 0, although stage 2 posts one with stage 1: rank 0 is "
-                            "false, too, so write `is not None` in the condition.") from error
-            if (kind, peer) not in found:
-                raise Wrong(f"{where} does not {'send to' if kind == 'isend' else 'receive from'} stage {peer}, but "
-                            f"{RULES[kind]}.") from error
+            return f"{'sends to' if kind == 'isend' else 'receives from'} stage {peer}, but {RULES[kind]}"
+        if call.messages.count((kind, peer)) > 1:
+            return f"posts the {kind} with stage {peer} more than once"
+    for kind, peer in set(right) - set(call.messages) if call.after is not None else ():
+        if peer == 0 and any((one.action, one.following) == (call.action, call.following)
+                             and (kind, 1) in one.messages for one in calls_of_stage_2):
+            return (f"posts no {kind} with stage 0, although stage 2 posts one with stage 1: rank 0 is false, too, so "
+                    "write `is not None` in the condition")
+        return f"does not {'send to' if kind == 'isend' else 'receive from'} stage {peer}, but {RULES[kind]}"
+    return None

@@ -39,12 +39,6 @@ MISTAKES = {
         (G_FORWARD, "dist.all_reduce(total := addend.clone())"),
     "The gradient of the row-parallel weight is 2 x too large: g's backward must not sum again, since d sum / d addend "
     "= 1.": (G_BACKWARD, G_BACKWARD.replace("return gradient,", "return 2 * gradient,")),
-    "The gradient of the row-parallel weight is summed over all ranks of the world: g's backward must not sum at all, "
-    "since d sum / d addend = 1.":
-        (G_BACKWARD, G_BACKWARD.replace("return gradient,", "dist.all_reduce(gradient := gradient.clone())\n"
-                                        "        return gradient,")),
-    "The gradient of the row-parallel weight is half of the right one: g's backward must not divide, since d sum / d "
-    "addend = 1.": (G_BACKWARD, G_BACKWARD.replace("return gradient,", "return gradient / 2,")),
 }
 
 

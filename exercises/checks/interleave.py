@@ -21,8 +21,6 @@ MISTAKES = {
     "resume each slice once, then the next.": (LOOP, "    for generator in generators:\n        list(generator)"),
     "The slices stop as soon as the first one ends, so the others are never finished: go on until all have ended.":
         (LOOP, "    for _ in zip(*generators): pass"),
-    "The slices stop after the round in which the first one ends, so the others are never finished: go on until all "
-    "have ended.": (LOOP, "    while all([next(g, 'ended') != 'ended' for g in generators]): pass"),
     "Each slice is resumed only once: a slice yields None, which does not mean that it has ended.":
         (LOOP, "    for generator in generators: next(generator, None)"),
     "A slice loses a turn when another one ends: a list that shrinks during a for loop skips an element, so remove "

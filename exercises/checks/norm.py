@@ -21,31 +21,19 @@ MISTAKES = {
     "stage.counts.": (SUM, "gradient.square().sum()"),
     "The norm leaves out the shards of all tp ranks but the first: they have no copies elsewhere, so multiply by "
     "stage.counts, not by tp_rank == 0.": (SUM, "gradient.square().sum() * (stage.grid.tp_rank == 0)"),
-    "The norm leaves out the shards of all tp ranks but the first: they have no copies elsewhere, so use stage.counts "
-    "alone, without tp_rank == 0.": (SUM, "(gradient.square() * own).sum() * (stage.grid.tp_rank == 0)"),
-    "The norm is only this rank's own: if each rank clipped by another norm, copies would drift apart, so sum the "
-    "squares over all ranks.":
-        (REDUCE, "    own_square = sums[1].item(); dist.all_reduce(sums); sums[1] = own_square\n    return"),
-    "The norm is summed over the tp ranks only: sum the squares over all ranks.":
-        (REDUCE, "    alone = sums[1:].clone(); dist.all_reduce(alone, group=stage.grid.tp_group); "
-                 "dist.all_reduce(sums); sums[1:] = alone\n    return"),
-    "The norm is summed over the replicas only: sum the squares over all ranks.":
-        (REDUCE, "    alone = sums[1:].clone(); dist.all_reduce(alone, group=stage.grid.dp_group); "
-                 "dist.all_reduce(sums); sums[1:] = alone\n    return"),
     "The norm is a sum of the ranks' norms: sum the squares first, then take the square root.":
         (REDUCE, "    sums[1] = sums[1].sqrt(); dist.all_reduce(sums); sums[1] = sums[1].square()\n    return"),
     "The norm is not a root: take the square root of the sum of squares.":
         ("sums[1].sqrt().item()", "sums[1].item()"),
     "The loss is 2 x too large: every tp rank has the same loss, so only tp rank 0 may count it.":
         ("loss * (stage.grid.tp_rank == 0)", "loss"),
-    "The loss is only this rank's own, so it differs between replicas and is 0 on the first stage: sum it over all "
-    "ranks.": (REDUCE, "    own_loss = sums[0].item(); dist.all_reduce(sums); sums[0] = own_loss\n    return"),
-    "The loss is summed over the tp ranks only: sum over all ranks.":
-        (REDUCE, "    dist.all_reduce(sums, group=stage.grid.tp_group)\n    return"),
-    "The loss is summed over the replicas only, so the first stage has none: sum over all ranks.":
-        (REDUCE, REDUCE.replace("sums)", "sums, group=stage.grid.dp_group)")),
-    "The loss is averaged over all ranks: each rank's loss is an addend, so sum without dividing.":
-        (REDUCE, "    dist.all_reduce(sums); sums[0] /= stage.grid.tp * stage.grid.pp * stage.grid.dp\n    return"),
+} | {
+    f"The {name} is {scope}: sum {what} over all ranks, or the ranks would disagree.": (
+        REDUCE, f"    alone = sums[{i}].clone(); {call}; dist.all_reduce(sums); sums[{i}] = alone\n    return")
+    for i, name, what in ((0, "loss", "the losses"), (1, "norm", "the squares"))
+    for scope, call in {"only this rank's own": "pass",
+                        "summed over the tp ranks only": "dist.all_reduce(alone, group=stage.grid.tp_group)",
+                        "summed over the replicas only": "dist.all_reduce(alone, group=stage.grid.dp_group)"}.items()
 }
 
 

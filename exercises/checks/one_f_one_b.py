@@ -3,8 +3,8 @@
 from collections import Counter
 from numbers import Integral
 
-from ..fake_ranks import World
-from ..judge import expect, patched
+from ..fake_ranks import on_ranks
+from ..judge import expect, judge
 
 HINTS = (
     "Read the picture above, in which a B takes twice as long as an F. There are three phases: a warm-up (only F), "
@@ -33,26 +33,23 @@ def write(actions):
     return " ".join(f"{kind}{i}" for kind, i in actions)
 
 
+@on_ranks(1)
+def program(minimal):
+    return {f"The list of stage {stage} of {stages} with {m} microbatches": minimal.one_f_one_b(stage, stages, m)
+            for stages, m in CASES for stage in range(stages)}
+
+
 def check(answer, reference):
+    (found,), (right,) = program(answer), program(reference)
     cases = [(stage, stages, m) for stages, m in CASES for stage in range(stages)]
-    found, = World(1).run(lambda: [answer.one_f_one_b(*case) for case in cases])
-    for case, actions in zip(cases, found):
-        examine(*case, actions, reference.one_f_one_b(*case))
-    for sentence, patches in MISTAKES.items():
-        wrong = patched(*patches).one_f_one_b
-        expect(found != [wrong(*case) for case in cases], sentence)
-    for (stage, stages, m), actions in zip(cases, found):
-        right = reference.one_f_one_b(stage, stages, m)
-        place = next((i for i, (one, other) in enumerate(zip(actions, right)) if one != other), None)
-        if place is not None:
-            expect(False, f"Action {place} of stage {stage} of {stages} with {m} microbatches is "
-                          f"{write([actions[place]])} instead of {write([right[place]])}. Yours: {write(actions)}. "
-                          f"Right: {write(right)}.")
+    for case, actions, its_right in zip(cases, found.values(), right.values()):
+        examine(*case, actions, its_right)
+    judge(program, answer, MISTAKES)
 
 
 def examine(stage, stages, m, actions, right):
     """Check what holds for every schedule: each microbatch has one F, and one B after it, in order."""
-    where = f"stage {stage} of {stages} with {m} microbatch{'es' * (m > 1)}"
+    where = f"On stage {stage} of {stages} with {m} microbatch{'es' * (m > 1)}"
     expected = 'one_f_one_b must return a list of pairs, such as [("F", 0), ("B", 0)], but '
     expect(isinstance(actions, list), f"{expected}it returns {actions!r}.")
     for action in actions:
@@ -60,17 +57,16 @@ def examine(stage, stages, m, actions, right):
                and isinstance(action[1], Integral), f"{expected}the list contains {action!r}.")
     count, needed = Counter(actions), Counter(right)
     extra, missing = list((count - needed).keys()), list((needed - count).keys())
-    if extra and stages - stage - 1 > m:
-        expect(False, f"On {where} the list has {write(extra)}, which does not exist: there may be fewer microbatches "
-                      "than stages, so the warm-up is at most the number of microbatches.")
-    expect(not extra, f"On {where} the list has {write(extra)} too often, or there is no such microbatch: "
-                       f"they are 0 to {m - 1}.")
-    expect(not missing, f"On {where} the list misses {write(missing)}: after the pairs, the B of the warm-up's "
+    expect(not extra or stages - stage - 1 <= m, f"{where} the list has {write(extra)}, which does not exist: there "
+           "may be fewer microbatches than stages, so the warm-up is at most the number of microbatches.")
+    expect(not extra, f"{where} the list has {write(extra)} too often, or there is no such microbatch: they are 0 to "
+                      f"{m - 1}.")
+    expect(not missing, f"{where} the list misses {write(missing)}: after the pairs, the B of the warm-up's "
                         "microbatches remain.")
     for kind, i in actions:
         expect(kind == "F" or actions.index(("F", i)) < actions.index(("B", i)),
-               f"On {where}, B{i} comes before F{i}: {write(actions)}.")
+               f"{where}, B{i} comes before F{i}: {write(actions)}.")
     for kind in "FB":
         order = [i for its_kind, i in actions if its_kind == kind]
-        expect(order == sorted(order), f"On {where} the microbatches of {kind} are in the order {order}: the stages "
+        expect(order == sorted(order), f"{where} the microbatches of {kind} are in the order {order}: the stages "
                "exchange messages in the order 0, 1, 2, so a stage that takes another order gets another microbatch.")

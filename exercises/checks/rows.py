@@ -17,8 +17,6 @@ G, G_BACKWARD = "dist.reduce_scatter(sums, list(parts), group=group)", "return t
 MISTAKES = {
     "f's backward cuts out this rank's rows without a sum: all ranks' gradients of a row are addends, so sum them, "
     "with reduce-scatter.": ("dist.reduce_scatter(" + F_BACKWARD, "return parts[dist.get_rank(ctx.group)], None"),
-    "f's backward returns a mean: the gradients of a row are addends, so sum them without dividing.":
-        (F_BACKWARD, F_BACKWARD.replace("return own", "return own / len(parts)")),
     "f's rows come in the wrong order: rank 0 of the group has the first rows.":
         ("return torch.cat(parts)\n", "return torch.cat(parts[::-1])\n"),
     "g's forward cuts out this rank's rows without a sum: each rank has only an addend of every row.":

@@ -20,8 +20,6 @@ MISTAKES = {
         (G, "return x + SumOverRanks.apply(addend + b2, stage.grid.tp_group)"),
     "The output contains x two times, once per tp rank: add x after g, whose sum would count it on every rank.":
         (G, "return SumOverRanks.apply(addend + x, stage.grid.tp_group) + b2"),
-    "The output contains x and b2 two times, once per tp rank: add them after g, whose sum counts them on every rank.":
-        (G, "return SumOverRanks.apply(addend + x + b2, stage.grid.tp_group)"),
     "The output misses x: a sublayer returns x + sublayer(x).":
         (G, "return SumOverRanks.apply(addend, stage.grid.tp_group) + b2"),
     "The output misses b2.": (G, "return x + SumOverRanks.apply(addend, stage.grid.tp_group)"),

@@ -14,12 +14,12 @@ RANK_GRID = [
     (("grid[i, :, k].tolist(), grid[i, j].tolist()", "grid[i, j].tolist(), grid[i, :, k].tolist()"),
      "stand in the order stages, shards, replicas"),
     (("grid[i, :, k].tolist(), grid[i, j].tolist()", "grid[i, :, k].tolist(), grid[i, 0].tolist()"),
-     "must contain the rank itself"),
+     "The row of tp ranks of rank 2 of tp 2"),
     (("grid[:, j, k].tolist(), grid[i, :, k].tolist()", "grid[:, j, k], grid[i, :, k].tolist()"), None),
     (("grid[i, j].tolist()", "grid[i, j]"), "must hold ints"),
     (("return (i, j, k), grid[:, j, k]", "return i, j, k, grid[:, j, k]"), "must return four things"),
     (("grid[:, j, k].tolist(),", "grid[::-1, j, k].tolist(),"), "ValueError"),
-    (("grid[:, j, k].tolist(),", "grid[:, j, k].tolist()[::-1],"), "in the order of the grid"),
+    (("grid[:, j, k].tolist(),", "grid[:, j, k].tolist()[::-1],"), "The row of stages of rank 0 of tp 2"),
 ]
 
 F_AND_G = [
@@ -275,7 +275,7 @@ NORM = [
 AHEAD = "min(2 * (stages - stage - 1) + (chunks - 1) * stages, len(order))"
 INTERLEAVED = [
     ((AHEAD, "min(stages * (chunks + 1) - 2 * stage - 2, len(order))"), None),
-    ((AHEAD, AHEAD.replace(" - 1) +", ") +")), "is wrong on rank 0"),
+    ((AHEAD, AHEAD.replace(" - 1) +", ") +")), "microbatches and 2 chunks is wrong: entry"),
     (("return actions + backwards[len(order) - warm_up:]", "return actions"), "each once, in some order"),
 ]
 F_SUM = "dist.reduce_scatter(own, list(parts), group=ctx.group)\n        return own, None"
