@@ -1,5 +1,4 @@
-"""The command line: `python -m exercises start N | hint N | check N | show N | status | play`,
-`predict NAME NUMBER` and `grade FOLDER`."""
+"""The command line: `python -m exercises --help` lists the commands."""
 
 import argparse
 import json
@@ -27,17 +26,12 @@ def read_work(number):
     work = workbook.work_of(number)
     if not work.exists():
         return None
-    text, all_names = work.read_text(), workbook.exercises_of(workbook.source_of(number))
     try:
-        missing = [other for other in all_names if workbook.state_of(text, other) == "missing"]
+        workbook.parts(work.read_text())
     except SyntaxError as error:
         sys.exit(f"Python cannot read {shown(work)}: {error.msg}, in line {error.lineno} or just above: "
                  "correct it, or move the file away and start again.")
-    if missing:
-        names = [name for other in missing for name in all_names[other]]
-        sys.exit(f"{shown(work)} must contain {', '.join(names)} at its top level: restore it, or move the file away "
-                 "and start again.")
-    return text
+    return work.read_text()
 
 
 def start(number):
@@ -45,6 +39,9 @@ def start(number):
     source, work = workbook.source_of(number), workbook.work_of(number)
     text = read_work(number) or source.read_text()
     state = workbook.state_of(text, number)
+    if state == "missing":
+        sys.exit(f"{shown(work)} must contain {' and '.join(workbook.names_in(number))} at its top level: restore it, "
+                 "or move the file away and start again.")
     if state == "answered":
         copy = next(path for path in (work.with_suffix(f".{i}.py") for i in range(1, 10**6)) if not path.exists())
         copy.write_text(text)

@@ -109,9 +109,8 @@ class World:
         self.ready, self.waits = [lambda: True] * size, {}             # of each rank: can it continue?
         self.ended, self.results = set(), [None] * size
         self.works, self.posted = [[] for _ in range(size)], [[] for _ in range(size)]   # posted: batches of messages
-        self.collectives, self.counts, self.groups = {}, {}, {}
+        self.collectives, self.counts, self.wire_free = {}, {}, {}     # wire_free: when each group's wire is free
         self.clock, self.exposed, self.carried = [0.0] * size, [0.0] * size, [0.0] * size
-        self.wire_free = {}                                            # group -> time at which its wire is free
 
     # ---- threads that take turns
 
@@ -161,8 +160,7 @@ class World:
 
     def pass_turn(self, rank):
         """Let the next rank run that can continue. Called with self.turn held."""
-        others = [(rank + i) % self.size for i in range(1, self.size + 1)]
-        alive = [other for other in others if other not in self.ended]
+        alive = [other for other in (*range(rank + 1, self.size), *range(rank + 1)) if other not in self.ended]
         able = [other for other in alive if self.failure is not None or self.ready[other]()]
         if alive and not able:
             self.failure = Deadlock("; ".join(
@@ -251,11 +249,10 @@ class World:
 
     def match(self, a, b):
         """Match the first pending send from a to b with b's first pending receive; return False if one is missing."""
-        sends = [message for message in self.active(a, b) if message.kind == "isend"]
-        receives = [message for message in self.active(b, a) if message.kind == "irecv"]
-        if not (sends and receives):
+        send = next((message for message in self.active(a, b) if message.kind == "isend"), None)
+        receive = next((message for message in self.active(b, a) if message.kind == "irecv"), None)
+        if not (send and receive):
             return False
-        send, receive = sends[0], receives[0]
         if send.tensor.shape != receive.tensor.shape or send.tensor.dtype != receive.tensor.dtype:
             raise RankError(f"rank {a} sends a tensor of {describe(send.tensor)} to rank {b}, which "
                             f"receives into a tensor of {describe(receive.tensor)}")

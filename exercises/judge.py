@@ -47,19 +47,13 @@ def judge(program, answer, mistakes, right=None):
 
 
 @cache
-def patched(*patches):
-    """Return minimal.py and beyond.py as a module on fake ranks, with patches: (old, new, old, new ...)."""
+def effect(program, *patches):
+    """Return what a program computes with minimal.py and beyond.py, after patches (old, new, old, new ...)."""
     texts = [source.read_text() for source in SOURCES]
     for old, new in zip(patches[::2], patches[1::2]):
         assert "".join(texts).count(old) == 1, f"the mistake's text must occur once in minimal.py or beyond.py: {old}"
         texts = [text.replace(old, new) for text in texts]
-    return load(texts=texts)
-
-
-@cache
-def effect(program, *patches):
-    """Return what a program computes with patched(*patches)."""
-    return program(patched(*patches))
+    return program(load(texts=texts))
 
 
 def equal(found, right):
@@ -73,7 +67,8 @@ def difference(found, right):
     """Say in numbers how two values differ."""
     if not isinstance(right, torch.Tensor) or not isinstance(found, torch.Tensor):
         if isinstance(found, list) and isinstance(right, list):
-            place = next((i for i, (one, other) in enumerate(zip(found, right)) if one != other), len(right))
+            differ = (i for i, (one, other) in enumerate(zip(found, right)) if one != other)
+            place = next(differ, min(len(found), len(right)))
             return f"entry {place} is {found[place:place + 1]} instead of {right[place:place + 1]} in {found}"
         return f"it is {short(found)} instead of {short(right)}"
     if found.shape != right.shape:

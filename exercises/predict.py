@@ -7,22 +7,20 @@ import sys
 from .workbook import MINIMAL
 
 
-def find(rows, **what):
-    return next(row for row in rows if what.items() <= row.items())
-
-
 # name -> (question, arguments of bench.py, what reads the number from its record, tolerance, reason)
 TASKS = {
     "bytes": (
         "How many bytes does each of two tensor-parallel ranks all-reduce in a step? The model has 4 layers of hidden "
         "size 64; 8 microbatches of 2 samples of 32 tokens; fp32; no pipeline, no replicas.",
-        "collectives --tp 2 --pp 1 --dp 1", lambda record: find(record["rows"], group="tp")["bytes"], 0.01,
+        "collectives --tp 2 --pp 1 --dp 1",
+        lambda record: next(row["bytes"] for row in record["rows"] if row["group"] == "tp"), 0.01,
         "For each microbatch 18 all-reduces of [b, s, h], 16384 bytes: one for the embedding, two for each layer "
         "forward and two backward, one for the head's gradient. Cross entropy adds three numbers per token."),
     "bubble": (
         "Which share of a 1F1B step is a stage idle, on average? 2 equal stages, 4 microbatches. (From 0 to 1.)",
-        "pipeline --pp 2 --microbatches 4 --repeats 3", lambda record: find(record["rows"], schedule="1f1b")["idle"],
-        0.15, "(p - 1) / (m + p - 1) = 1/5 of the step. The papers' (p - 1) / m divides by the ideal step instead."),
+        "pipeline --pp 2 --microbatches 4 --repeats 3",
+        lambda record: next(row["idle"] for row in record["rows"] if row["schedule"] == "1f1b"), 0.15,
+        "(p - 1) / (m + p - 1) = 1/5 of the step. The papers' (p - 1) / m divides by the ideal step instead."),
     "exposed": (
         "Megatron's tensor parallelism, one slice: the all-reduces take exactly as long as all computation. How many "
         "times the perfect step, in which either hides the other entirely, does a step take?",

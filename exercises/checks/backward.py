@@ -49,11 +49,6 @@ MISTAKES = {
 }
 
 
-def slices_of(stage, minimal, count, batch):
-    return [SimpleNamespace(tape=[], output=None, x=draw(None, f"x {i}", (batch, 3, stage.sizes.hidden)))
-            for i in range(count)]
-
-
 def through(stage, minimal, slice, sites, gradient=None):
     """Run a slice forward or, if a gradient is given, backward. A generator."""
     value = slice.x if gradient is None else gradient
@@ -70,7 +65,8 @@ def through(stage, minimal, slice, sites, gradient=None):
 def backward(minimal, sites, slices):
     """Run forward; return (stage, slices, generators that run the slices' backward)."""
     stage = make_stage(minimal, tp=2)
-    parts = slices_of(stage, minimal, slices, 2)
+    parts = [SimpleNamespace(tape=[], output=None, x=draw(None, f"x {i}", (2, 3, stage.sizes.hidden)))
+             for i in range(slices)]
     for part in parts:
         run_to_end(through(stage, minimal, part, sites), "forward")
     generators = [through(stage, minimal, part, sites, draw(None, f"gradient {i}", (2, 3, 8)))

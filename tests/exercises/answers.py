@@ -103,14 +103,14 @@ LISTS = """
 ONE_F_ONE_B = [
     (LISTS.replace("{AHEAD}", "min(stages - stage - 1, microbatches)"), None),
     (LISTS.replace("{AHEAD}", "min(stages - stage - 1, microbatches)").replace("bs.pop(0)", "bs.pop()"),
-     "comes before"),
+     "is wrong: entry 4 is [('B', 5)]"),
     (("warm_up = min(stages - stage - 1, microbatches)", "warm_up = stages - stage - 1"), "at most the number of"),
     (("return actions + [(\"B\", i) for i in range(microbatches - warm_up, microbatches)]", "return actions"),
-     "misses B"),
-    (("for i in range(microbatches - warm_up, microbatches)]", "for i in range(microbatches - warm_up)]"), "too often"),
+     "misses the last B"),
+    (("for i in range(microbatches - warm_up, microbatches)]", "for i in range(microbatches - warm_up)]"), "is wrong"),
     (("actions += [(\"F\", warm_up + i), (\"B\", i)]", "actions += [[\"F\", warm_up + i], [\"B\", i]]"),
-     "but the list contains ['F', 3]"),
-    ("    stages += 1", "but it returns None"),
+     "is wrong: entry 3 is [['F', 3]]"),
+    ("    stages += 1", "it is None instead of"),
     ("    while True:\n        stage += 1", "does not end"),
 ]
 
@@ -276,7 +276,7 @@ AHEAD = "min(2 * (stages - stage - 1) + (chunks - 1) * stages, len(order))"
 INTERLEAVED = [
     ((AHEAD, "min(stages * (chunks + 1) - 2 * stage - 2, len(order))"), None),
     ((AHEAD, AHEAD.replace(" - 1) +", ") +")), "microbatches and 2 chunks is wrong: entry"),
-    (("return actions + backwards[len(order) - warm_up:]", "return actions"), "each once, in some order"),
+    (("return actions + backwards[len(order) - warm_up:]", "return actions"), "entry 12 is []"),
 ]
 F_SUM = "dist.reduce_scatter(own, list(parts), group=ctx.group)\n        return own, None"
 ROWS = [
