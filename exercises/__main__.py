@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import sys
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -47,17 +46,11 @@ def start(number):
         copy.write_text(text)
         print(f"Your answer is now in {shown(copy)}. To go back, copy it over {shown(work)}.")
     if state != "blank":
-        text = workbook.replace_answer(text, number, map(partial(marked, number), workbook.blanks(number)))
+        text = workbook.replace_answer(text, number, workbook.blanks(number))
         work.parent.mkdir(exist_ok=True)
         work.write_text(text)
     print(f"Exercise {number}: fill the blank in {shown(work)}, line {line_of(text, number)}. "
           f"Then run: python -m exercises check {number}")
-
-
-def marked(number, source):
-    """Put the mark at the end of the first line of a function, or of each class."""
-    first, *rest = source.split("\n")
-    return "\n".join([f"{first:<87} # exercise {number}, yours", *rest])
 
 
 def line_of(text, number):

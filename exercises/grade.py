@@ -79,8 +79,8 @@ def results_of(path: Path):
 
 def run(path: Path, number):
     """Check one exercise in a confined process; return its record."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place, \
-            tempfile.TemporaryFile("w+", errors="replace") as out:
+    with (tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place,
+          tempfile.TemporaryFile("w+", errors="replace") as out):
         shutil.copy(path, place)
         child = subprocess.Popen(
             [sys.executable, "-m", "exercises.grade", path.name, str(number)], cwd=place, start_new_session=True,

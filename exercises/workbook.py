@@ -88,10 +88,10 @@ def answer_in(text, number):
 
 
 def replace_answer(text, number, sources):
-    """Return the text with an exercise's functions replaced by `sources`, one for each function."""
+    """Return the text with an exercise's functions replaced by `sources`, one for each function, which get a mark."""
     for name, source in zip(names_in(number), sources):
-        lines, (first, last) = text.splitlines(), parts(text)[name]
-        text = "\n".join([*lines[:first], source, *lines[last + 1:]]) + "\n"
+        lines, (first, last), (top, *body) = text.splitlines(), parts(text)[name], source.split("\n")
+        text = "\n".join([*lines[:first], f"{top:<87} # exercise {number}, yours", *body, *lines[last + 1:]]) + "\n"
     return text
 
 
