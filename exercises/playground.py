@@ -4,7 +4,8 @@
     marimo run exercises/playground.py
 
 Each page first asks a question. The picture appears after the answer. Pictures, numbers and words come from figures.py,
-which calls the project's own code. `marimo export html exercises/playground.py -o FILE` shows all pages in one file.
+which calls the project's own code. The printed copy, docs/playground.html, shows all pages in one file. To write it
+again, run: marimo export html exercises/playground.py --no-include-code -o docs/playground.html
 """
 
 import marimo        # not found? Run: pip install -r requirements-extra.txt
