@@ -28,6 +28,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 
+import pytest
+import torch
+
 ROOT = Path(__file__).resolve().parent.parent
 WORKERS, LIMIT = 2, 900            # LIMIT: seconds for one mutant; a mutant that hangs is red
 
@@ -60,6 +63,24 @@ def read_mutants(text: str) -> list[Mutant]:
 FORKS = set()                       # the sessions of pytest that run now
 
 
+class Judge:
+    """Ends a fork at the first red test or after the last green one. Fixtures are not torn down: it takes seconds, and
+    processes that inherited each other's pipes would wait for each other."""
+
+    def __init__(self, screen: int):
+        self.screen = screen
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            os.write(self.screen, f"\nFAILED {report.nodeid}\n".encode())
+            os._exit(1)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_teardown(self, nextitem):
+        if nextitem is None:
+            os._exit(0)
+
+
 def end_forks(*_):
     for pid in list(FORKS):
         with contextlib.suppress(ProcessLookupError):
@@ -81,12 +102,9 @@ def run_tests(copy: Path, tests: list[str], log: Path) -> int:
             os.chdir(copy)
             sys.path[:0] = [str(copy), str(copy / "tests")]
             sys.dont_write_bytecode = True
-            import pytest
             from support import fork_server
             fork_server.context_with_imports = lambda: multiprocessing.get_context("fork")
-            code = pytest.main(["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--no-header", *tests])
-            sys.stdout.flush()
-            os._exit(code)
+            os._exit(pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", *tests], plugins=[Judge(screen)]))
         finally:
             os._exit(3)
     FORKS.add(pid)
@@ -141,7 +159,6 @@ def main():
     signal.signal(signal.SIGINT, end_forks)
     mutants = [mutant for mutant in read_mutants((ROOT / "tests" / "mutants.txt").read_text())
                if not flags.files or any(name in Path(mutant.file).with_suffix("").parts for name in flags.files)]
-    import pytest, torch.distributed  # noqa: E401, F401     once, for all forks
     torch.set_num_threads(1)
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
