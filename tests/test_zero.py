@@ -2,7 +2,9 @@
 
 import math
 from collections import Counter
+from itertools import product
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,11 +15,12 @@ import train
 from nanodomino.analysis.formulas import state_bytes_per_parameter
 from nanodomino.comm.trace import Trace
 from nanodomino.domino import run_to_end
-from nanodomino.model import meta_model
+from nanodomino.mesh import meta_mesh
+from nanodomino.model import GPT, meta_model
 from nanodomino.optim.buckets import Bucket, sort_into_buckets
 from nanodomino.optim.optimizers import OPTIMIZERS
 from nanodomino.schedules.definitions import SCHEDULES
-from nanodomino.zero import MAX_REDUCES_IN_FLIGHT
+from nanodomino.zero import MAX_REDUCES_IN_FLIGHT, ZeroOptimizer
 
 
 def state_rank(config, data):
@@ -61,6 +64,40 @@ def test_bytes_per_parameter_follow_the_formulas(pool, dp, zero_stage, name, dty
         assert own == pytest.approx(1 / (dp if zero_stage else 1))
         assert padded > 0 and padding == 0.0
         assert names == ("weight", *OPTIMIZERS[name].moments), "what a checkpoint saves"
+
+
+class KindOnly(NamedTuple):
+    """Stands in for a Bucket."""
+    kind: object
+    partitions: int
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("layout", [
+    dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
+    dict(pipeline_model_parallel_size=4, untie_embeddings_and_output_weights=True),
+    dict(tensor_model_parallel_size=2, sequence_parallel=True, normalization="RMSNorm", qk_layernorm=True),
+    dict(tensor_model_parallel_size=2, context_parallel_size=2, num_experts=4, expert_model_parallel_size=2,
+         disable_bias_linear=True, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)], ids=str)
+def test_each_gradient_counts_once_in_the_norm(layout, zero_stage):
+    """Whether ranks hold copies of it, parts of it or, of the tied embedding, a copy on either end of the pipeline.
+    Routers' biases, which have no gradient, do not count."""
+    config, found, shapes = tiny(8, zero_stage=zero_stage, num_layers=4, **layout), Counter(), {}
+    sizes = dict(pp=config.pp, dp=config.dp, **config.inner_axes, tp=config.tp)
+    for coordinates in product(*map(range, sizes.values())):
+        ranks = {f"{axis}_rank" if axis in ("pp", "dp", "tp") else axis: rank
+                 for axis, rank in zip(sizes, coordinates)}
+        mesh = meta_mesh(config.pp, config.dp, config.tp, **ranks, **config.mesh_options)
+        for name, weight in GPT(config, mesh).named_parameters():
+            kind = weight.spec.kind
+            bucket = KindOnly(kind, mesh.axis(kind.replicas)[0] if zero_stage else 1)
+            optimizer = SimpleNamespace(mesh=mesh, spec_of={bucket: config.updates[kind.update][0]})
+            if ZeroOptimizer.counts_in_norm(optimizer, bucket):
+                found[name] += weight.numel() / bucket.partitions
+            if optimizer.spec_of[bucket].counts_in_norm:
+                shapes[name] = math.prod(weight.spec.shape)
+    assert found == shapes
 
 
 # ---- buckets
