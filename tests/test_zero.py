@@ -77,7 +77,7 @@ class KindOnly(NamedTuple):
 @pytest.mark.parametrize("layout", [
     dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
     dict(pipeline_model_parallel_size=4, untie_embeddings_and_output_weights=True),
-    dict(tensor_model_parallel_size=2, sequence_parallel=True, normalization="RMSNorm", qk_layernorm=True),
+    dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True, qk_layernorm=True),
     dict(tensor_model_parallel_size=2, context_parallel_size=2, num_experts=4, expert_model_parallel_size=2,
          disable_bias_linear=True, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)], ids=str)
 def test_each_gradient_counts_once_in_the_norm(layout, zero_stage):
