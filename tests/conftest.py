@@ -4,6 +4,7 @@ Under pytest-xdist, each test process has its own pool and its own fork server. 
 """
 
 import gc
+import os
 
 import pytest
 import torch
@@ -38,6 +39,8 @@ def pytest_cmdline_main(config):
 
 def pytest_configure(config):
     config.exhaustive = config.getoption("--exhaustive") or "exhaustive" in config.getoption("-m")
+    if config.getoption("--on-device", "cpu") == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""     # torch reads it at its first call into CUDA
 
 
 def pytest_collection_modifyitems(config, items):

@@ -94,6 +94,10 @@ def test_a_call_leaves_no_state_in_its_workers(pool):
     assert drawn[0].item() != drawn[1].item()  # ranks draw differently unless they are told to draw alike
 
 
+def test_workers_see_no_gpu_unless_on_device_asks_for_one(pool):
+    assert pool.run(os.getenv, "CUDA_VISIBLE_DEVICES", world_size=1) == [""]
+
+
 # ---- what goes wrong
 
 @pytest.mark.parametrize("others", [dist.barrier, sleep])
