@@ -44,7 +44,6 @@ from nanodomino.dry_run.rank import kinds_of
 from nanodomino.dry_run.stages import (add_up, extrapolate, fullest_rank_bytes, layers_of, message_seconds, small_run,
                                        step_seconds)
 from nanodomino.errors import UserError, require
-from nanodomino.mesh import PIPELINE_THREAD_BLOCKS
 from nanodomino.model import words_at_end
 from nanodomino.schedules import simulation
 from nanodomino.schedules.actions import Backward
@@ -88,11 +87,13 @@ def communicator_bytes(config: Config, stage: int) -> int:
     parts, ep = config.sample_parts, getattr(config, "ep", 1)
     replicas, ends = config.dp * parts, (0, config.placement.location(config.placement.last)[0])
     tied = config.pp > 1 and words_at_end(config) and stage in ends and ends[1] > 0
-    experts = 2 + (replicas > ep) if ep > 1 else 0                                      # rows, counts, gradients
-    rings = sum(ranks > 1 for ranks in (config.world_size, config.tp, parts, replicas)) + tied + experts
+    rings = {"world": config.world_size, "tp": config.tp, "cp": parts, "dp": replicas, "tied": 1 + tied, "ep": ep,
+             "ep_counts": ep, "expert_dp": replicas // ep if ep > 1 else 1}
+    channels = sum(config.thread_blocks.get(name) or CHANNELS for name, ranks in rings.items() if ranks > 1)
     neighbours = sum(stage in pair for pair in config.placement.neighbours)
-    messages = PIPELINE_THREAD_BLOCKS * (1 + neighbours) if config.pp > 1 else 0   # 1: pipeline.connect's all-reduce
-    return CONNECTION_BYTES * (CHANNELS * rings + messages)
+    if config.pp > 1:                                          # 1: pipeline.connect's all-reduce
+        channels += config.thread_blocks["pp"] * (1 + neighbours)
+    return CONNECTION_BYTES * channels
 
 
 def needed_bytes(config: Config) -> float:

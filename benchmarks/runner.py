@@ -244,7 +244,8 @@ def join(config: Config, launch: LaunchInfo, one_core=False) -> tuple[Config, Me
         bind_to_one_core()
     start_world(launch, device)
     return (dataclasses.replace(config, device=device.type).with_device(device),
-            make_mesh(config.pp, config.dp, config.tp, device, **config.mesh_options))
+            make_mesh(config.pp, config.dp, config.tp, device, **config.mesh_options,
+                      thread_blocks=config.thread_blocks))
 
 
 # ---- work

@@ -37,10 +37,6 @@ import torch.distributed as dist
 from nanodomino.comm.world import TIMEOUT, collective_timeout, nccl_options
 from nanodomino.errors import UserError, counted
 
-# The channels of NCCL for messages between stages, a thread block each; NVLink has up to 32. NCCL occupies the thread
-# blocks from when a receive is posted until the message arrives, so more channels would take more from the matmuls.
-PIPELINE_THREAD_BLOCKS = 16
-
 
 @dataclass(frozen=True)
 class Mesh:
@@ -136,12 +132,13 @@ def lay_out(rank: int, sizes: dict[str, int], device, more_groups) -> tuple[Mesh
 
 
 def make_mesh(pp: int, dp: int, tp: int, device: torch.device, timeout: int = TIMEOUT, inner_axes=None,
-              more_groups=no_more_groups) -> Mesh:
+              more_groups=no_more_groups, thread_blocks=None) -> Mesh:
     """Arrange the world as a grid and create its process groups. Every rank must call this with the same arguments.
 
     timeout: seconds that a collective may take; new groups do not inherit the world's timeout.
     inner_axes: {name: size} of the axes that options add.
     more_groups: rows of the axes' groups -> {name: rows} of the groups that options add; each rank is in one row.
+    thread_blocks: {name: the most thread blocks of a group's collectives}; see nccl_options().
     Raises UserError if the product of all sizes is not the world size.
     """
     sizes, world_size = {"pp": pp, "dp": dp, **(inner_axes or {}), "tp": tp}, dist.get_world_size()
@@ -151,15 +148,15 @@ def make_mesh(pp: int, dp: int, tp: int, device: torch.device, timeout: int = TI
                         f"{' x '.join(map(str, sizes.values()))} = {needed}; start {counted(needed, 'process')}, or "
                         "choose other sizes")
     mesh, rows = lay_out(dist.get_rank(), sizes, device, more_groups)
+    timeout = collective_timeout(timeout, device)
     for name, of_name in rows.items():
         # NCCL splits a communicator in one collective call, in which each rank names its row. So a group's name costs
         # one split, however many rows it has. If every row has a single rank, the group uses gloo: no split, no memory.
         options = {}
         if device.type == "cuda":
-            options = nccl_options(thread_blocks=PIPELINE_THREAD_BLOCKS if name == "pp" else None) if max(
-                map(len, of_name)) > 1 else dict(backend="gloo")
-        mesh.groups[name] = dist.new_group(mesh.rows[name], timeout=collective_timeout(timeout, device),
-                                           use_local_synchronization=True, **options)
+            sends = max(map(len, of_name)) > 1
+            options = nccl_options(timeout, (thread_blocks or {}).get(name)) if sends else dict(backend="gloo")
+        mesh.groups[name] = dist.new_group(mesh.rows[name], timeout=timeout, use_local_synchronization=True, **options)
     return mesh
 
 

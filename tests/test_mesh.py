@@ -1,11 +1,13 @@
 """Starting a process, and the process groups of the mesh."""
 
 import itertools
+import os
 import platform
 import subprocess
 import sys
 from datetime import timedelta
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -53,13 +55,13 @@ def test_freed_memory_serves_the_next_step():
 def new_group_calls(monkeypatch, pp, dp, tp, device):
     """Return, for each rank of the grid, make_mesh's calls of dist.new_group as a list of (ranks, options)."""
     calls = [[] for _ in range(pp * dp * tp)]
-    monkeypatch.setattr(mesh, "nccl_options", lambda **settings: dict(backend="nccl", **settings))
+    monkeypatch.setattr(mesh, "nccl_options", lambda timeout, blocks: dict(backend="nccl", thread_blocks=blocks))
     monkeypatch.setattr(dist, "get_world_size", lambda: len(calls))
     for rank in range(len(calls)):
         monkeypatch.setattr(dist, "get_rank", lambda: rank)
         monkeypatch.setattr(dist, "new_group", lambda ranks, timeout, **options: calls[rank].append((ranks, options))
                             or SimpleNamespace(ranks=ranks))
-        made = make_mesh(pp, dp, tp, device)
+        made = make_mesh(pp, dp, tp, device, thread_blocks=Config(tp_max_ctas=7).thread_blocks)
         if pp == dp == tp == 2:
             assert [made.tp_group.ranks, made.dp_group.ranks, made.pp_group.ranks, made.group("embedding").ranks] == [
                 [rank & 6, rank & 6 | 1], [rank & 5, rank & 5 | 2], [rank & 3, rank & 3 | 4], [rank & 3, rank & 3 | 4]]
@@ -77,13 +79,12 @@ def test_an_axis_costs_one_split_in_which_every_rank_takes_part(monkeypatch, pp,
                for _, options in of_rank), "other ranks create other groups"
     axes = [*zip(*calls)]
     assert len(axes) == (4 if pp > 1 else 3) and all(len(of_rank) == len(axes) for of_rank in calls)
-    for size, axis in zip((tp, dp, pp, pp), axes):
+    for size, most, axis in zip((tp, dp, pp, pp), (7, 16, 16, None), axes):
         rows = {tuple(ranks) for ranks, _ in axis}
         assert sorted(rank for row in rows for rank in row) == list(range(pp * dp * tp)), "each rank is in one row"
         assert all(rank in ranks for rank, (ranks, _) in enumerate(axis)), "each rank creates the group it belongs to"
         assert {options["backend"] for _, options in axis} == {"gloo" if size == 1 else "nccl"}
-        assert {options.get("thread_blocks") for _, options in axis if size > 1} <= {
-            mesh.PIPELINE_THREAD_BLOCKS if axis is axes[2] else None}, "only messages leave thread blocks to matmuls"
+        assert {options.get("thread_blocks") for _, options in axis} == {most if size > 1 else None}
 
 
 def test_no_collective_or_message_waits_for_a_matmul_that_was_launched_after_it(monkeypatch):
@@ -91,9 +92,22 @@ def test_no_collective_or_message_waits_for_a_matmul_that_was_launched_after_it(
         urgent=is_high_priority_stream, config=SimpleNamespace(max_ctas=None))
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
     for given in ({}, dict(thread_blocks=4)):
-        made = world.nccl_options(**given)
+        made = world.nccl_options(timedelta(seconds=9), **given)
         assert made["backend"] == "nccl" and made["pg_options"].urgent
+        assert made["pg_options"]._timeout == timedelta(seconds=9)
         assert made["pg_options"].config.max_ctas == given.get("thread_blocks")
+
+
+def test_nccl_starts_collectives_in_the_order_of_their_launches_unless_the_user_forbids_it(monkeypatch):
+    found = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="a"))
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: found.append(
+        os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"]))
+    for given in ({}, {"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}):
+        with mock.patch.dict(os.environ, given):
+            start_world(LaunchInfo(), torch.device("cuda", 0))
+    assert found == ["1", "0"]
 
 
 def test_on_cpus_groups_use_the_default_backend(monkeypatch):

@@ -107,7 +107,7 @@ def collective_timeout(timeout: int, device: torch.device) -> timedelta:
     return timedelta(seconds=timeout + (NCCL_GRACE if device.type == "cuda" else 0))
 
 
-def nccl_options(thread_blocks=None) -> dict:
+def nccl_options(timeout: timedelta, thread_blocks=None) -> dict:
     """Return new_group's arguments for an NCCL group.
 
     The group gets a high-priority CUDA stream. Otherwise its operations could wait for matmuls launched after them.
@@ -118,6 +118,7 @@ def nccl_options(thread_blocks=None) -> dict:
     thread_blocks: the most thread blocks that an operation may use. Kernels that run at the same time get the rest.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout                                 # otherwise new_group() warns that it replaces a default
     if thread_blocks:
         options.config.max_ctas = thread_blocks
     return dict(backend="nccl", pg_options=options)
@@ -131,6 +132,9 @@ def start_world(launch: LaunchInfo, device: torch.device, timeout: int = TIMEOUT
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        # Collectives of several groups are in flight at once. If ranks started them in different orders, each could
+        # occupy its GPU and wait for the other. With this, NCCL starts them in the order of their launches.
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     else:
         keep_freed_memory()
     if launch.world_size > launch.local_world_size:            # there are several hosts

@@ -45,7 +45,6 @@ from nanodomino.settings.setting import (check_values, data_setting, family_sett
                                        model_setting, run_setting, training_setting)
 
 
-
 def with_options(name: str, table: dict) -> dict:
     """Return a table of the core with the entries that options add in tables of the same name."""
     for option in OPTIONS:
@@ -236,6 +235,9 @@ class CoreSettings(Seams):
         20, "sample the text at the end from this many most likely tokens; 0 for all tokens", at_least=0,
         needs=("--sample-tokens above 0", "--temperature above 0"))
 
+    tp_max_ctas: int = machine_setting(
+        None, "most thread blocks of a tensor-parallel collective on a GPU (default: NCCL's choice)",
+        needs="--tp above 1")
     device: str = machine_setting("auto", "auto uses CUDA if torch finds a GPU", choices=("auto", "cpu", "cuda"))
     compile: bool = machine_setting(
         None, "compile the code between collectives with torch.compile (default: only on CUDA)", derived=True)
@@ -260,6 +262,12 @@ class CoreSettings(Seams):
     def preset(self) -> dict:
         """The settings of the preset."""
         return ALL_PRESETS[self.model]
+
+    @property
+    def thread_blocks(self) -> dict[str, int]:
+        """The most thread blocks of a GPU that a group's collectives occupy. More would take more from the matmuls that
+        hide them: a receive occupies its blocks from when it is posted until the message arrives."""
+        return {"tp": self.tp_max_ctas, "dp": 16, "pp": 16}
 
     @property
     def residual_shape(self) -> tuple[int, int, int]:

@@ -84,7 +84,8 @@ def open_session(arguments: list[str], launch: LaunchInfo, program):
 
     choose_kernels(config)
     start_world(launch, device, config.timeout)
-    mesh = make_mesh(config.pp, config.dp, config.tp, device, config.timeout, **config.mesh_options)
+    mesh = make_mesh(config.pp, config.dp, config.tp, device, config.timeout, **config.mesh_options,
+                     thread_blocks=config.thread_blocks)
     hosts = check_agreement(config)
     run = from_rank_0(run)
     config = dataclasses.replace(config, cpu_threads=choose_threads(

@@ -37,15 +37,15 @@ def test_a_step_is_estimated_as_a_dry_run_of_the_combination_says(changes):
 
 
 def test_memory_of_nccls_communicators():
-    """Rings of 24 channels for world, tp, dp and a tied embedding; messages have 16 channels per neighbour and in the
-    ring where the stages meet. An axis of one rank has no communicator."""
+    """World, tp and a tied embedding have rings of 24 channels, dp one of 16. Messages have 16 channels per neighbour
+    and in the ring where the stages meet. An axis of one rank has no communicator."""
     box = config_on(32, tensor_model_parallel_size=4, pipeline_model_parallel_size=4)
     found = [communicator_bytes(box, stage) / CONNECTION_BYTES for stage in range(4)]
-    assert box.tied and box.dp == 2 and found == [4 * 24 + 32, 3 * 24 + 48, 3 * 24 + 48, 4 * 24 + 32]
-    for size, axis, rings in ((1, "tensor", 0), (8, "tensor", 2), (8, "data", 2)):
+    assert box.tied and box.dp == 2 and found == [88 + 32, 64 + 48, 64 + 48, 88 + 32]
+    for size, axis, channels in ((1, "tensor", 0), (8, "tensor", 48), (8, "data", 40)):
         config = config_on(size, pipeline_model_parallel_size=1,
                            tensor_model_parallel_size=size if axis == "tensor" else 1)
-        assert communicator_bytes(config, 0) == rings * 24 * CONNECTION_BYTES
+        assert communicator_bytes(config, 0) == channels * CONNECTION_BYTES
 
 
 # ---- the command

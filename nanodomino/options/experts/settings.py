@@ -98,6 +98,10 @@ class Settings:
         return super().more_groups(rows) | {"ep": neighbours, "ep_counts": neighbours, "expert_dp": same}
 
     @property
+    def thread_blocks(self):
+        return super().thread_blocks | {"ep": 16, "ep_counts": 1, "expert_dp": 16}
+
+    @property
     def groups_that_generate_together(self):
         return (*super().groups_that_generate_together, *(("ep",) if self.ep > 1 else ()))
 
