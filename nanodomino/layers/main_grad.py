@@ -24,8 +24,9 @@ def add_gradients(weights, gradients):
         torch._foreach_add_(main_grads, [gradient for gradient in gradients if gradient is not None])
 
 
-# From torch 2.8 on, CUDA can add the matmul of 16-bit tensors to an fp32 tensor without rounding or storing it first.
-ADDS_TO_FP32 = "dtype_out" in torch.ops.aten.addmm.overloads()
+# From torch 2.10 on, CUDA can add the matmul of 16-bit tensors to an fp32 tensor without rounding or storing it first.
+# In 2.8 and 2.9 addmm has `out_dtype` too, but takes no fp32 tensor to add to.
+ADDS_TO_FP32 = torch.__version__ >= "2.10"
 
 
 def add_weight_gradient(main_grad, grad_output, activation):
