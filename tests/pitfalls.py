@@ -633,17 +633,17 @@ def weights_detached(right, config, self, routing, grad_weights, *others):
 
 @pitfall("The auxiliary loss has a gradient through the counts", Router, "loss", world_size=1, **MOE,
          moe_aux_loss_coeff=0.1)
-def soft_counts(right, config, self, logits, experts):
+def soft_counts(right, config, self, logits, choices):
     (_, s, count), probabilities = logits.shape, self.scores(logits)
-    chosen = torch.zeros_like(probabilities).scatter(-1, experts, 1.0)
+    chosen = torch.zeros_like(probabilities).scatter(-1, self.choose(logits.detach())[0], 1.0)
     shares = (chosen * probabilities).sum(dim=1) / (s * self.topk)
     return config.moe_aux_loss_coeff * s * count * (shares * probabilities.mean(dim=1)).sum()
 
 
 @pitfall("The auxiliary loss is computed for a microbatch", Router, "loss", world_size=1, **MOE | MORE,
          moe_aux_loss_coeff=0.1, slices=2)
-def balance_of_a_slice(right, config, self, logits, experts):
-    return right(self, logits.flatten(0, 1)[None], experts.flatten(0, 1)[None])
+def balance_of_a_slice(right, config, self, logits, choices):
+    return right(self, logits.flatten(0, 1)[None], choices.sum(dim=0, keepdim=True))
 
 
 @pitfall("Every tensor-parallel rank adds the auxiliary loss", Router, "__init__", **TP, **MOE, moe_aux_loss_coeff=0.1,
@@ -659,7 +659,7 @@ def summed_over_other_experts(right, config, update, shards, replicas, addends):
     return right(update, shards, "dp", addends)
 
 
-@pitfall("The results of experts go to other tokens", moe, "plan_dispatch", world_size=1, **MOE)
+@pitfall("The results of experts go to other tokens", moe.RowCounts, "dispatch", world_size=1, **MOE)
 def sorted_order(right, config, *arguments):
     dispatch = right(*arguments)
     return dataclasses.replace(dispatch, inverse_permutation=dispatch.permutation)

@@ -45,11 +45,12 @@ class Flight:
         return self.complete(self.tensor) if self.complete else self.tensor
 
 
-def prepare_all_reduce(tensor, group, op=dist.ReduceOp.SUM) -> Flight:
+def prepare_all_reduce(tensor, group, op=dist.ReduceOp.SUM, name="tp") -> Flight:
     """Prepare an in-place all-reduce. With only one rank in the group, nothing will be sent."""
     if group.size() == 1:
         return Flight(tensor)
-    return Flight(tensor, "all_reduce", tensor, lambda: (dist.all_reduce(tensor, op, group=group, async_op=True), None))
+    return Flight(tensor, "all_reduce", tensor, lambda: (dist.all_reduce(tensor, op, group=group, async_op=True), None),
+                  group=name)
 
 
 def prepare_all_gather(own, shape, group, name="tp") -> Flight:

@@ -1,9 +1,14 @@
 """The parts of an expert layer that other tests do not reach on a CPU."""
 
+import pytest
 import torch
 from support.fake_world import fake_world
 from support.harness import build, random_data, tiny, train_rank, weights_and_data
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import train
+from nanodomino.comm.device import StandIn, standing_for
+from nanodomino.comm.trace import Trace
 from nanodomino.domino import run_to_end
 from nanodomino.options.experts import moe
 
@@ -25,7 +30,7 @@ def test_the_grouped_kernel_is_called_as_torch_defines_it(monkeypatch):
 
     def choose(router, logits):
         experts = plain(router, logits)[0].clamp(min=1)
-        return experts, experts.flatten().bincount(minlength=4)
+        return experts, experts.flatten().bincount(minlength=4), experts.flatten().argsort(stable=True)
 
     monkeypatch.setattr(moe.Router, "choose", choose)
     loop = gradients(config)
@@ -58,3 +63,40 @@ def test_an_evaluation_computes_no_routing_losses(monkeypatch):
         batch = random_data(config, 1).batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
         run_to_end(stage.forward(batch, training=False))
     assert not model.statistics.any()
+
+
+def test_the_rows_are_gathered_before_the_host_waits_for_their_numbers(monkeypatch):
+    """Otherwise a GPU would have nothing to do until the host has launched the dispatch."""
+    calls, config = [], tiny(num_experts=4, disable_bias_linear=True)
+    rows = config.micro_batch_size * config.seq_length * config.moe_router_topk
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            calls.append((function._opname, getattr(result, "shape", None)))
+            return result
+
+    read = moe.RowCounts.read
+    monkeypatch.setattr(moe.RowCounts, "read", lambda *given: calls.append("the host waits") or read(*given))
+    with Calls():
+        gradients(config)
+    assert ("index", (rows, config.hidden_size)) in calls[:calls.index("the host waits")]
+
+
+@pytest.mark.parametrize("capability, found", [((8, 9), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)])
+def test_only_gpus_with_a_grouped_kernel_use_it(capability, found):
+    """Elsewhere torch's grouped_mm makes the host wait for the GPU."""
+    x, weights = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((8, 16), (2, 8, 16)))
+    with standing_for(StandIn("cuda", capability=capability)):
+        assert moe.has_grouped_kernel(x, weights) == found
+
+
+def test_the_experts_hide_the_sum_of_choices_of_ranks_that_share_samples():
+    config, trace = tiny(2, num_experts=4, disable_bias_linear=True, context_parallel_size=2, num_layers=1), Trace()
+    with fake_world(0, 2):
+        mesh, _, optimizer, stage = build(config, trace=trace)
+        train.train_step(1, stage, optimizer, random_data(config, 1), config, mesh)
+    kinds = [event.kind for event in trace.events if event.args.get("site") == "layers.0.mlp"
+             and event.args.get("group") in (None, "cp")]
+    launched = kinds.index("all_reduce")
+    assert kinds[launched:kinds.index("wait", launched)].count("matmul") == 2

@@ -22,8 +22,12 @@ sends. Its backward is an all-to-all in the other direction, so a layer has four
 the meantime the other slice computes. Without tensor parallelism, the dispatch of slice a is hidden by the attention of
 slice b, and the combine of slice a by the experts of slice b. With tensor parallelism the slice also yields at
 attention's reduce, which leaves less to hide a dispatch. A shared expert computes while the rows are in flight, in
-forward and in backward. The first all-to-all is not hidden: the host must read its E numbers before it can launch the
-dispatch. These numbers have their own process group; on the rows' group they would queue behind the other slice's rows.
+forward and in backward.
+
+The host must read the numbers of the first all-to-all before it can launch the dispatch. In the meantime the slice
+gathers the rows that it will send, so a GPU has work. It does not yield: the other slice's attention would
+then hide this short all-to-all, and nothing would be left to hide the dispatch. These numbers have their own process
+group; on the rows' group they would queue behind the other slice's rows.
 
 **Dropless.** Some systems give each expert a capacity and drop the rows beyond it. Then the dropped rows depend on
 which tokens share a microbatch, slice and replica, so the layout would show in the loss. Here every row is computed,
@@ -31,9 +35,6 @@ however unevenly the tokens choose.
 
 **Tensor parallelism.** An expert's features are cut over tp like an MLP's, so a rank's y is an addend, and the usual
 reduce completes it. Each rank exchanges rows with the ranks of its own tp_rank on the other replicas.
-
-The loop over experts in grouped_linear() is the definition. On GPUs in bfloat16, torch's grouped_mm multiplies all
-groups of rows in one kernel. On CPUs one kernel would be no faster.
 """
 
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanodomino.comm.device import capability_of, on_gpu
+from nanodomino.comm.device import capability_of, on_gpu, streams_of
 from nanodomino.comm.scatter_and_gather import all_to_all
 from nanodomino.layers.activations import ACTIVATIONS
 from nanodomino.layers.dropout_and_positions import add_residual
@@ -50,7 +51,7 @@ from nanodomino.layers.main_grad import add_weight_gradient, main_grad_of
 from nanodomino.layers.sublayer import Sublayer
 from nanodomino.optim.parameter_spec import parameter
 from nanodomino.options.experts.router import Router, Routing
-from nanodomino.overlap.flight import prepare_all_to_all
+from nanodomino.overlap.flight import Flight, prepare_all_to_all
 from nanodomino.overlap.inside import Inside
 from nanodomino.parallel import (ColumnParallelLinear, RowParallelLinear, copy_to_tensor_parallel,
                                  reduce_from_tensor_parallel)
@@ -76,27 +77,39 @@ class Dispatch:
     offsets: torch.Tensor
 
 
-def plan_dispatch(experts, tokens_per_expert, received_per_expert) -> Dispatch:
-    """Compute where each row goes and in which order. The host waits for the numbers of rows here.
+class RowCounts:
+    """Copies to the host how many rows go where. On a GPU the copy runs while the host launches more work.
 
-    experts              [b, s, k]: each token's experts
     tokens_per_expert    [ep, E/ep]: how many rows this rank has for each expert of each ep rank
     received_per_expert  [ep, E/ep]: how many rows each ep rank has for each local expert
     """
-    ep, local = tokens_per_expert.shape
-    permutation = experts.flatten().argsort(stable=True)
-    offsets = received_per_expert.sum(0).cumsum(0, dtype=torch.int32)
-    if experts.is_meta:                      # without numbers, assume that all experts are chosen equally often
-        rows = experts.numel()
-        numbers = [*2 * [rows * (i + 1) // ep - rows * i // ep for i in range(ep)],
-                   *(rows * (i + 1) // local for i in range(local))]
-    else:                                    # the host waits for the GPU once
-        numbers = torch.cat([tokens_per_expert.sum(1), received_per_expert.sum(1), offsets]).tolist()
-    input_splits, output_splits, ends = numbers[:ep], numbers[ep:2 * ep], numbers[2 * ep:]
-    expert = torch.arange(local, device=permutation.device).repeat(ep)
-    by_expert = expert.repeat_interleave(received_per_expert.flatten(), output_size=ends[-1]).argsort(stable=True)
-    return Dispatch(permutation, inverse(permutation), by_expert, inverse(by_expert), input_splits, output_splits, ends,
-                    offsets)
+
+    def __init__(self, tokens_per_expert, received_per_expert):
+        self.received_per_expert = received_per_expert
+        self.offsets = received_per_expert.sum(0).cumsum(0, dtype=torch.int32)
+        numbers = torch.cat([tokens_per_expert.sum(1), received_per_expert.sum(1), self.offsets])
+        self.numbers = numbers.to("cpu", non_blocking=True)    # on a GPU, into pinned memory
+        self.copied = streams_of(numbers.device).current_stream().record_event() if on_gpu(numbers) else None
+
+    def read(self, rows: int) -> tuple[list[int], list[int], list[int]]:
+        """Return input_splits, output_splits and ends; see Dispatch. The host waits for the copy, not for what was
+        launched after it. rows: n k"""
+        ep, local = self.received_per_expert.shape
+        if self.offsets.is_meta:             # without numbers, assume that all experts are chosen equally often
+            splits = [rows * (i + 1) // ep - rows * i // ep for i in range(ep)]
+            return splits, splits, [rows * (i + 1) // local for i in range(local)]
+        if self.copied:
+            self.copied.synchronize()
+        numbers = self.numbers.tolist()
+        return numbers[:ep], numbers[ep:2 * ep], numbers[2 * ep:]
+
+    def dispatch(self, permutation, splits, ends) -> Dispatch:
+        """Return the Dispatch of rows that `permutation` sorts by expert."""
+        ep, local = self.received_per_expert.shape
+        expert = torch.arange(local, dtype=torch.int16, device=permutation.device).repeat(ep)
+        expert = expert.repeat_interleave(self.received_per_expert.flatten(), output_size=ends[-1])
+        by_expert = expert.argsort(stable=True)
+        return Dispatch(permutation, inverse(permutation), by_expert, inverse(by_expert), *splits, ends, self.offsets)
 
 
 def inverse(permutation):
@@ -114,10 +127,11 @@ def grouped_linear(x, weights, dispatch: Dispatch):
 
 
 def has_grouped_kernel(x, weights) -> bool:
-    """Return whether torch multiplies all groups of rows in one kernel: on GPUs from Ampere on, in bfloat16, if rows of
-    x and of the weights are aligned to 16 bytes."""
+    """Return whether torch multiplies all groups of rows in one kernel: in bfloat16 on GPUs of compute capability 9 and
+    10, if rows of x and of the weights are aligned to 16 bytes. Elsewhere torch's grouped_mm loops over the experts,
+    and the host waits for the GPU."""
     return (on_gpu(x) and x.dtype == torch.bfloat16 and len(x) > 0 and x.size(-1) % 8 == weights.size(1) % 8 == 0
-            and capability_of(x.device) >= (8, 0))
+            and capability_of(x.device)[0] in (9, 10) and len(weights) < 1024)
 
 
 class ExchangeRows(torch.autograd.Function):
@@ -178,14 +192,18 @@ class MoE(Sublayer):
         router, w1, w2 = self.router, self.experts.dense_h_to_4h, self.experts.dense_4h_to_h
         h = copy_to_tensor_parallel(self.norm(x), self.mesh.tp_group)
         logits = router.logits(h)
-        experts, tokens_per_expert = router.choose(logits.detach())
+        experts, tokens_per_expert, permutation = router.choose(logits.detach())
         if torch.is_grad_enabled():
-            self.auxiliary_loss = router.loss(logits, experts) * router.counts_here
+            choices = router.choices(logits, experts)
+            if choices.kind:
+                choices.launch()
+                choices.work.wait()
+            self.auxiliary_loss = router.loss(logits, choices.result()) * router.counts_here
         tokens_per_expert, each = tokens_per_expert.view(self.ep, -1), [1] * self.ep
-        dispatch = plan_dispatch(experts, tokens_per_expert, exchange_rows(
-            tokens_per_expert, each, each, self.counts_group))
-        rows = h.flatten(0, 1)[dispatch.permutation // experts.size(-1)]
-        splits = dispatch.input_splits, dispatch.output_splits
+        counts = RowCounts(tokens_per_expert, exchange_rows(tokens_per_expert, each, each, self.counts_group))
+        *splits, ends = counts.read(experts.numel())
+        dispatch = counts.dispatch(permutation, splits, ends)
+        rows = h.flatten(0, 1)[permutation // experts.size(-1)]
         rows = ExchangeRows.apply(rows, *splits, self.group)[dispatch.by_expert]
         results = grouped_linear(self.activation.function(grouped_linear(rows, w1, dispatch)), w2, dispatch)
         results = ExchangeRows.apply(results[dispatch.unsort], *reversed(splits), self.group)
@@ -246,13 +264,13 @@ class MoEInside(Inside):
         routing = self.matmul(slice, self.router.route, h, slice.training)
         tokens_per_expert, each = routing.tokens_per_expert.view(self.ep, -1), [1] * self.ep
         flights = self.exchange(slice, tokens_per_expert, each, each, sublayer.counts_group)
-        if self.router.counts_here and slice.training:
-            experts = len(routing.tokens_per_expert)
-            self.statistics[:experts] += routing.tokens_per_expert
-            self.statistics[experts] += routing.loss
-        dispatch = plan_dispatch(routing.experts, tokens_per_expert, ops.wait(slice, self.site, flights))
-        rows = h.flatten(0, 1)[dispatch.permutation // routing.experts.size(-1)]
-        flights = self.exchange(slice, rows, dispatch.input_splits, dispatch.output_splits, sublayer.group)
+        choices = self.router.choices(routing.logits, routing.experts) if slice.training else Flight(None)
+        ops.launch(slice, self.site, choices)
+        counts = RowCounts(tokens_per_expert, ops.wait(slice, self.site, flights))
+        rows = h.flatten(0, 1)[routing.permutation // routing.experts.size(-1)]
+        *splits, ends = counts.read(len(rows))
+        flights = self.exchange(slice, rows, *splits, sublayer.group)
+        dispatch = counts.dispatch(routing.permutation, splits, ends)
         shared = self.shared_column_output(slice, h)
         yield from ops.yield_if_in_flight(flights)
         rows = ops.wait(slice, self.site, flights)[dispatch.by_expert]
@@ -263,12 +281,22 @@ class MoEInside(Inside):
         results = self.matmul(slice, grouped_linear, activation[0], self.w2, dispatch)[dispatch.unsort]
         flights = self.exchange(slice, results, dispatch.output_splits, dispatch.input_splits, sublayer.group)
         own = self.matmul(slice, F.linear, activation[1], self.shared[1]) if self.shared else None
+        if slice.training:
+            self.add_loss(routing, ops.wait(slice, self.site, [choices]))
         tape = MoETape(routing, dispatch, rows, c, c, activation, results=flights[0].tensor)
 
         def complete(results):
             y = combine(results, dispatch, routing.weights.detach().to(h.dtype))
             return y if own is None else y + own
         return (yield from self.finish_then_reduce(slice, flights, complete)), tape
+
+    def add_loss(self, routing: Routing, choices):
+        """Compute the loss of the router, and add it and the counts to the statistics."""
+        with torch.enable_grad():
+            routing.loss = self.router.loss(routing.logits, choices)
+        if self.router.counts_here:
+            self.statistics[:-1] += routing.tokens_per_expert
+            self.statistics[-1] += routing.loss.detach()
 
     def finish_then_reduce(self, slice, flights, complete):
         """Return flights of the sum over tp of complete(tensor). flights: the all-to-all that delivers `tensor`.

@@ -33,11 +33,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from nanodomino.layers.main_grad import add_gradients, add_weight_gradient, main_grad_of, wide_dtype
 from nanodomino.optim.parameter_spec import parameter
+from nanodomino.overlap.flight import Flight, prepare_all_reduce
 
 # The scores of any function but softmax are divided by their sum: for the weights over the k, for the loss over all E.
 SCORE_FUNCTIONS = {"softmax": partial(torch.softmax, dim=-1), "sigmoid": torch.sigmoid}
@@ -55,8 +55,9 @@ class Routing:
     logits: torch.Tensor         # [b, s, E], a leaf of autograd's graph
     experts: torch.Tensor        # [b, s, k]
     weights: torch.Tensor        # [b, s, k], with autograd's graph
-    loss: torch.Tensor | None    # auxiliary loss and z-loss, summed over the slice's tokens, with autograd's graph
     tokens_per_expert: torch.Tensor    # [E]
+    permutation: torch.Tensor    # [b s k], which sorts the rows by expert
+    loss: torch.Tensor | None = None    # auxiliary loss and z-loss, summed over the slice's tokens, with its graph
 
 
 class Router(nn.Module):
@@ -87,16 +88,17 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def choose(self, logits):
-        """Return (experts, tokens_per_expert): the numbers of the chosen experts [b, s, k], the best first; how many
-        tokens chose each expert [E]."""
+        """Return (experts, tokens_per_expert, permutation): the numbers of the chosen experts [b, s, k], the best
+        first; how many tokens chose each expert [E]; what sorts the experts, stably [b s k]."""
         scores = self.scores(logits)
         if self.expert_bias is not None:
             scores = scores + self.expert_bias
         experts = scores.sort(dim=-1, descending=True, stable=True).indices[..., :self.topk].contiguous()
+        ordered, permutation = experts.flatten().short().sort(stable=True)     # 16 bits: a quarter of 64 bits' passes
         # the number of rows up to each expert's last; bincount would make the host wait for a GPU
-        ends = torch.searchsorted(experts.flatten().sort().values, torch.arange(
-            self.num_experts, device=logits.device), right=True)
-        return experts, ends.diff(prepend=ends.new_zeros(1))
+        ends = torch.searchsorted(ordered, torch.arange(
+            self.num_experts, dtype=torch.int16, device=logits.device), right=True)
+        return experts, ends.diff(prepend=ends.new_zeros(1)), permutation
 
     def weights(self, logits, experts):
         """Return the weights [b, s, k] of the chosen experts."""
@@ -109,29 +111,35 @@ class Router(nn.Module):
                 weights = divide_by_sum(weights)
         return weights * config.moe_router_topk_scaling_factor
 
-    def loss(self, logits, experts):
-        """Return auxiliary loss + z-loss of a slice: a sum over its samples, each weighted by its s tokens."""
+    @torch.no_grad()
+    def choices(self, logits, experts) -> Flight:
+        """Prepare how often the tokens of each sample chose each expert, [b, E]: the sum over the ranks that hold other
+        tokens of the same samples."""
+        chosen = torch.zeros_like(logits[:, 0]).scatter_add_(
+            1, experts.flatten(1), torch.ones_like(logits[..., :1]).expand(experts.shape).flatten(1))
+        return prepare_all_reduce(chosen, self.sample_group, name="cp") if self.sample_parts > 1 else Flight(chosen)
+
+    def loss(self, logits, choices):
+        """Return auxiliary loss + z-loss of a slice: a sum over its samples, each weighted by its s tokens.
+
+        choices: the result of choices()
+        """
         (_, s, count), config = logits.shape, self.config
         probabilities = self.scores(logits)
         if config.moe_router_score_function != "softmax":
             probabilities = divide_by_sum(probabilities)
-        chosen = torch.zeros_like(logits[:, 0]).scatter_add_(
-            1, experts.flatten(1), torch.ones_like(logits[..., :1]).expand(experts.shape).flatten(1))
-        if self.sample_parts > 1:                              # other ranks hold other tokens of the same samples
-            dist.all_reduce(chosen, group=self.sample_group)
-        balance = count * (chosen / (self.sample_parts * s * self.topk) * probabilities.mean(dim=1)).sum()
+        balance = count * (choices / (self.sample_parts * s * self.topk) * probabilities.mean(dim=1)).sum()
         return (config.moe_aux_loss_coeff * s * balance
                 + config.moe_z_loss_coeff * logits.logsumexp(dim=-1).square().sum())
 
     def route(self, h, training: bool) -> Routing:
-        """Route h [b, s, h]. Logits, weights and losses are computed in fp32 or wider. If `training` is False, there is
-        no graph, and the loss is None."""
+        """Route h [b, s, h]. Logits and weights are computed in fp32 or wider. If `training` is False, there is no
+        graph. MoEInside adds the loss when choices() has arrived."""
         logits = self.logits(h)
-        experts, tokens_per_expert = self.choose(logits)
+        experts, *counted = self.choose(logits)
         with torch.set_grad_enabled(training):
             logits = logits.detach().requires_grad_(training)
-            weights, loss = self.weights(logits, experts), self.loss(logits, experts) if training else None
-        return Routing(logits, experts, weights, loss, tokens_per_expert)
+            return Routing(logits, experts, self.weights(logits, experts), *counted)
 
     def backward(self, routing: Routing, grad_weights, h, loss_scale: float):
         """Return this rank's addend of the gradient of h, and add the gradients of Wr and of the expert bias.
