@@ -31,6 +31,11 @@ of its operands, because fp8 tensor cores take both only in this order:
     input gradient     grad_x = grad_y W      grad_y [n, out]     W^T [in, out]     hybrid: e5m2 x e4m3
     weight gradient    grad_W = grad_y^T x    grad_y^T [out, n]   x^T [in, n]       hybrid: e5m2 x e4m3
 
+With --no-fp8-wgrad weight gradients stay in the training type, as in torchao's rowwise_with_gw_hp. With few tokens that
+is faster, too: a matmul in 8 bits can't add to main_grad, so its result is written and then added. Tensor cores add up
+in fewer bits than fp32 has, unless a matmul moves its sums to fp32 registers in between. Forward does not ("fast
+accumulation"), which is faster.
+
 **Weights** and their master weights stay as they are without fp8. W and W^T are converted at their first use in a step.
 bucket.derived keeps both, in one byte per number, until zero.py changes the weights.
 
@@ -39,7 +44,7 @@ and the tape keeps it in 1 byte per number instead of 2 or 4. This holds for the
 h, and for the input of an MLP's row-parallel matmul. There are two exceptions: attention's backward needs attention's
 output in the training type anyway, and a sharded residual stream gathers h again in backward
 (sequence_parallel.py). With rowwise scales x^T has other scales than x. So the tape keeps the training type,
-and backward converts once more.
+and backward converts once more. With --no-fp8-wgrad the tape keeps it, too.
 
 **What stays in the training type:** embedding, head, norms, softmax(q k^T) v, routers and the merges of multi-token
 prediction, which have few FLOPs or need the precision. Experts stay too: their grouped matmul (moe.py) is not written
@@ -56,11 +61,12 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 
-from nanodomino.comm.device import on_gpu
+from nanodomino.comm.device import capability_of, kind_of
 from nanodomino.domino import LinearPair
 from nanodomino.errors import require
-from nanodomino.layers.main_grad import main_grad_of
+from nanodomino.layers.main_grad import add_weight_gradient, main_grad_of
 from nanodomino.settings.rules import check_divisible
 from nanodomino.settings.setting import training_setting
 
@@ -94,14 +100,17 @@ def to_8_bits(x, dtype, dim):
     return (x / scale).clamp_(-largest, largest).to(dtype), scale
 
 
-def transpose(values):
-    """Return a contiguous x^T [k, rows] of x [rows, k]."""
-    return values.t().contiguous()
+def scaled_matmul(a: Fp8Tensor, b: Fp8Tensor, dtype, fast=False):
+    """Return a b^T [rows of a, rows of b] in `dtype`. fast: add up in fewer bits than fp32 has."""
+    return torch._scaled_mm(a.values.flatten(0, -2), b.values.t(), a.scale, b.scale.t(), out_dtype=dtype,
+                            use_fast_accum=fast)
 
 
-def scaled_matmul(a: Fp8Tensor, b: Fp8Tensor, dtype):
-    """Return a b^T [rows of a, rows of b] in `dtype`. The sums are fp32."""
-    return torch._scaled_mm(a.values.flatten(0, -2), b.values.t(), a.scale, b.scale.t(), out_dtype=dtype)
+def returns_fp32(device: torch.device) -> bool:
+    """Return whether a matmul with rowwise scales can return fp32: on Hopper, where cuBLAS 12.9 or later computes it.
+    On other GPUs it returns only bfloat16."""
+    return kind_of(device) == "cpu" or (
+        capability_of(device)[0] == 9 and TorchVersion(torch.version.cuda or "12.9") >= "12.9")
 
 
 @dataclass(frozen=True)
@@ -109,8 +118,9 @@ class Fp8Recipe:
     """Says how a sublayer multiplies in 8 bits.
 
     weight, activation, gradient   the function that converts such a tensor: x, dim -> to_8_bits(x, type, dim)
-    transpose                      see transpose(); torch's own kernel copies single bytes at a tenth of a GPU's rate
+    transpose                      x -> contiguous x^T; torch's own kernel copies bytes at a tenth of a GPU's rate
     rowwise                        whether each row has its own scale
+    wgrad                          whether weight gradients are multiplied in 8 bits, too
     dtype                          the training type, in which matmuls return their results
     """
     weight: Callable
@@ -118,18 +128,19 @@ class Fp8Recipe:
     gradient: Callable
     transpose: Callable
     rowwise: bool
+    wgrad: bool
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, name: str, recipe: str, dtype: torch.dtype, compiled) -> "Fp8Recipe":
+    def of(cls, name: str, recipe: str, dtype: torch.dtype, compiled, wgrad=True) -> "Fp8Recipe":
         """Return the recipe for --fp8-format `name` and --fp8-recipe `recipe`. compiled: see Sublayer.inside."""
         operand, gradient = FORMATS[name]
         # one lambda each, because torch.compile keeps only 8 versions of a function; shapes of weights would add more
         return cls(weight=lambda x, dim: to_8_bits(x, operand, dim),
                    activation=compiled(lambda x, dim: to_8_bits(x, operand, dim)),
                    gradient=compiled(lambda x, dim: to_8_bits(x, gradient, dim)),
-                   transpose=compiled(lambda values: transpose(values)),
-                   rowwise=recipe == "rowwise", dtype=dtype)
+                   transpose=compiled(lambda values: values.t().contiguous()),
+                   rowwise=recipe == "rowwise", wgrad=wgrad, dtype=dtype)
 
     def convert(self, x, to_8_bits, summed=1) -> Fp8Tensor:
         """Convert x [.., k] for a sum over k or, if `summed` is 0, over the rows.
@@ -181,22 +192,25 @@ class Fp8Weight:
 
     def convert_once(self, x):
         """Convert x if this matmul and the weight gradient can both use the result. Otherwise return x itself."""
-        return x if self.recipe.rowwise else self.convert(x)
+        return x if self.recipe.rowwise or not self.recipe.wgrad else self.convert(x)
 
     def multiply(self, x, bias=None, total=None):
         """Return x W^T + bias, or add x W^T to `total`."""
         x = self.convert(x)
-        y = scaled_matmul(x, self.in_8_bits(), self.recipe.dtype).view(*x.values.shape[:-1], -1)
+        y = scaled_matmul(x, self.in_8_bits(), self.recipe.dtype, fast=not self.transposed)
+        y = y.view(*x.values.shape[:-1], -1)
         if total is not None:
             return total.add_(y)
         return y if bias is None else y.add_(bias)
 
     def add_gradient(self, grad_output, x):
         """Add grad_output^T x to main_grad [out, in]. grad_output [b, s, out], x [b, s, in]; both may be in 8 bits."""
-        grad_output = self.recipe.convert_transposed(grad_output, self.recipe.gradient)
-        x, main_grad = self.recipe.convert_transposed(x, self.recipe.activation), main_grad_of(self.weight)
-        # with rowwise scales, CUDA's matmul returns only bfloat16
-        dtype = self.recipe.dtype if self.recipe.rowwise and on_gpu(main_grad) else main_grad.dtype
+        recipe, main_grad = self.recipe, main_grad_of(self.weight)
+        if not recipe.wgrad:
+            return add_weight_gradient(main_grad, grad_output, x)
+        grad_output = recipe.convert_transposed(grad_output, recipe.gradient)
+        x = recipe.convert_transposed(x, recipe.activation)
+        dtype = main_grad.dtype if not recipe.rowwise or returns_fp32(main_grad.device) else recipe.dtype
         main_grad.add_(scaled_matmul(grad_output, x, dtype))
 
 
@@ -210,6 +224,9 @@ class Settings:
     fp8_recipe: str = training_setting(
         "tensorwise", "whether each tensor or each of its rows has a scale of its own in fp8", choices=RECIPES,
         needs="--fp8-format")
+    fp8_wgrad: bool = training_setting(
+        True, "compute weight gradients in fp8, too; --no-fp8-wgrad computes them in the type of --dtype",
+        needs="--fp8-format")
     first_last_layers_bf16: bool = training_setting(
         False, "with fp8, compute the first and the last layer in the type of --dtype", needs="--fp8-format")
 
@@ -217,7 +234,7 @@ class Settings:
         pair, ends = super().inside(sublayer, mesh, ops, compiled), ("layers.0.", f"layers.{self.num_layers - 1}.")
         if (self.fp8_format and isinstance(pair, LinearPair)
                 and not (self.first_last_layers_bf16 and pair.site.startswith(ends))):
-            recipe = Fp8Recipe.of(self.fp8_format, self.fp8_recipe, self.params_dtype, compiled)
+            recipe = Fp8Recipe.of(self.fp8_format, self.fp8_recipe, self.params_dtype, compiled, self.fp8_wgrad)
             pair.column, pair.row = Fp8Weight(pair.column, recipe), Fp8Weight(pair.row, recipe)
         return pair
 

@@ -53,7 +53,8 @@ MODEL_AND_TRAINING = dict(
     adam_beta1=(0.0, {}), adam_beta2=(0.0, {}), adam_eps=(0.1, {}), lion_beta1=(0.0, LION), lion_beta2=(0.0, LION),
     muon_momentum=(0.0, dict(optimizer="muon")),
     dtype=("float32", {}),
-    fp8_format=("hybrid", FP32), fp8_recipe=("rowwise", FP8), first_last_layers_bf16=(True, FP8 | dict(num_layers=3)),
+    fp8_format=("hybrid", FP32), fp8_recipe=("rowwise", FP8), fp8_wgrad=(False, FP8),
+    first_last_layers_bf16=(True, FP8 | dict(num_layers=3)),
     loss_scale=(4.0, FP16), initial_loss_scale=(4.0, FP16), min_loss_scale=(2.0**100, OVERFLOW),
     loss_scale_window=(1, FP16), hysteresis=(2, OVERFLOW), fp16_lm_cross_entropy=(True, FP16), seed=(0, {}))
 LAYOUT = dict(

@@ -11,6 +11,7 @@ from support.fp8_checks import (FP32, check_matmuls, check_near_fp32, check_new_
 from support.harness import build, random_data, tiny, weights_and_data
 
 import train
+from nanodomino.comm.device import StandIn, standing_for
 from nanodomino.domino import run_to_end
 from nanodomino.errors import UserError
 from nanodomino.options import fp8
@@ -87,6 +88,31 @@ def test_chunks_of_a_weight_share_its_scales(name, recipe):
         total = multiply(piece, part, None, total)
     whole = multiply(x, w)
     assert (total - whole).norm() < 0.05 * whole.norm()
+
+
+def test_only_forward_adds_up_in_fewer_bits(monkeypatch):
+    found, scaled_mm = [], torch._scaled_mm
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *given, use_fast_accum, **options: (
+        found.append(use_fast_accum) or scaled_mm(*given, **options)))
+    x, grad_y, w = normal(2, 8, 32), normal(2, 8, 48), weight_of(normal(48, 32), recipe_of("hybrid", "rowwise"))
+    multiply(x, w), multiply(grad_y, w.t()), w.add_gradient(grad_y, x)
+    assert found == [True, False, False]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_without_fp8_wgrad_a_weight_gradient_has_no_number_of_8_bits(recipe):
+    w = weight_of(normal(48, 32), Fp8Recipe.of("hybrid", recipe, torch.float32, lambda function: function, wgrad=False))
+    x, grad_y = normal(2, 8, 32), normal(2, 8, 48)
+    w.add_gradient(w.t().convert_once(grad_y), w.convert_once(x))
+    torch.testing.assert_close(w.weight.main_grad, grad_y.flatten(0, 1).t() @ x.flatten(0, 1))
+
+
+@pytest.mark.parametrize("capability, cuda, found", [
+    ((9, 0), "12.9", True), ((9, 0), "13.0", True), ((9, 0), "12.8", False), ((10, 0), "13.0", False)])
+def test_rowwise_weight_gradients_are_rounded_only_where_cuda_returns_no_fp32(monkeypatch, capability, cuda, found):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    with standing_for(StandIn("cuda", capability=capability)):
+        assert fp8.returns_fp32(torch.device("meta")) == found
 
 
 # ---- weights
