@@ -259,7 +259,8 @@ def test_finetune_has_a_small_batch_and_learning_rate_by_default(flags, batch, l
 
 @pytest.mark.parametrize("name, peak", [("NVIDIA A10", 125e12), ("NVIDIA A10G", None), ("NVIDIA RTX A4000", None),
                                         ("NVIDIA H100 80GB HBM3", 989e12),
-                                        ("NVIDIA H100 PCIe", 756e12), ("NVIDIA GB200", None)])
+                                        ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 NVL", 835e12),
+                                        ("NVIDIA GB200", None)])
 def test_a_gpu_counts_by_its_whole_name(monkeypatch, name, peak):
     """A name that only contains a known name is another GPU, and no MFU is better than a wrong one."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)

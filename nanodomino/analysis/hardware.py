@@ -9,8 +9,9 @@ import torch
 
 # Dense 16-bit peak FLOP/s of one GPU, from the vendors' data sheets.
 PEAK_FLOPS = {"A10": 125e12, "A30": 165e12, "A40": 150e12, "A100": 312e12, "A800": 312e12, "B200": 2250e12,
-              "GH200": 989e12, "H100": 989e12, "H100 PCIe": 756e12, "H200": 989e12, "H800": 989e12, "L4": 121e12,
-              "L40": 181e12, "L40S": 362e12, "RTX 3090": 71e12, "RTX 4090": 165e12}
+              "GH200": 989e12, "H100": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "H200": 989e12,
+              "H200 NVL": 835e12, "H800": 989e12, "L4": 121e12, "L40": 181e12, "L40S": 362e12,
+              "RTX 3090": 71e12, "RTX 4090": 165e12}
 
 # The dense fp8 peak of Ada, Hopper and Blackwell is twice the 16-bit peak; for an RTX 4090 both are with fp32 sums.
 FP8_SPEEDUP, WITHOUT_FP8 = 2.0, {"A10", "A30", "A40", "A100", "A800", "RTX 3090"}

@@ -101,6 +101,15 @@ def operation_of(name: str, given: dict, read, written) -> Operation:
     return Operation("memory", moved)
 
 
+def workspace(name: str, given: dict) -> int:
+    """Return the bytes that flash attention's backward allocates on a GPU until it ends: the gradient of q in fp32 and,
+    if query heads share keys and values, those of k and v for each query head. q [b, heads, s, d] or [n, heads, d]"""
+    if not re.search(r"(flash_attention|varlen_attn)_backward", name):
+        return 0
+    q, k = given["query"], given["key"]
+    return 4 * q.numel() + (2 * k.nbytes * q.size(1) // k.size(1) if q.size(1) > k.size(1) else 0)
+
+
 def size(tensor) -> int:
     """Return the bytes that a tensor occupies. An expanded tensor has more elements than its storage."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
@@ -210,6 +219,7 @@ class Accounts(TorchDispatchMode):
             return result
         for tensor in touched + changed:
             self.allocate(tensor)
+        self.peak = max(self.peak, self.now + workspace(name, given))
         if name == "copy_" and any(storage(tensor) in self.pinned for tensor in touched):
             self.launch("host", "to host" if storage(touched[0]) in self.pinned else "from host", touched[0].nbytes)
         elif "empty" not in name:                              # an "empty" only allocates

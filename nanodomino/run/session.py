@@ -8,6 +8,7 @@ training itself: reports, checkpoints, timelines, signals, a sample at the end.
 """
 
 import dataclasses
+import gc
 import signal
 import time
 from contextlib import contextmanager
@@ -145,6 +146,8 @@ class Session:
     def steps(self):
         """Yield the number of each step until the run ends or is asked to stop."""
         self.signals, self.start_time = StopSignal(self.report.say), time.perf_counter()
+        if self.mesh.device.type == "cuda":                    # a long garbage collection would let the GPU run dry
+            gc.freeze()
         while self.done < self.config.train_iters and not self.stopped:
             self.step, self.step_start = self.done + 1, time.perf_counter()
             self.watchdog.context.update(step=self.step, signals=self.signals)

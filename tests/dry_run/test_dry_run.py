@@ -13,7 +13,7 @@ from benchmarks import measured
 from benchmarks.collectives import comparable
 from benchmarks.runner import RandomTokens
 from nanodomino.config.config import ALL_SCHEDULES
-from nanodomino.dry_run.accounts import Accounts, ActionEnd, Launch, Operation, Wait
+from nanodomino.dry_run.accounts import Accounts, ActionEnd, Launch, Operation, Wait, workspace
 from nanodomino.dry_run.clock import Clock, clock_of
 from nanodomino.dry_run.rank import dry_run
 from nanodomino.dry_run.stages import Stage, stage_memory, step_seconds
@@ -290,3 +290,10 @@ def test_a_storage_counts_once_until_its_last_tensor_is_freed():
         assert (accounts.now, accounts.peak) == (400, 600)
         del view
     assert (accounts.now, accounts.peak) == (0, 600)
+
+
+def test_grouped_queries_need_more_memory_in_the_backward_of_flash_attention():
+    """The gradient of q in fp32, and those of k and v for each query head."""
+    q, k = (torch.empty(1, heads, 8, 16, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
+    found = [workspace("_flash_attention_backward", dict(query=q, key=keys)) / q.numel() for keys in (q, k)]
+    assert found == [4, 4 + 2 * 2]

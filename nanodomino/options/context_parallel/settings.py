@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
+from nanodomino.layers.varlen import fits_varlen
 from nanodomino.options.context_parallel import places
 from nanodomino.options.context_parallel.attention import ExchangedHeads, GatheredKeys
 from nanodomino.settings.rules import check_divisible
@@ -41,6 +42,11 @@ class Settings:
     @property
     def all_chunks_read_tokens(self):
         return self.cp > 1 or super().all_chunks_read_tokens
+
+    @property
+    def uses_attention_bias(self):
+        gathers = self.cp > 1 and self.cp_comm_type == "all_gather"
+        return gathers and not fits_varlen(self) or super().uses_attention_bias
 
     def own_places(self, whole, mesh, dim=1):
         return whole if self.cp == 1 else places.own_places(whole, mesh, dim)
