@@ -1,4 +1,4 @@
-"""Describes a machine by a few rates, from a data sheet or measured; computes seconds of operations and collectives.
+"""Describes a machine by a few rates, from a data sheet; computes seconds of operations and collectives.
 
     operation     takes the longer of FLOPs / rate and bytes / rate
     collective    latency + bytes sent / the rate of the slowest link between its ranks
@@ -8,25 +8,20 @@ waves of as many tiles as the GPU has multiprocessors, and the last wave may be 
 a sum of k products; starting a tile takes as long as 160 more products. Small tiles load each number more often for the
 same FLOPs, so they reach less of the peak. With few tiles, kernels also cut k and add up the parts. The fastest counts.
 
-TILES, START, KERNEL, ATTENTION and LARGE_MATMUL are assumptions, not measurements. They resemble what cuBLAS and cuDNN
+TILES, START, KERNEL and ATTENTION are assumptions, not measurements. They resemble what cuBLAS and cuDNN
 are reported to reach on an H100.
 """
 
 import math
 import os
-import statistics
-import time
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from nanodomino.analysis.formulas import bytes_sent
 from nanodomino.analysis.hardware import FP8_SPEEDUP
-from nanodomino.config.config import Config
-from nanodomino.mesh import Mesh
 
 # (rows, columns, FLOP/s relative to the largest tile)
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.89), (64, 256, 0.83), (128, 64, 0.64), (64, 128, 0.64))
@@ -34,7 +29,6 @@ START = 160                      # the products per element that the start of a 
 KERNEL = 2e-6                    # seconds between the start of a GPU's kernel and its first full use of the GPU
 # The share of the 16-bit peak that fused attention reaches: (forward, backward) by head size.
 ATTENTION = {64: (0.40, 0.32), 128: (0.61, 0.47)}
-LARGE_MATMUL = 0.7               # the share of the 16-bit peak that a large matmul reaches
 
 
 @dataclass(frozen=True)
@@ -89,69 +83,11 @@ def matmul_seconds(count, rows, columns, summed, rate, multiprocessors, memory_r
 
 # ---- this machine
 
-def measure_machine(config: Config, mesh: Mesh) -> Machine:
-    """Briefly measure the rates that each process reaches while all of them are busy. Every rank must call it.
-
-    On a CPU, matmul_rate is measured on forward and backward of an MLP with this rank's part of the features, so it
-    includes element-wise work. On a GPU, small tensors would measure launches and the cache instead of matmuls and
-    memory, so they have 32 MB to 128 MB.
-    """
-    dtype, device, cuda = config.params_dtype, mesh.device, mesh.device.type == "cuda"
-    h, ffn = config.hidden_size, config.ffn_hidden_size // config.tp
-    rows = min(128, config.micro_batch_size * config.seq_length // config.sample_parts)
-    if cuda:
-        rows = h = ffn = 4096
-    x, up, down = (torch.ones(shape, device=device, dtype=dtype, requires_grad=True)
-                   for shape in ((rows, h), (ffn, h), (h, ffn)))
-
-    def mlp():
-        y = x + F.gelu(F.layer_norm(x, (h,)) @ up.t(), approximate="tanh") @ down.t()
-        torch.autograd.grad(y.sum(), [x, up, down])
-
-    def matmul():
-        torch.mm(x.detach(), up.detach().t())
-
-    work, flops = (matmul, 2 * rows * h * ffn) if cuda else (mlp, 3 * 2 * 2 * rows * h * ffn)
-    matmul_rate = measure_rate(flops, work, device)
-    large = torch.zeros(2**25 if cuda else 2**22, device=device)
-    memory = network = measure_rate(2 * large.nbytes, lambda: large.mul_(1.0), device)
-    group = next((group for group in (mesh.tp_group, mesh.dp_group, mesh.pp_group) if group.size() > 1), None)
-    if group is not None:
-        sent = large[:2**23] if cuda else torch.zeros(rows, h, dtype=dtype)
-        network = measure_rate(bytes_sent("all_reduce", sent.nbytes, group.size()),
-                               lambda: dist.all_reduce(sent, group=group), device)
-    rates = dict(matmul_rate=matmul_rate, intra_host_rate=network, inter_host_rate=network, latency=0.0,
-                 ranks_per_host=config.world_size)
-    if not cuda:
-        return Machine(**rates, memory_rate=math.inf)
-    pinned = torch.empty(2**23, pin_memory=True)
-    host = measure_rate(pinned.nbytes, lambda: pinned.copy_(large[:2**23], non_blocking=True), device)
-    return Machine(**rates, memory_rate=memory, host_copy_rate=host, peak=matmul_rate / LARGE_MATMUL,
-                   multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 def memory_of_process(device, local_world_size: int) -> int:
     """Return the bytes of a process's GPU, or its part of the host's memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_world_size
-
-
-def measure_rate(amount: float, work, device, times=5) -> float:
-    """Return the rate of work() on the slowest rank while all ranks run it: the median of three measurements.
-
-    amount: what one call of work() does, for example its FLOPs or bytes. times: calls per measurement.
-    """
-    seconds = []
-    for _ in range(3):
-        synchronize_ranks(device)
-        start = time.perf_counter()
-        for _ in range(times):
-            work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(slowest(time.perf_counter() - start))
-    return amount * times / statistics.median(seconds)
 
 
 def synchronize_ranks(device):

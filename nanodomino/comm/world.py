@@ -34,7 +34,6 @@ class LaunchInfo:
     local_rank: int = 0
     local_world_size: int = 1
     launched: bool = False        # whether torchrun started this process
-    restarted: bool = False       # whether torchrun --max-restarts started it again after a rank had died
 
 
 def read_launch_environment(environment=os.environ) -> LaunchInfo:
@@ -53,8 +52,7 @@ def read_launch_environment(environment=os.environ) -> LaunchInfo:
     require(0 < int(environment["MASTER_PORT"]) < 65536,
             f"MASTER_PORT must be from 1 to 65535, but the environment has {environment['MASTER_PORT']}; "
             "start with torchrun, which sets it; to run one process, unset all of torchrun's variables")
-    launch = LaunchInfo(*(int(environment[name]) for name in names), launched=True,
-                        restarted=environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
+    launch = LaunchInfo(*(int(environment[name]) for name in names), launched=True)
     require(launch.rank < launch.world_size and launch.local_rank < launch.local_world_size,
             f"RANK {launch.rank} must be below WORLD_SIZE {launch.world_size} and LOCAL_RANK {launch.local_rank} below "
             f"LOCAL_WORLD_SIZE {launch.local_world_size}; start with torchrun, which sets them")

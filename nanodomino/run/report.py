@@ -4,7 +4,7 @@
     step      a tqdm bar, a line every --log-interval steps; one JSON object per step in metrics.jsonl
     losses    validation and test loss, next to the unigram and bigram entropy of the text, which a model must beat;
               perplexity = exp(loss) and bits per byte of text
-    curve     loss.svg, drawn from metrics.jsonl; TensorBoard's copy of metrics.jsonl (tensorboard.py)
+    curve     loss.svg, drawn from metrics.jsonl; with --tensorboard-dir also TensorBoard's copy of metrics.jsonl
 
 MFU is model FLOPs utilization (PaLM, appendix B): tokens per second x FLOPs per token / peak FLOP/s of all devices. A
 token takes 6 N + 12 L n d s FLOPs, with N active parameters, L layers, n heads of size d and sequence length s
@@ -30,14 +30,11 @@ from nanodomino.mesh import Mesh
 from nanodomino.plot.curves import Curve, picture
 from nanodomino.run import kernels
 from nanodomino.run.metrics_file import MetricsFile, remove_outdated
-from nanodomino.run.tensorboard import TensorBoard
 from nanodomino.schedules import simulation
 from nanodomino.schedules.placement_and_messages import stage_layers
 from nanodomino.settings.setting import names_affecting
 
-FEW_SAMPLES = 16         # a loss over fewer samples is noisy
 FEW_EPOCHS = 4           # up to 4 epochs, repeated text is almost as good as new text (2305.16264)
-TOKENS_PER_PARAMETER = 20     # a training run with the best loss for its compute has about as many (2203.15556)
 
 
 class Report:
@@ -52,7 +49,6 @@ class Report:
         self.tokens_per_step = config.global_batch_size * config.seq_length
         self.entropies = f"(unigram {corpus.unigram_entropy:.2f}, bigram {corpus.bigram_entropy:.2f})"
         self.metrics = self.tensorboard = None
-        self.first_step = first_step
         if enabled:
             self.changes = changed_settings(run_dir, config) if first_step else []
             if first_step < config.train_iters or not (run_dir / "config.json").exists():
@@ -60,8 +56,11 @@ class Report:
                 write_file(run_dir / "config.json", settings.encode())
             remove_outdated(path := run_dir / "metrics.jsonl", first_step)
             self.metrics, self.curve = MetricsFile(path, self.say), Curve(path)
-            if config.tensorboard_dir:
-                self.tensorboard = TensorBoard(config.tensorboard_dir, first_step, self.say)
+            if config.tensorboard_dir:                         # needs the package tensorboard
+                from torch.utils.tensorboard import SummaryWriter
+
+                # event files can only be extended; purge_step hides the points of older files that are redone
+                self.tensorboard = SummaryWriter(config.tensorboard_dir, purge_step=first_step + 1)
             self.describe(first_step)
         self.bar = tqdm(total=config.train_iters, initial=first_step, desc="train", unit="step", dynamic_ncols=True,
                         disable=None if enabled else True)
@@ -83,12 +82,10 @@ class Report:
               + config.in_words + kernels.in_words(config, mesh.device))
         print(what_hides_what(config))
         for split in ("valid", "test"):
-            samples = max(self.corpus.tokens[split] - 1, 0) // config.seq_length
-            if config.eval_iters and samples < FEW_SAMPLES:
-                print(f"the {split} split holds {counted(samples, 'sample')} of {config.seq_length} tokens: "
-                      + ("its loss will be noisy" if samples else "it will have no loss")
-                      + "; prepare more text, or a larger split with data/prepare.py --split")
-        print(mesh.picture([describe_stage(config, stage) for stage in range(mesh.pp)]) + default_layout(config, mesh))
+            if config.eval_iters and self.corpus.tokens[split] <= config.seq_length:
+                print(f"the {split} split holds no sample of {config.seq_length} tokens, so it will have no loss; "
+                      "prepare more text, or a larger split with data/prepare.py --split")
+        print(mesh.picture([describe_stage(config, stage) for stage in range(mesh.pp)]))
         print(simulation.picture(config.schedule_with_settings, mesh.pp, config.microbatches, config.virtual_stages),
               flush=True)
         if config.train_iters == 0:
@@ -101,21 +98,12 @@ class Report:
             print(f"resuming after step {first_step} of {config.train_iters}"
                   + "".join(f"; {change}" for change in self.changes), flush=True)
 
-    def estimate(self, estimate, seconds: float | None):
-        """Say how many epochs the run trains, how long that takes and how much memory. Warn of many epochs.
-
-        estimate: the Estimate of the run, on rank 0; seconds: estimated time of a step; None: there is no estimate.
-        """
-        if not self.enabled:
-            return
+    def estimate(self, memory: str):
+        """Say how many epochs the run trains and how much memory it needs. Warn of many epochs. memory: in words."""
         steps, windows = self.config.train_iters, max(self.corpus.tokens["train"] - 1, 1) // self.config.seq_length
         epochs = steps * self.config.global_batch_size / max(windows, 1)
-        left = steps - self.first_step
-        self.say(f"{counted(steps, 'step')} = {epochs:{'.0f' if epochs >= 10 else '.2g'}} epochs of this text, "
-                 + (f"{counted(left, 'step')} to go, " if self.first_step else "")
-                 + (f"no estimate of memory and time ({estimate.failure})" if seconds is None else
-                    f"about {duration(left * seconds)}, the fullest rank needs "
-                    f"{estimate.bytes / 1e9:.1f} GB of memory"))
+        self.say(f"{counted(steps, 'step')} = {epochs:{'.0f' if epochs >= 10 else '.2g'}} epochs of this text"
+                 f"; {memory}")
         if epochs > FEW_EPOCHS:
             enough = max(FEW_EPOCHS * windows // self.config.global_batch_size, 1)
             self.say(f"warning: after about {FEW_EPOCHS} epochs a model gains little from the same text and begins to "
@@ -133,8 +121,15 @@ class Report:
                   for name, value in values.items()}
         if self.metrics:
             self.metrics.add(values)
-        if self.tensorboard:
-            self.tensorboard.add(values.pop("step"), values)
+        try:
+            if self.tensorboard:
+                for name, value in values.items():
+                    if name != "step" and isinstance(value, (int, float)):
+                        self.tensorboard.add_scalar(name, value, values["step"])
+                self.tensorboard.flush()
+        except Exception as error:                             # such as a full disk, which must not end training
+            self.tensorboard = None
+            self.say(f"warning: --tensorboard-dir can't be written ({error}); training continues")
 
     def step(self, step: int, result, learning_rate: float, seconds: float):
         """Report a finished step. result: its StepResult; seconds: the time it took."""
@@ -171,7 +166,6 @@ class Report:
     def draw_curve(self):
         """Draw loss.svg again. Never raises: a failure must not end training."""
         if self.metrics:
-            self.metrics.write()
             try:
                 if self.curve.read_on():
                     write_file(self.run_dir / "loss.svg", picture([self.curve]).encode())
@@ -184,20 +178,6 @@ class Report:
                  f"{peak_memory(self.mesh.device) / 2**20:,.0f} MiB, everything in {self.run_dir}")
 
 
-def duration(seconds: float) -> str:
-    """Return a time such as "45 seconds", "12 minutes", "3 hours" or "41 days"."""
-    unit, length = next(((unit, length) for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60))
-                         if seconds >= 2 * length), ("seconds", 1))
-    return f"{max(seconds / length, 1):.0f} {unit}"
-
-
-def expected_quality(config: Config) -> str:
-    """Return a warning if training is too short for good generated text; otherwise, or with --load, return ""."""
-    tokens = config.train_iters * config.global_batch_size * config.seq_length / active_parameter_count(config)
-    return "" if config.load or tokens >= TOKENS_PER_PARAMETER else (
-        f"; expect gibberish after {tokens:.2g} tokens per parameter, good text needs {TOKENS_PER_PARAMETER} or more")
-
-
 def describe_stage(config: Config, stage: int) -> str:
     """Return what a pipeline stage holds, chunk by chunk: 'embedding, layers 0 to 3; layers 8 to 11'."""
     placement, chunks = config.placement, []
@@ -207,14 +187,6 @@ def describe_stage(config: Config, stage: int) -> str:
                       + (f"layers {layers[0]} to {layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}")
                       + (", head" + config.behind_head_in_words if virtual_stage == placement.last else ""))
     return "; ".join(chunks)
-
-
-def default_layout(config: Config, mesh: Mesh) -> str:
-    """Return a line that says how to find the fastest layout, if several GPUs use the default one; else ""."""
-    given = {f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "data")} & {*config.given}
-    return "" if given or config.world_size == 1 or mesh.device.type == "cpu" else (
-        "\nthis default layout uses tp, pp and dp together; the fastest is found by python bench.py plan --search "
-        f"--model {config.model} --gpus {config.world_size}")
 
 
 def what_hides_what(config: Config) -> str:

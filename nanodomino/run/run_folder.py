@@ -2,7 +2,7 @@
 
     --run-dir of an earlier run     resume from its newest intact checkpoint; a --load other than its first is refused
     --run-dir of a new run          start from --load, or from random weights
-    no --run-dir                    a new folder runs/MODEL-NUMBER, which a restart by torchrun finds again
+    no --run-dir                    a new folder runs/MODEL-NUMBER
 
 A full disk or a folder of something else is found here, before the first step, and not hours later.
 """
@@ -10,19 +10,18 @@ A full disk or a folder of something else is found here, before the first step, 
 import fcntl
 import itertools
 import os
-import socket
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from nanodomino.checkpoint.find_checkpoints import (SAVED_MARKER, checkpoints_of, clear_leftovers,
                                                     newest_intact_checkpoint, recorded_settings, with_checkpoint)
 from nanodomino.checkpoint.manifest import read_manifest
-from nanodomino.comm.world import LaunchInfo
 from nanodomino.config.config import Config
 from nanodomino.config.saved_settings import check_settings
 from nanodomino.errors import UserError, counted, require
-from nanodomino.files import make_folder, open_descriptor, read_file, write_file
+from nanodomino.files import make_folder, open_descriptor
 
 
 @dataclass(frozen=True)
@@ -37,19 +36,21 @@ class Run:
     weights_only: bool = False
 
 
-def open_run(config: Config, launch: LaunchInfo) -> Run:
+def open_run(config: Config) -> Run:
     """Find or make the folder of this run, lock it, and find the checkpoint to start from. Called by rank 0 only.
 
     Raises UserError if the folder cannot be used, or if the settings do not fit the run or the checkpoint.
     """
     run_dir = Path(config.run_dir or "runs")
+    require(config.run_dir or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0",
+            "torchrun's --max-restarts needs --run-dir, or a restart would start a new run; add --run-dir FOLDER")
     # Check --load before making a folder; an earlier run no longer needs the checkpoint that it started from.
-    exists = launch.restarted or (config.run_dir and os.path.exists(run_dir))
+    exists = config.run_dir and os.path.exists(run_dir)
     loaded = None if exists else find_checkpoint_to_load(config)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         if config.run_dir is None:
-            run_dir = numbered_folder(run_dir, config.model, launch.restarted)
+            run_dir = numbered_folder(run_dir, config.model)
         check_is_run(run_dir)
         lock_folder(run_dir)
         make_folder(run_dir / "checkpoints")
@@ -83,7 +84,7 @@ def open_run(config: Config, launch: LaunchInfo) -> Run:
 def check_is_run(run_dir: Path):
     """Raise UserError unless the folder is empty or holds a run. Hidden files do not count."""
     names = sorted(path.name for path in run_dir.iterdir() if not path.name.startswith("."))
-    is_run = {"lock", "launch.txt", SAVED_MARKER}.intersection(names) or recorded_settings(run_dir)
+    is_run = {"lock", SAVED_MARKER}.intersection(names) or recorded_settings(run_dir)
     require(is_run or checkpoints_of(run_dir) or not names, f"--run-dir {run_dir} holds no run, but other files "
             f"({', '.join(names[:3])}{' ...' * (len(names) > 3)}); choose a new or an empty folder")
 
@@ -116,20 +117,9 @@ def lock_folder(run_dir: Path):
     os.write(descriptor, str(os.getpid()).encode())
 
 
-def numbered_folder(parent: Path, name: str, restarted: bool) -> Path:
-    """Make and return the folder parent/NAME-NUMBER with the first free number. Safe if several runs do so at once.
-
-    restarted: whether torchrun has restarted this run; if so, return the newest folder that the same torchrun made.
-    """
-    launch = f"{socket.gethostname()} {os.getppid()}"          # torchrun is the parent of a run and its restarts
-    for folder in sorted(parent.glob(f"{name}-[0-9]*"), reverse=True) if restarted else ():
-        if (folder / "launch.txt").is_file() and read_file(folder / "launch.txt") == launch.encode():
-            return folder
+def numbered_folder(parent: Path, name: str) -> Path:
+    """Make and return the folder parent/NAME-NUMBER with the first free number. Safe if several runs do so at once."""
     for number in itertools.count(1):
-        folder = parent / f"{name}-{number:03d}"
-        try:
-            folder.mkdir()
-            write_file(folder / "launch.txt", launch.encode())
+        with suppress(FileExistsError):
+            (folder := parent / f"{name}-{number:03d}").mkdir()
             return folder
-        except FileExistsError:
-            pass

@@ -13,6 +13,7 @@ import signal
 import time
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch.distributed as dist
@@ -31,12 +32,11 @@ from nanodomino.mesh import Mesh, make_mesh
 from nanodomino.run.agreement import check_agreement, from_rank_0
 from nanodomino.run.check_copies import drift_warning
 from nanodomino.run.command_line import from_command_line
-from nanodomino.run.estimates import Estimate, estimated_seconds, require_memory, with_two_slices
+from nanodomino.run.estimates import require_memory
 from nanodomino.run.kernels import choose_kernels
-from nanodomino.run.report import Report, expected_quality
+from nanodomino.run.report import Report
 from nanodomino.run.run_folder import Run, open_run
 from nanodomino.run.signals import StopSignal
-from nanodomino.run.tensorboard import check_package
 from nanodomino.run.threads import choose_threads
 from nanodomino.run.watchdog import Watchdog
 from nanodomino.timeline.draw import draw_timeline
@@ -63,7 +63,7 @@ def open_session(arguments: list[str], launch: LaunchInfo, program):
     """Check settings, data and device, then start the process groups and yield a Session.
 
     program: the module train.py, whose dataset_builder reads the data, and whose train_step is run dry for the
-        estimates of memory and time.
+        estimate of memory.
     Raises UserError.
     """
     config = from_command_line(arguments, launch.world_size)
@@ -71,15 +71,15 @@ def open_session(arguments: list[str], launch: LaunchInfo, program):
     corpus = find_corpus(config, launch)
     config = dataclasses.replace(config.with_vocabulary(corpus.vocab_size).with_device(device),
                                  data_path=str(corpus.path.resolve()), data_sha256=corpus.sha256["train"])
-    config = with_two_slices(program, config, device, launch.local_world_size)
     datasets = program.dataset_builder(config, corpus, device)
     if config.sample_tokens:
         corpus.tokenizer()                                     # a failure should show now, not at the end
-    check_package(config)
-    run = estimate = None
+    require(not config.tensorboard_dir or find_spec("tensorboard"), "--tensorboard-dir needs the tensorboard package; "
+            "pip install -r requirements-extra.txt, or leave the flag out")
+    run, memory = None, ""
     if launch.rank == 0:
-        estimate = require_memory(program, config, device, launch.local_world_size)
-        run = open_run(config, launch)
+        memory = require_memory(program, config, device, launch.local_world_size)
+        run = open_run(config)
         if run.checkpoint:
             corpus.check_tokenizer_of(run.checkpoint)
 
@@ -93,7 +93,7 @@ def open_session(arguments: list[str], launch: LaunchInfo, program):
         config, device, from_rank_0(recorded_settings(run.folder)), quiet=launch.rank > 0))
     with Watchdog(launch, mesh, config.timeout) as watchdog:
         watchdog.context["hosts"] = hosts
-        session = Session(config, corpus, datasets, mesh, run, watchdog, estimate)
+        session = Session(config, corpus, datasets, mesh, run, watchdog, memory)
         try:
             yield session
         except Exception as error:
@@ -106,21 +106,17 @@ def open_session(arguments: list[str], launch: LaunchInfo, program):
 class Session:
     """Holds what a run has besides model and optimizer. done: the number of finished steps; step: the latest to start.
 
-    estimate: the Estimate of the run's memory and time; None except on rank 0.
+    memory: how much memory the run needs, in words; "" except on rank 0.
     """
 
     def __init__(self, config: Config, corpus: Corpus, datasets: dict, mesh: Mesh, run: Run, watchdog: Watchdog,
-                 estimate: Estimate | None):
+                 memory: str):
         self.config, self.corpus, self.datasets, self.mesh, self.run = config, corpus, datasets, mesh, run
-        self.watchdog, self.estimate, self.signals, self.on_action = watchdog, estimate, None, watchdog.mark
+        self.watchdog, self.memory, self.signals, self.on_action = watchdog, memory, None, watchdog.mark
+        self.starts_from_weights = run.weights_only            # of another run, without its optimizer state
         self.trace = (VerboseTrace if config.verbose else Trace)(mesh.device, recording=False)
         self.done = self.step = 0
         self.stopped = self.stopped_by_signal = False
-
-    @property
-    def starts_from_weights(self) -> bool:
-        """Whether the run starts from the weights of another run, without its optimizer state."""
-        return self.run.weights_only
 
     def load(self, model, optimizer):
         """Load the checkpoint to start from, if there is one, and begin to report."""
@@ -136,7 +132,7 @@ class Session:
             self.report.say(f"starting from the weights in {checkpoint}, without its optimizer state and step, with "
                             f"the peak learning rate {config.lr:g}{why}")
         if self.done < config.train_iters:
-            self.report.estimate(self.estimate, estimated_seconds(self.estimate, config, self.mesh))
+            self.report.estimate(self.memory)
         if config.traced_steps and config.traced_steps[-1] <= self.done:
             self.report.say(f"nothing is left to trace: this run has done {counted(self.done, 'step')}, and --trace is "
                             f"{config.trace}")
@@ -227,6 +223,6 @@ def write_sample(model, config: Config, corpus: Corpus, dataset, mesh: Mesh):
         if index > 0:
             return
         tokenizer = corpus.tokenizer()
-        print(f"---- a sample (temperature {config.temperature}, top-k {config.top_k}){expected_quality(config)}; the "
+        print(f"---- a sample (temperature {config.temperature}, top-k {config.top_k}); the "
               f"first {len(prompt)} tokens are the prompt\n"
               f"{tokenizer.decode(prompt)}|{tokenizer.decode(tokens[len(prompt):])}\n----", flush=True)

@@ -19,16 +19,14 @@ from nanodomino.checkpoint.load import restore
 from nanodomino.checkpoint.manifest import write_manifest
 from nanodomino.checkpoint.save import Saver
 from nanodomino.checkpoint.shards import Box, LocalBox, full_shapes
-from nanodomino.comm.world import LaunchInfo
 from nanodomino.config.config import Config
 from nanodomino.config.flags import markdown
 from nanodomino.config.saved_settings import check_settings, from_record, to_record
 from nanodomino.errors import UserError
 from nanodomino.model import meta_model
-from nanodomino.run import estimates
 from nanodomino.run.command_line import command_line_parser, from_command_line
 from nanodomino.run.run_folder import open_run
-from nanodomino.settings.rules import check_rules, holds
+from nanodomino.settings.rules import holds
 from nanodomino.settings.setting import EFFECTS, check_values, flag_name, flag_settings, setting
 
 
@@ -131,20 +129,6 @@ def test_a_layout_that_was_not_given_follows_the_number_of_processes(begun):
     assert (context.tp, context.dp, context.slices) == (1, 1, 2)
 
 
-@pytest.mark.parametrize("flags, gigabytes, expected", [
-    ("", 1, (2, 2, 1)), ("", 0, (1, 1, 2)), ("--tp 1 --pp 1", 1, (1, 1, 1)), ("--columns 4", 1, (1, 1, 4)),
-    ("--slices 1", 1, (1, 1, 1)), ("--micro-batch-size 1", 1, (1, 1, 2)), ("--micro-batch-size 2", 1, (2, 2, 1)),
-    ("--global-batch-size 6", 1, (1, 1, 2)), ("--global-batch-size 17", 1, (1, 1, 2))])
-def test_a_default_of_one_sample_becomes_two_slices_if_they_fit(monkeypatch, flags, gigabytes, expected):
-    """6 samples would be 3 microbatches of 2 for 2 stages, with too large a bubble."""
-    monkeypatch.setattr(estimates, "memory_of_process", lambda device, local_world_size: gigabytes * 1e9)
-    small = "--model llama2-7b --num-layers 2 --hidden-size 64 --ffn-hidden-size 64 --seq-length 64"
-    config = settled(*small.split(), *flags.split(), world_size=4).with_vocabulary(257)
-    config = estimates.with_two_slices(train, config, torch.device("cpu"), 1)
-    assert (config.micro_batch_size, config.slices, config.columns) == expected
-    check_rules(config)
-
-
 def test_a_layout_that_was_given_is_kept_by_every_later_launch(begun):
     run, _ = begun("--pp", 2, "--micro-batch-size", 2, world_size=4)
     again = settled("--run-dir", run, world_size=2)
@@ -186,16 +170,16 @@ def test_a_changed_setting_is_refused_or_accepted_by_its_effect(origins, monkeyp
     for folder, roles, asked in origins.values():
         config = dataclasses.replace(from_record(recorded_settings(folder), folder), **asked)
         other = dataclasses.replace(config, **{field.name: changed(field, getattr(config, field.name))})
-        open_run(config, LaunchInfo())
+        open_run(config)
         if field.metadata["affects"] in roles:
             with pytest.raises(UserError,
                                match=f"{field.name.replace('_', '-')} .*, but this run has .*go back to the old value"):
-                open_run(other, LaunchInfo())
+                open_run(other)
         elif field.name == "mtp_num_layers":
             with pytest.raises(UserError, match="can drop depths but not add any; try --mtp-num-layers 0"):
-                open_run(other, LaunchInfo())
+                open_run(other)
         else:
-            open_run(other, LaunchInfo())
+            open_run(other)
 
 
 def test_other_training_tokens_are_refused(pool, tmp_path):
@@ -287,13 +271,13 @@ def test_load_takes_the_model_settings_from_the_checkpoint(tmp_path, old_run):
     assert (loaded.num_layers, loaded.hidden_size, loaded.max_position_embeddings) == (1, 8, 8)
     assert loaded.seq_length == 8 and loaded.global_batch_size == 16, "the rest is this run's own"
     with pytest.raises(UserError, match="num-layers 1, but this run has 3"):
-        open_run(settled("--load", old_run, "--num-layers", 3, "--run-dir", tmp_path / "a"), LaunchInfo())
+        open_run(settled("--load", old_run, "--num-layers", 3, "--run-dir", tmp_path / "a"))
     with pytest.raises(UserError, match="go back to the old value, or start another run without --load$"):
-        open_run(settled("--load", old_run, "--finetune", "--num-layers", 3, "--run-dir", tmp_path / "a"), LaunchInfo())
+        open_run(settled("--load", old_run, "--finetune", "--num-layers", 3, "--run-dir", tmp_path / "a"))
     lion = ("--load", old_run, "--seq-length", 8, "--optimizer", "lion", "--run-dir", tmp_path / "b")
     with pytest.raises(UserError, match="optimizer adamw, but this run has lion"):
-        open_run(settled(*lion), LaunchInfo())
-    found = open_run(settled(*lion[:-1], tmp_path / "c", "--finetune"), LaunchInfo())
+        open_run(settled(*lion))
+    found = open_run(settled(*lion[:-1], tmp_path / "c", "--finetune"))
     assert found.weights_only and found.checkpoint == checkpoints_of(old_run)[0]
 
 
@@ -344,7 +328,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again_from_load(begun, 
     """With all settings of its first launch."""
     run, config = begun("--load", old_run, "--finetune", "--lr", 0.5)
     again = settled("--run-dir", run, "--load", old_run, "--finetune")
-    found = open_run(again, LaunchInfo())
+    found = open_run(again)
     assert found.checkpoint == checkpoints_of(old_run)[0] and found.weights_only
     assert (again.num_layers, again.lr) == (1, 0.5) and again == config
 

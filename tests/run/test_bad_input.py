@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -338,7 +337,7 @@ def refuse(folder, monkeypatch):
     for module in (session, nanodomino.generate.__main__):
         monkeypatch.setattr(module, "start_world", reached)
     monkeypatch.setattr("nanodomino.run.run_folder.lock_folder", lambda _: None)    # it lasts as long as the process
-    monkeypatch.setattr("nanodomino.run.estimates.Estimate", lambda *_: SimpleNamespace(bytes=0))      # to save time
+    monkeypatch.setattr("nanodomino.run.estimates.fullest_rank_bytes", lambda *_: 0)               # to save time
     monkeypatch.setattr(signal, "signal", lambda *_: None)
 
     def refuse(flags, n=1, command="train.py"):
@@ -444,11 +443,7 @@ def test_an_incomplete_launch_environment_is_refused(changes, says):
 
 
 def test_a_complete_launch_environment_and_none_at_all_are_accepted():
-    """torchrun always counts its restarts. If 0 were taken for a restart, a new run could continue in an old folder."""
-    for restarts, restarted in (({}, False), ({"TORCHELASTIC_RESTART_COUNT": "0"}, False),
-                                ({"TORCHELASTIC_RESTART_COUNT": "2"}, True)):
-        assert read_launch_environment(LAUNCHED | restarts) == LaunchInfo(1, 4, 1, 4, launched=True,
-                                                                          restarted=restarted)
+    assert read_launch_environment(LAUNCHED) == LaunchInfo(1, 4, 1, 4, launched=True)
     assert read_launch_environment({}) == read_launch_environment(dict(MASTER_ADDR="localhost")) == LaunchInfo()
 
 

@@ -6,7 +6,6 @@ import subprocess
 import pytest
 from support.runs import make_corpus, needs_proc, saved_steps, train_in_pool
 
-from nanodomino.comm.world import LaunchInfo
 from nanodomino.config.config import Config
 from nanodomino.errors import UserError
 from nanodomino.run.run_folder import open_run
@@ -16,8 +15,7 @@ from nanodomino.run.run_folder import open_run
 def open_folder(tmp_path, monkeypatch):
     """open_folder(run_dir, ...): open_run() on rank 0, in tmp_path."""
     monkeypatch.chdir(tmp_path)
-    return lambda run_dir=None, launch=LaunchInfo(), **settings: open_run(
-        Config(run_dir=run_dir, **settings).resolve(1), launch)
+    return lambda run_dir=None, **settings: open_run(Config(run_dir=run_dir, **settings).resolve(1))
 
 
 def test_a_refused_start_leaves_nothing_behind(open_folder, tmp_path):
@@ -63,15 +61,15 @@ def test_what_a_killed_run_left_behind_is_deleted_at_the_next_start(open_folder,
     assert open_folder("new").checkpoint is None, "hidden files do not make it another program's folder"
 
 
-def test_a_restart_returns_to_the_folder_of_its_own_launch(open_folder, tmp_path, monkeypatch):
-    """Otherwise the next free number is taken: a launch that was killed before it made a folder must not continue the
-    run of another launch. torchrun is the parent of a launch and its restarts."""
-    folders = []
+def test_without_run_dir_the_next_free_number_is_taken_and_torchrun_may_not_restart(open_folder, tmp_path, monkeypatch):
+    """A restart could not find its folder."""
     monkeypatch.setattr("nanodomino.run.run_folder.lock_folder", lambda run_dir: None)   # they live in one process here
-    for torchrun, restarted in ((100, False), (200, False), (100, True), (200, True), (300, True)):
-        monkeypatch.setattr(os, "getppid", lambda: torchrun)
-        folders.append(open_folder(launch=LaunchInfo(restarted=restarted)).folder.as_posix())
-    assert folders == [f"runs/nano-00{number}" for number in (1, 2, 1, 2, 3)]
+    assert [open_folder().folder.as_posix() for _ in range(2)] == ["runs/nano-001", "runs/nano-002"]
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    with pytest.raises(UserError, match="--max-restarts needs --run-dir, or .*; add --run-dir FOLDER"):
+        open_folder()
+    assert open_folder("mine").folder.as_posix() == "mine"
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
     (tmp_path / "runs").rename(tmp_path / "old")
     (tmp_path / "runs").symlink_to(tmp_path / "not mounted")
     with pytest.raises(UserError, match="--run-dir runs can't be written to"):

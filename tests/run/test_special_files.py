@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from support.runs import make_corpus, saved_steps, train_in_pool
 
-from nanodomino.comm.world import LaunchInfo
 from nanodomino.config.config import Config
 from nanodomino.errors import UserError, sentence_and_code
 from nanodomino.files import LIMIT, open_regular_file, write_file
@@ -81,7 +80,7 @@ def test_files_that_a_run_extends_are_refused_if_they_are_pipes_or_links(tmp_pat
     for name in ("lock", "metrics.jsonl"):
         plant(tmp_path / name)
     with pytest.raises(UserError, match=r"can't be written to \(.*not a regular file\)"):
-        open_run(Config(run_dir=str(tmp_path)).resolve(1), LaunchInfo())
+        open_run(Config(run_dir=str(tmp_path)).resolve(1))
     with pytest.raises(OSError, match="not a regular file"):
         remove_outdated(tmp_path / "metrics.jsonl", 0)
     unharmed(tmp_path)
@@ -95,7 +94,7 @@ def test_checkpoints_that_are_a_link_to_those_of_another_run_are_refused(tmp_pat
     (tmp_path / "run" / "lock").touch()
     (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "other")
     with pytest.raises(UserError, match=r"run can't be written to \(checkpoints is a symbolic link\); choose another"):
-        open_run(Config(run_dir=str(tmp_path / "run")).resolve(1), LaunchInfo())
+        open_run(Config(run_dir=str(tmp_path / "run")).resolve(1))
     assert left.exists()
 
 

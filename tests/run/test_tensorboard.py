@@ -3,16 +3,15 @@
 import json
 import os
 import shutil
-from unittest import mock
+from types import SimpleNamespace
 
 import pytest
-from support.harness import tiny
+import torch
+from support.harness import corpus_without_files, tiny
 from support.runs import make_corpus, saved_steps, train_in_pool
 
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of, delete_checkpoint
-from nanodomino.errors import UserError
-from nanodomino.run.tensorboard import TensorBoard, check_package
-import nanodomino.run.tensorboard
+from nanodomino.run.report import Report
 
 
 def shown(folder):
@@ -50,22 +49,13 @@ def test_tensorboard_shows_every_number_of_metrics_and_hides_the_points_of_steps
     assert saved_steps(run)[0] == 9 and not board.exists()
 
 
-def test_points_are_on_disk_at_once_and_a_failure_is_one_warning(tmp_path, monkeypatch):
-    said, board = [], TensorBoard(str(tmp_path / "board"), 0, lambda line: said.append(line))
-    flush = mock.Mock(wraps=board.writer.flush)                # its thread may also write by chance
-    monkeypatch.setattr(board.writer, "flush", flush)
-    for step in (1, 2, 3, 4):
-        board.add(step, dict(loss=step, mfu=None))
-        assert shown(tmp_path / "board") == {"loss": [(step, step) for step in range(1, min(step, 2) + 1)]}
-        if step == 2:
-            monkeypatch.setattr(board.writer, "add_scalar", lambda *_: os.stat("/nowhere"))
-    (warning,) = said
-    assert flush.call_count == 2
-    assert warning.startswith("warning: --tensorboard-dir can't be written ([Errno 2] No such file")
-
-
-def test_a_missing_package_is_found_before_anything_starts(monkeypatch):
-    monkeypatch.setattr(nanodomino.run.tensorboard, "find_spec", lambda name: None)
-    check_package(tiny(1))
-    with pytest.raises(UserError, match="--tensorboard-dir needs the tensorboard package; pip install -r"):
-        check_package(tiny(1, tensorboard_dir="board"))
+def test_a_failure_is_one_warning(tmp_path, capsys):
+    pytest.importorskip("tensorboard")
+    place = SimpleNamespace(device=torch.device("cpu"), pp=1, picture=lambda held: "")
+    config = tiny(1, tensorboard_dir=str(tmp_path / "board"))
+    report = Report(config, corpus_without_files(tmp_path), place, tmp_path, 0, enabled=True)
+    report.tensorboard.add_scalar = lambda *_: os.stat("/nowhere")
+    for step in (1, 2):
+        report.record(step=step, loss=1.0)
+    assert capsys.readouterr().out.count("--tensorboard-dir can't be written ([Errno 2] No such file") == 1
+    assert (tmp_path / "metrics.jsonl").read_text().count("loss") == 2
