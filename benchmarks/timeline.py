@@ -18,7 +18,7 @@ import train
 from benchmarks.runner import BENCH, RandomTokens, about, config_of, describe, join
 from nanodomino.comm.trace import Trace
 from nanodomino.domino import Domino
-from nanodomino.plot.svg import check_output, write_output
+from nanodomino.files import write_file
 from nanodomino.timeline.draw import gather, picture
 from nanodomino.timeline.merged_trace import Recording, table
 from nanodomino.zero import ZeroOptimizer
@@ -48,7 +48,6 @@ def add_flags(parser):
 
 def processes(flags) -> int:
     flags.output = flags.output or BENCH.parent / "docs" / f"timeline-{flags.picture}.svg"
-    check_output(flags.output)
     return 2
 
 
@@ -60,8 +59,8 @@ def answer(flags, launch):
                   for caption, config in configs.items()]
     if launch.rank > 0:
         return "", {}
-    write_output(flags.output, picture(recordings))
-    return "\n".join([describe(config), *(row for recording in recordings
+    write_file(flags.output, picture(recordings).encode())
+    return "\n".join([f"drawn in {flags.output}", describe(config), *(row for recording in recordings
                                           for row in (recording.caption, *table(recording)))]), about(config)
 
 

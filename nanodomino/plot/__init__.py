@@ -1,4 +1,4 @@
-"""Draws loss curves as an SVG, without a plotting library.
+"""Draws a loss curve as an SVG, without a plotting library.
 
-Read curves.py, which reads metrics.jsonl and draws the curves; then svg.py, which writes lines, boxes and text as SVG.
+Read curves.py, which draws the curve; then svg.py, which writes lines, boxes and text as SVG.
 """

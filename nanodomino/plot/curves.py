@@ -1,4 +1,4 @@
-"""Draws loss.svg: loss, gradient norm and learning rate of one run, or of several runs on the same axes.
+"""Draws loss.svg: loss, gradient norm and learning rate of a run.
 
     loss |\\                       pale: each step; strong: the centred mean over about 2 % of the steps
          | \\. . . . . unigram     dashed: validation; dot: test
@@ -6,27 +6,17 @@
          |       `--o--           entropy), or only the previous token (bigram entropy)
          +------------- step      marks on the axis: skipped steps
 
-train.py draws it from metrics.jsonl after each validation and each checkpoint. These commands draw it again, or compare
-runs, which may still be training:
-
-    python -m nanodomino.plot runs/nano-001
-    python -m nanodomino.plot runs/nano-001 runs/nano-002 --output both.svg
-
 A long run has more steps than the picture has pixels. So each column of pixels shows only the smallest and the largest
 value of its steps: no spike is lost. The axes leave out the largest 2 % of the losses and of the gradient norms, which
 would flatten the rest. A loss that is NaN or infinite is null in metrics.jsonl and leaves a gap.
 """
 
-import json
 import math
 from array import array
-from pathlib import Path
 
 import numpy as np
 
-from nanodomino.errors import UserError, require
-from nanodomino.files import open_regular_file
-from nanodomino.plot.svg import LINE, WIDTH, frame, line, text, ticks
+from nanodomino.plot.svg import WIDTH, frame, line, text, ticks
 
 SERIES = ("loss", "grad_norm", "lr", "valid_loss", "test_loss")
 ENTROPIES = {"unigram_entropy": "unigram", "bigram_entropy": "bigram"}
@@ -36,33 +26,15 @@ LEFT, RIGHT, GAP, HIGH, LOW = 52, 98, 30, 330, 92        # pixels: margins, gap 
 PALE, STRONG = 'opacity="0.35"', 'stroke-width="2"'
 DASHED, DOTTED = 'stroke-width="1.2" stroke-dasharray="5 4"', 'stroke-width="1.2" stroke-dasharray="2 3"'
 DOT = 'stroke-width="7"'
-INK, GRID = "#444", "#ddd"
-COLOURS = ("#1f5fa8", "#ef8f00", "#111111", "#4fae8b", "#8a4b08", "#8cc8f5")   # also distinct without red and green
+COLOUR, INK, GRID = "#1f5fa8", "#444", "#ddd"
 
 
 class Curve:
-    """The values in a metrics.jsonl, which may still grow. points[name] is (steps, values), for each name in SERIES."""
+    """The values of a run. points[name] is (steps, values), for each name in SERIES."""
 
-    def __init__(self, path: Path):
-        self.path, self.name, self.offset = path, path.resolve().parent.name, 0
-        self.points = {name: (array("d"), array("d")) for name in SERIES}
+    def __init__(self, name: str):
+        self.name, self.points = name, {series: (array("d"), array("d")) for series in SERIES}
         self.skipped, self.last, self.tokenizer = [], {}, None          # last: {name: the last number}
-
-    def read_on(self) -> bool:
-        """Read the lines added since the last call; return whether there were any. Raises UserError or OSError."""
-        start = self.offset
-        with open_regular_file(self.path) as file:
-            file.seek(start)
-            for row in file:
-                if not row.endswith(b"\n"):                    # the run is still writing this line, or was killed
-                    break
-                self.offset += len(row)
-                try:
-                    self.add(json.loads(row))
-                except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
-                    raise UserError(f"{self.path} holds {str(row[:40])}, which is no JSON object with a step and "
-                                    "numbers; give a run's folder, or its metrics.jsonl") from None
-        return self.offset > start
 
     def add(self, values: dict):
         """Add the values of one line of metrics.jsonl."""
@@ -79,15 +51,6 @@ class Curve:
     def arrays(self, name: str) -> np.ndarray:
         """Return [2, n]: a row of steps and a row of values."""
         return np.array([np.array(column) for column in self.points[name]])
-
-
-def read(run: Path) -> Curve:
-    """Return the curve of a run, given its folder or its metrics.jsonl. Raises UserError or OSError."""
-    curve = Curve(run / "metrics.jsonl" if run.is_dir() else run)
-    curve.read_on()
-    require(any(steps for steps, _ in curve.points.values()),
-            f"{curve.path} holds no step yet; wait for the first step")
-    return curve
 
 
 def mean_around(values: np.ndarray, reach: int) -> np.ndarray:
@@ -145,31 +108,30 @@ class Panel:
         """Convert values to y in pixels. Values far outside the panel are clipped to a y near it."""
         return np.clip(self.bottom - (values - self.low) * self.scale, self.top - HIGH, self.bottom + HIGH)
 
-    def draw(self, x, values, colour: str, look: str):
-        self.svg.append(line(polyline(x, self.y(values)), colour, f'{look} fill="none" stroke-linejoin="round" '
+    def draw(self, x, values, look: str):
+        self.svg.append(line(polyline(x, self.y(values)), COLOUR, f'{look} fill="none" stroke-linejoin="round" '
                              f'stroke-linecap="round" clip-path="url(#{self.name})"'))
 
 
-def picture(curves: list[Curve]) -> str:
-    """Return an SVG of all runs on one axis of steps."""
-    together = {name: np.concatenate([curve.arrays(name) for curve in curves], axis=1) for name in SERIES}
-    steps = np.concatenate([steps for steps, _ in together.values()])
+def picture(curve: Curve) -> str:
+    """Return an SVG of the curve, which must hold a step."""
+    steps = np.concatenate([steps for steps, _ in curve.points.values()])
     first = max(steps.min() - 1, 0)
     last = max(first + 1, steps.max())
     scale = (WIDTH - LEFT - RIGHT) / (last - first)
-    reach = min(max(len(curve.points["loss"][0]) for curve in curves) // 100, 250)      # steps on each side of the mean
-    entropies = sorted({(curve.last[name], name) for curve in curves for name in ENTROPIES
-                        if math.isfinite(curve.last.get(name, math.nan))})
+    reach = min(len(curve.points["loss"][0]) // 100, 250)      # steps on each side of the mean
+    entropies = sorted((curve.last[name], name) for name in ENTROPIES
+                       if math.isfinite(curve.last.get(name, math.nan)))
 
-    marks = [*together["valid_loss"][1], *together["test_loss"][1], *(value for value, _ in entropies)]
-    tokenizers = {curve.tokenizer for curve in curves} - {None}
-    title = f"loss, nats per {'byte' if tokenizers == {'byte-257'} else 'token'}"
-    loss = Panel("loss", title, GAP, HIGH, [*without_spikes(together["loss"][1]), *marks])
-    if len(above := together["loss"][0][together["loss"][1] > loss.high]):
+    marks = [*curve.points["valid_loss"][1], *curve.points["test_loss"][1], *(value for value, _ in entropies)]
+    at, losses = curve.arrays("loss")
+    loss = Panel("loss", f"loss, nats per {'byte' if curve.tokenizer == 'byte-257' else 'token'}", GAP, HIGH,
+                 [*without_spikes(losses), *marks])
+    if len(above := at[losses > loss.high]):
         loss.svg.append(text(WIDTH - RIGHT, GAP - 9, f"above the picture: {len(above)} of the steps "
                              f"{above.min():,.0f} to {above.max():,.0f}", "end small pale"))
-    norm = Panel("norm", "gradient norm", loss.bottom + GAP, LOW, without_spikes(together["grad_norm"][1]))
-    rate = Panel("rate", "learning rate", norm.bottom + GAP, LOW, [0.0, *together["lr"][1]])
+    norm = Panel("norm", "gradient norm", loss.bottom + GAP, LOW, without_spikes(curve.arrays("grad_norm")[1]))
+    rate = Panel("rate", "learning rate", norm.bottom + GAP, LOW, [0.0, *curve.points["lr"][1]])
     for value, name in entropies:
         loss.svg += [line(f"M{LEFT} {loss.y(value):.1f}H{WIDTH - RIGHT}", INK, DOTTED),
                      text(WIDTH - RIGHT + 6, loss.y(value) + 4, f"{ENTROPIES[name]} {value:.3f}", "small")]
@@ -180,33 +142,24 @@ def picture(curves: list[Curve]) -> str:
     pale = [(loss, "loss", PALE, 0), (norm, "grad_norm", PALE, 0)] if reach else []
     for panel, name, look, width in [*pale, (loss, "loss", STRONG, reach), (norm, "grad_norm", STRONG, reach),
                                      (rate, "lr", STRONG, 0), (loss, "valid_loss", DASHED, 0)]:
-        for curve, colour in zip(curves, COLOURS):
-            x, y = curve.arrays(name)
-            panel.draw(*thinned(across(x), mean_around(y, width), max(1, 0.6 * len(curves))), colour,
-                       look if len(x) > 1 else DOT)
+        x, y = curve.arrays(name)
+        panel.draw(*thinned(across(x), mean_around(y, width), 1), look if len(x) > 1 else DOT)
+    for step, value in curve.arrays("test_loss").T:
+        loss.draw(np.array([across(step)]), np.array([value]), DOT)
 
     body, y = [], rate.bottom + 15
     for step in ticks(first, last, scale, 80, least=1):
         body += [line(f"M{across(step):.1f} {GAP}V{rate.bottom}", GRID),
                  text(across(step), y, f"{step:,.0f}", "middle small")]
-    body.append(text(WIDTH - RIGHT + 30, y, "step", "small"))
-    y += 15
-    for curve, colour in zip(curves, COLOURS):
-        for step, value in curve.arrays("test_loss").T:
-            loss.draw(np.array([across(step)]), np.array([value]), colour, DOT)
-        skipped = np.unique(across(np.array(curve.skipped)).round())
-        y += LINE
-        body += [line("".join(f"M{x:.0f} {loss.bottom}v-9" for x in skipped), colour, STRONG),
-                 line(f"M8 {y - 4:.1f}h20", colour, 'stroke-width="4"'),
-                 text(36, y, ", ".join(last_values(curve, reach)))]
-    if len(tokenizers) > 1:
-        y += LINE
-        body.append(text(8, y, "the tokenizers of these runs differ: compare bits per byte, not losses per token"))
-    y += LINE
+    skipped = np.unique(across(np.array(curve.skipped)).round())
     means = f"pale: each step; strong: mean over {2 * reach + 1} steps, centred; " if reach else ""
-    body.append(text(8, y, f"{means}dashed: validation; dot: test, or the only value; marks on the axis: skipped steps",
-                     "small pale"))
-    return frame(WIDTH, y + 10, body + loss.svg + norm.svg + rate.svg)
+    body += [text(WIDTH - RIGHT + 30, y, "step", "small"),
+             line("".join(f"M{x:.0f} {loss.bottom}v-9" for x in skipped), COLOUR, STRONG),
+             line(f"M8 {y + 29}h20", COLOUR, 'stroke-width="4"'),
+             text(36, y + 33, ", ".join(last_values(curve, reach))),
+             text(8, y + 51, f"{means}dashed: validation; dot: test, or the only value; marks on the axis: skipped "
+                             "steps", "small pale")]
+    return frame(WIDTH, y + 61, body + loss.svg + norm.svg + rate.svg)
 
 
 def last_values(curve: Curve, reach: int) -> list[str]:

@@ -3,20 +3,15 @@
 A picture is a list of SVG elements. Coordinates are in pixels, and y points down. Later elements cover earlier ones:
 
     body = [text(8, 18, "Loss", "title"), box(92, 30, 200, 26, "#9bd1f4")]
-    write_output(Path("loss.svg"), frame(1000, 70, body))
+    write_file(Path("loss.svg"), frame(1000, 70, body).encode())
 """
 
 import math
-from pathlib import Path
 from xml.sax.saxutils import escape
-
-from nanodomino.errors import require
-from nanodomino.files import check_outside_ours, is_device, open_regular_file, write_file
 
 WIDTH = 1000             # pixels of a picture
 LINE, LETTER = 18, 7     # the height of a line of text and the width of a character, in pixels
-BEGIN = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 '
-SVG = BEGIN + """{width:.0f} {height:.0f}" width="{width:.0f}" \
+SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" \
 height="{height:.0f}" xml:space="preserve">
 <style>text{{font:12px system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif;fill:#1f1f1f}}
 .title{{font-size:15px;font-weight:600}} .halo{{stroke:#fff;stroke-width:2.5px}}
@@ -61,22 +56,3 @@ def ticks(low, high, scale, apart, least=0.0) -> list[float]:
     power = 10.0 ** math.floor(math.log10(wanted))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= wanted)
     return [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
-
-
-def check_output(path: Path):
-    """Raise UserError unless the path is free or holds a picture of ours, outside all checkpoints and corpora."""
-    check_outside_ours(path)
-    require(not path.is_dir(), f"{path} is a folder; give the name of a file in it")
-    if path.is_file():
-        with open_regular_file(path) as file:
-            begin = file.read(len(BEGIN)).decode(errors="replace")
-        require(begin in ("", BEGIN), f"{path} is no picture that this program has drawn, so it is not overwritten; "
-                "choose another file")
-
-
-def write_output(path: Path, picture: str):
-    """Write the picture to --output and say so. Raises UserError or OSError if the file can't be written."""
-    check_output(path)
-    write_file(path, picture.encode())
-    if not is_device(path):                                    # /dev/stdout receives nothing but the picture
-        print(f"drawn in {path}")

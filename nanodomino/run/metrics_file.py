@@ -8,6 +8,7 @@
 import itertools
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from nanodomino.files import open_regular_file, write_file
@@ -34,8 +35,8 @@ class MetricsFile:
             self.warned = True
 
 
-def remove_outdated(path: Path, first_step: int, say=print):
-    """Leave only the lines in metrics.jsonl that a run with `first_step` steps done continues.
+def remove_outdated(path: Path, first_step: int, say=print) -> list[dict]:
+    """Leave only the lines in metrics.jsonl that a run with `first_step` steps done continues, and return them.
 
     A killed run may have written lines of steps after its last checkpoint, and half a line at the end. The test loss of
     a finished run is outdated if the run is continued.
@@ -48,15 +49,14 @@ def remove_outdated(path: Path, first_step: int, say=print):
                     if not os.path.lexists(name := path.with_name(f"metrics-{number:03d}.jsonl")))
         path.rename(copy)
         say(f"this run starts over from step 0; the metrics of its previous start are in {copy}")
-    kept = [line for line in lines if first_step and is_current(line, first_step)]
-    if kept != lines:
-        write_file(path, b"".join(kept))
+    kept = [(line, values) for line in lines if first_step and (values := current_values(line, first_step))]
+    if len(kept) < len(lines):
+        write_file(path, b"".join(line for line, _ in kept))
+    return [values for _, values in kept]
 
 
-def is_current(line: bytes, first_step: int) -> bool:
-    """Return whether a line of metrics.jsonl is complete and from the first steps, up to first_step."""
-    try:
+def current_values(line: bytes, first_step: int) -> dict | None:
+    """Return the values in a line of metrics.jsonl if it is complete and from the first steps, up to first_step."""
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
         values = json.loads(line)
-        return line.endswith(b"\n") and values["step"] <= first_step and "test_loss" not in values
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return False
+        return values if line.endswith(b"\n") and values["step"] <= first_step and "test_loss" not in values else None

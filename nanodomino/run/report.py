@@ -54,8 +54,10 @@ class Report:
             if first_step < config.train_iters or not (run_dir / "config.json").exists():
                 settings = json.dumps(to_record(config), indent=2) + "\n"           # stored for later launches
                 write_file(run_dir / "config.json", settings.encode())
-            remove_outdated(path := run_dir / "metrics.jsonl", first_step)
-            self.metrics, self.curve = MetricsFile(path, self.say), Curve(path)
+            self.curve = Curve(run_dir.resolve().name)
+            for values in remove_outdated(path := run_dir / "metrics.jsonl", first_step):
+                self.curve.add(values)
+            self.metrics = MetricsFile(path, self.say)
             if config.tensorboard_dir:                         # needs the package tensorboard
                 from torch.utils.tensorboard import SummaryWriter
 
@@ -121,6 +123,7 @@ class Report:
                   for name, value in values.items()}
         if self.metrics:
             self.metrics.add(values)
+            self.curve.add(values)
         try:
             if self.tensorboard:
                 for name, value in values.items():
@@ -167,8 +170,7 @@ class Report:
         """Draw loss.svg again. Never raises: a failure must not end training."""
         if self.metrics:
             try:
-                if self.curve.read_on():
-                    write_file(self.run_dir / "loss.svg", picture([self.curve]).encode())
+                write_file(self.run_dir / "loss.svg", picture(self.curve).encode())
             except Exception as error:
                 self.say(f"warning: loss.svg can't be drawn: {error}; training continues")
 

@@ -29,7 +29,6 @@ from support.runs import TINY, make_corpus
 import data.prepare
 import nanodomino.checkpoint.__main__
 import nanodomino.generate.__main__
-import nanodomino.plot.__main__
 import train
 from nanodomino.checkpoint.manifest import file_digest, manifest_text
 from nanodomino.comm.world import LaunchInfo, read_launch_environment
@@ -47,8 +46,7 @@ STEP = "run/checkpoints/step-00000002"
 META, MANIFEST, INDEX, SHARD = "data/meta.json", *(f"{STEP}/{name}" for name in (
     "manifest.json", "index.json", "rank-00000.bin"))
 COMMANDS = {"train.py": train.main, "nanodomino.generate": nanodomino.generate.__main__.main,
-            "nanodomino.checkpoint": nanodomino.checkpoint.__main__.main, "data/prepare.py": data.prepare.main,
-            "nanodomino.plot": nanodomino.plot.__main__.main}
+            "nanodomino.checkpoint": nanodomino.checkpoint.__main__.main, "data/prepare.py": data.prepare.main}
 
 
 def leave(folder: Path):
@@ -171,9 +169,6 @@ TABLE += [Bad(flags, says, command="data/prepare.py", processes=(1,)) for flags,
     ("--input data --output out --split 1,nan,1", "--split must be three numbers", "but is 1,nan,1"),
     ("--input data --output out --split 1e308,1e308,1e308", "--split must be three numbers"),      # the sum is infinite
     ("--input data --output out --tokenizer word", "unknown tokenizer 'word'", "try one of byte, gpt2")]]
-
-TABLE += [Bad("run --outputs x.svg", ["unrecognized arguments: --outputs x.svg", HELP], command="nanodomino.plot",
-              processes=(1,))]
 
 
 # ---- files

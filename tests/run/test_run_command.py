@@ -123,7 +123,6 @@ def test_only_rank_0_writes_to_standard_output(monkeypatch, capsys, rank, printe
     ("nanodomino.huggingface", "--help", ["usage: python -m nanodomino.huggingface", "import", "export"]),
     ("nanodomino.checkpoint", "verify --help", ["verify [-h] DIR", "folder of a run"]),
     ("data/prepare.py", "--help", ["usage: python data/prepare.py", "--input TEXT", "end-of-text", "--split"]),
-    ("nanodomino.plot", "--help", ["usage: python -m nanodomino.plot", "the SVG file to write"]),
     ("nanodomino.generate", "--help", ["usage: python -m nanodomino.generate", "0 always takes the most likely token"]),
     ("train.py", "--help", ["usage: train.py", "--tensor-model-parallel-size INT, --tp INT", "--bf16"])])
 def test_every_command_has_help(fork_server, tmp_path, command, flags, says):

@@ -13,14 +13,12 @@ from nanodomino.errors import UserError, sentence_and_code
 from nanodomino.files import LIMIT, open_regular_file, write_file
 from nanodomino.generate.__main__ import command_line as generate
 from nanodomino.huggingface.safetensors_files import read_json
-from nanodomino.plot.__main__ import main as plot
 from nanodomino.run.command_line import from_command_line
 from nanodomino.run.metrics_file import remove_outdated
 from nanodomino.run.run_folder import open_run
 
 READERS = {"--config": lambda path: from_command_line(["--config", path], 1),
            "--prompts": lambda path: generate(["--load", "x", "--prompts", path]),
-           "plot": lambda path: plot([path, "--output", "out.svg"]),
            "a model's config.json": lambda path: read_json(Path(path))}
 
 
@@ -44,11 +42,10 @@ def test_only_regular_files_of_a_limited_size_are_read(read, tmp_path, monkeypat
     os.truncate("huge", LIMIT + 1)                             # a hole: takes no space on the disk
     for path, words in (("pipe", "not a regular file"), ("/dev/zero", "not a regular file"),
                         ("huge", "more than 268,435,456"), ("nowhere", "No such file")):
-        if (path, read) != ("huge", READERS["plot"]):          # it reads a metrics.jsonl line by line
-            with pytest.raises((UserError, OSError), match=words) as error:
-                read(path)
-            sentence, _ = sentence_and_code(error.value)
-            assert "Errno" not in sentence and path in sentence
+        with pytest.raises((UserError, OSError), match=words) as error:
+            read(path)
+        sentence, _ = sentence_and_code(error.value)
+        assert "Errno" not in sentence and path in sentence
 
 
 # ---- written
