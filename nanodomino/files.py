@@ -5,7 +5,7 @@ size are read. A run may also come from someone else, and a symbolic link such a
 folder would lead what is written elsewhere. So all files are written in one of two ways:
 
     open_regular_file(path, "ab")      extends or overwrites a file; refuses a link and a named pipe
-    new_file(path), write_file(path)   write a new file and put it in the place of whatever is there
+    write_file(path, data)             writes a new file and puts it in the place of whatever is there
 
 Each problem is an OSError, whose `strerror` is a phrase for an error message.
 """
@@ -14,8 +14,7 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from nanodomino.errors import require
@@ -51,37 +50,20 @@ def read_file(path, limit=LIMIT) -> bytes:
         return file.read()
 
 
-def is_device(path: Path) -> bool:
-    """Return whether the path is a name such as /dev/stdout or /dev/fd/63, which a user gives for a stream."""
-    return str(path.parent) in ("/dev", "/dev/fd")
-
-
-@contextmanager
-def new_file(path: Path) -> Iterator:
-    """Yield a file of bytes that replaces whatever is at `path` at the end, so that a reader never sees half of it.
-    A device can't be replaced, so it is written to directly.
-    """
-    if is_device(path):
-        with open(path, "ab") as file:                         # "wb" would truncate the file of `>> FILE`
-            yield file
-        return
+def write_file(path: Path, data: bytes, flush=False):
+    """Write a whole file in the place of whatever is at `path`, so that a reader never sees half of it. flush: wait
+    until the data is on the disk."""
     temporary = path.with_name(f".{path.name}-{os.getpid()}")  # two processes may write the same file
     temporary.unlink(missing_ok=True)                          # left by a process that was killed
     try:
         with open_regular_file(temporary, "xb") as file:
-            yield file
+            file.write(data)
+            if flush:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def write_file(path: Path, data: bytes, flush=False):
-    """Write a whole file with new_file(). flush: wait until the data is on the disk."""
-    with new_file(path) as file:
-        file.write(data)
-        if flush:
-            file.flush()
-            os.fsync(file.fileno())
 
 
 def make_folder(path: Path):

@@ -16,8 +16,6 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-import torch.distributed as dist
-
 from nanodomino.checkpoint.manifest import read_manifest, step_of, verify
 from nanodomino.config.config import Config
 from nanodomino.errors import UserError, require, sentence_and_code
@@ -35,17 +33,12 @@ def checkpoints_of(run_dir: Path) -> list[Path]:
 
 
 def newest_intact_checkpoint(run_dir: Path, report=print) -> Path | None:
-    """Return the newest intact checkpoint of a run, or None. Skip damaged checkpoints; report(text) reports each.
-
-    If a live run deletes a checkpoint in the meantime, start again with the newest.
-    """
+    """Return the newest intact checkpoint of a run, or None. Skip damaged checkpoints; report(text) reports each."""
     for folder in checkpoints_of(run_dir):
         try:
             verify(folder)
             return folder
         except (UserError, OSError) as error:
-            if not os.path.lexists(folder):
-                return newest_intact_checkpoint(run_dir, report)
             problem = sentence_and_code(error)[0].removesuffix("; use another checkpoint")
             report(f"warning: {problem}; trying the previous checkpoint")
     return None
@@ -62,34 +55,6 @@ def find_checkpoint(folder: Path) -> Path:
     checkpoint = newest_intact_checkpoint(folder)
     require(checkpoint, f"{folder / 'checkpoints'} holds no intact checkpoint; give another folder")
     return checkpoint
-
-
-def with_checkpoint(folder: Path, action, found: Path | None = None):
-    """Return (checkpoint, action(checkpoint)) for the checkpoint that find_checkpoint(folder) returns.
-
-    If `folder` is a live run, which deletes this checkpoint meanwhile, repeat the action with the newest one. If there
-    is a process group, all ranks must call this together, and the action must fail on all ranks or on none.
-
-    found: the checkpoint, if find_checkpoint(folder) was called before.
-    """
-    checkpoint = found or find_checkpoint(folder)
-    while True:
-        try:
-            return checkpoint, action(checkpoint)
-        except (UserError, OSError):
-            if checkpoint == folder or on_rank_0(os.path.lexists, checkpoint):
-                raise
-        print(f"the run has meanwhile deleted {checkpoint}; taking its newest checkpoint")
-        checkpoint = on_rank_0(find_checkpoint, folder)
-
-
-def on_rank_0(function, *arguments):
-    """Return rank 0's function(*arguments) on every rank. Without a process group, call it in this process."""
-    if not dist.is_initialized():
-        return function(*arguments)
-    values = [function(*arguments) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
 
 
 def recorded_settings(folder: Path) -> dict | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from nanodomino.checkpoint.find_checkpoints import with_checkpoint
+from nanodomino.checkpoint.find_checkpoints import find_checkpoint
 from nanodomino.checkpoint.load import config_of, load_weights
 from nanodomino.checkpoint.manifest import read_manifest
 from nanodomino.comm.world import LaunchInfo, find_device, start_world
@@ -119,23 +119,19 @@ def main(arguments: list[str], launch: LaunchInfo) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)               # Ctrl-C ends the command at once; nothing is lost
     flags = command_line(arguments)
     tp = launch.world_size
-
-    def find_model(checkpoint: Path) -> tuple[Config, Tokenizer]:
-        config = config_of(checkpoint, read_manifest(checkpoint), tp, tensor_model_parallel_size=tp,
-                           device=flags.device)
-        require(not flags.draft or config.draft(), "--draft needs a depth of multi-token prediction, but "
-                f"{checkpoint} was trained with --mtp-num-layers 0; leave out --draft")
-        return config, find_tokenizer(checkpoint, config, flags)
-
-    # may fail, so before the process groups start
-    checkpoint, (config, tokenizer) = with_checkpoint(Path(flags.load), find_model)
+    # what may fail comes before the process groups start
+    checkpoint = find_checkpoint(Path(flags.load))
+    config = config_of(checkpoint, read_manifest(checkpoint), tp, tensor_model_parallel_size=tp, device=flags.device)
+    require(not flags.draft or config.draft(), f"--draft needs a depth of multi-token prediction, but {checkpoint} was "
+            "trained with --mtp-num-layers 0; leave out --draft")
+    tokenizer = find_tokenizer(checkpoint, config, flags)
     device = find_device(config, launch)
 
     start_world(launch, device, config.timeout)
     choose_threads(config, device, quiet=launch.rank > 0)
     mesh = make_mesh(1, 1, tp, device)
     model = GPT(config, mesh, initialize=False)
-    with_checkpoint(Path(flags.load), lambda checkpoint: load_weights(checkpoint, model), from_rank_0(checkpoint))
+    load_weights(from_rank_0(checkpoint), model)
     seed = broadcast_number(secrets.randbelow(2**31) if flags.seed is None else flags.seed, mesh)
     if flags.seed is None and launch.rank == 0:
         print(f"seed {seed}: --seed {seed} gives the same texts again", file=sys.stderr)

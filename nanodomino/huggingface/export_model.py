@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from nanodomino.checkpoint.find_checkpoints import with_checkpoint
+from nanodomino.checkpoint.find_checkpoints import find_checkpoint
 from nanodomino.checkpoint.tensor_index import Index
 from nanodomino.checkpoint.load import open_weights, read_box
 from nanodomino.config.config import Config
@@ -52,13 +52,8 @@ def export_model(folder: Path, out: Path, dtype_name: str | None = None, max_byt
     folder: a checkpoint or a run; dtype_name: a key of DTYPES, or None for the dtype of the run or of the imported
     model; max_bytes: the largest size of a weight file with several parameters.
     """
-    import_safetensors()
-    return with_checkpoint(folder, lambda checkpoint: export_checkpoint(checkpoint, out, dtype_name, max_bytes))[1]
-
-
-def export_checkpoint(checkpoint: Path, out: Path, dtype_name: str | None, max_bytes: int) -> str:
-    """Export one checkpoint. export_model() explains the arguments and the result."""
     package = import_safetensors()
+    checkpoint = find_checkpoint(folder)
     index, model = open_weights(checkpoint)
     config, left_out = model.config.for_export()
     dtype_name = dtype_name or config.dtype

@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanodomino.checkpoint.find_checkpoints import (SAVED_MARKER, checkpoints_of, clear_leftovers,
-                                                    newest_intact_checkpoint, recorded_settings, with_checkpoint)
+from nanodomino.checkpoint.find_checkpoints import (SAVED_MARKER, checkpoints_of, clear_leftovers, find_checkpoint,
+                                                    newest_intact_checkpoint, recorded_settings)
 from nanodomino.checkpoint.manifest import read_manifest
 from nanodomino.config.config import Config
 from nanodomino.config.saved_settings import check_settings
@@ -26,13 +26,10 @@ from nanodomino.files import make_folder, open_descriptor
 
 @dataclass(frozen=True)
 class Run:
-    """The folder of a run and the checkpoint to start from, if any.
-
-    source: where the checkpoint was found: `folder` or --load. weights_only: load only the checkpoint's weights.
+    """The folder of a run and the checkpoint to start from, if any. weights_only: load nothing else of the checkpoint.
     """
     folder: Path
     checkpoint: Path | None
-    source: Path | None = None
     weights_only: bool = False
 
 
@@ -69,7 +66,7 @@ def open_run(config: Config) -> Run:
                 f"only from its own checkpoints, not from --load {config.load}; leave --load and --finetune out to "
                 "continue it, or give another --run-dir to start a new run")
         check_settings(record, checkpoint, config, "model", "optimizer", "run")
-        return Run(run_dir, checkpoint, run_dir)
+        return Run(run_dir, checkpoint)
     if record := recorded_settings(run_dir):                   # killed before its first checkpoint
         check_settings(record, f"--run-dir {run_dir}", config, "model", "optimizer", "run")
     damaged = checkpoints_of(run_dir)
@@ -78,7 +75,7 @@ def open_run(config: Config) -> Run:
             f"({len(damaged)} damaged), so it can't be resumed; restore a checkpoint, or move the folder away to start "
             "over")
     checkpoint = find_checkpoint_to_load(config) if exists else loaded
-    return Run(run_dir, checkpoint, checkpoint and Path(config.load), config.finetune)
+    return Run(run_dir, checkpoint, config.finetune)
 
 
 def check_is_run(run_dir: Path):
@@ -93,7 +90,8 @@ def find_checkpoint_to_load(config: Config) -> Path | None:
     """Return the checkpoint that --load names, or None. Raises UserError if it does not fit the settings."""
     if not config.load:
         return None
-    checkpoint, record = with_checkpoint(Path(config.load), lambda checkpoint: read_manifest(checkpoint)["config"])
+    checkpoint = find_checkpoint(Path(config.load))
+    record = read_manifest(checkpoint)["config"]
     check_settings(record, checkpoint, config, "model", *(() if config.finetune else ("optimizer",)))
     config.check_record(record, checkpoint)
     return checkpoint

@@ -12,14 +12,13 @@ import gc
 import signal
 import time
 from contextlib import contextmanager
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch.distributed as dist
 
 from data.prepare import DEFAULT_CORPUS, prepare_default_corpus
-from nanodomino.checkpoint.find_checkpoints import recorded_settings, with_checkpoint
+from nanodomino.checkpoint.find_checkpoints import recorded_settings
 from nanodomino.checkpoint.load import restore
 from nanodomino.checkpoint.save import Saver
 from nanodomino.comm.trace import Trace, VerboseTrace
@@ -120,17 +119,15 @@ class Session:
 
     def load(self, model, optimizer):
         """Load the checkpoint to start from, if there is one, and begin to report."""
-        config, run, checkpoint = self.config, self.run, None
+        config, run = self.config, self.run
         if run.checkpoint:
-            checkpoint, self.done = with_checkpoint(run.source, partial(
-                restore, model=model, optimizer=optimizer, mesh=self.mesh, weights_only=run.weights_only),
-                run.checkpoint)
+            self.done = restore(run.checkpoint, model, optimizer, self.mesh, run.weights_only)
         self.saver = Saver(run.folder, self.mesh, config.keep_last, config.timeout)
         self.report = Report(config, self.corpus, self.mesh, run.folder, self.done, enabled=dist.get_rank() == 0)
         if run.weights_only:
             why = "" if "lr" in config.given else ", a tenth of the preset's: --lr sets another"
-            self.report.say(f"starting from the weights in {checkpoint}, without its optimizer state and step, with "
-                            f"the peak learning rate {config.lr:g}{why}")
+            self.report.say(f"starting from the weights in {run.checkpoint}, without its optimizer state and step, "
+                            f"with the peak learning rate {config.lr:g}{why}")
         if self.done < config.train_iters:
             self.report.estimate(self.memory)
         if config.traced_steps and config.traced_steps[-1] <= self.done:

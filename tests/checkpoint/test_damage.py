@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from nanodomino.checkpoint.__main__ import export
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of, newest_intact_checkpoint
 from nanodomino.checkpoint.load import full_weights, open_weights
 from nanodomino.checkpoint.manifest import file_digest, manifest_text, verify
@@ -119,7 +118,7 @@ def test_no_program_in_a_checkpoint_is_run(run_dir, tmp_path, name):
         with pytest.raises(UserError, match="index.json is not an index of tensors"):
             open_weights(folder)
     else:
-        export(folder, tmp_path / "out.pt")
+        full_weights(folder)
     assert not (tmp_path / "it-ran").exists()
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanodomino.checkpoint.__main__ import export
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of
 from nanodomino.checkpoint.tensor_index import Index, slices
-from nanodomino.checkpoint.load import load_weights, restore
+from nanodomino.checkpoint.load import full_weights, load_weights, restore
 from nanodomino.checkpoint.manifest import read_manifest
 from nanodomino.checkpoint.save import allocate_host_copies
 from nanodomino.checkpoint.shards import boxes_of_range, local_boxes
@@ -202,13 +201,12 @@ def test_a_resumed_run_continues_to_count_skipped_steps(pool, tmp_path):
 
 
 @pytest.mark.parametrize("layout, family", [(TP2_PP2_DP2, {}), (TP2, LLAMA)], ids=["gpt", "llama"])
-def test_export_writes_full_weights(pool, tmp_path, layout, family):
+def test_the_full_weights_of_a_checkpoint_are_the_models(pool, tmp_path, layout, family):
     """The two runs of rows of a SwiGLU, which a checkpoint holds in three dimensions, become one matrix again."""
     config = config_for(*layout, **family)
     weights, data = weights_and_data(config, 1)
     pool.run(train_from, config, weights, data, 0, 0, None, str(tmp_path), world_size=config.world_size)
-    export(checkpoints_of(tmp_path)[0], tmp_path / "out.pt")
-    exported = torch.load(tmp_path / "out.pt", weights_only=True)
+    exported = full_weights(checkpoints_of(tmp_path)[0])
     assert exported.keys() == weights.keys() and all(torch.equal(exported[name], weights[name]) for name in weights)
 
 

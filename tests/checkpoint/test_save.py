@@ -2,7 +2,6 @@
 
 import io
 import os
-import resource
 import threading
 from pathlib import Path
 
@@ -10,11 +9,9 @@ import pytest
 import torch
 
 from nanodomino.checkpoint import tensor_index
-from nanodomino.checkpoint.__main__ import export
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of
 from nanodomino.checkpoint.manifest import read_manifest, step_of, verify
 from nanodomino.checkpoint.shards import local_boxes
-from nanodomino.errors import UserError
 from support.checkpoints import ONE_RANK, TP2, TP2_DP2, config_for, make_saver, save_steps, write_empty_checkpoint
 
 
@@ -154,29 +151,3 @@ def test_old_checkpoints_are_deleted_in_order(pool, tmp_path, steps, keep_last, 
     assert [step_of(folder) for folder in found] == kept
     assert {verify(folder)["step"] for folder in found if read_manifest(folder)["config"]} == {
         step for step, _ in steps if step in kept}
-
-
-# ---- export
-
-def test_an_export_on_a_full_disk_leaves_no_file(saved, tmp_path):
-    """A limit on file sizes stands in for a full disk. torch raises its own error."""
-    folder, limit = checkpoints_of(saved[0])[0], resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
-        with pytest.raises(UserError, match=r"new.pt can't be written \(File too large\); choose another file"):
-            export(folder, tmp_path / "new.pt")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert not os.listdir(tmp_path)
-
-
-def test_an_export_overwrites_nothing(saved, tmp_path):
-    """Not even the file that a link leads to. But it can write to a device, such as /dev/stdout."""
-    folder = checkpoints_of(saved[0])[0]
-    (tmp_path / "metrics.jsonl").write_text("last week's")
-    (tmp_path / "link.pt").symlink_to("metrics.jsonl")
-    for name in ("metrics.jsonl", "link.pt"):
-        with pytest.raises(UserError, match=f"{name} already exists, and nothing is overwritten; choose another name"):
-            export(folder, tmp_path / name)
-    assert (tmp_path / "metrics.jsonl").read_text() == "last week's" and len(os.listdir(tmp_path)) == 2
-    assert export(folder, Path("/dev/null")).keys() == saved[1].keys()

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanodomino.checkpoint.find_checkpoints import delete_checkpoint
-from nanodomino.checkpoint.manifest import manifest_text
 from nanodomino.config.config import Config
 from nanodomino.errors import UserError
 from nanodomino.huggingface import export_model as exporting, families, import_model as importing
@@ -238,27 +236,6 @@ def test_a_value_above_the_maximum_of_the_dtype_is_named(folder, tmp_path):
     with pytest.raises(UserError, match=rf"{NAME} has values up to 70000, above the maximum 65504 of torch.float16"):
         export_model(tmp_path / "imported", tmp_path / "out", "float16")
     assert not list(tmp_path.glob("*out*"))
-
-
-def test_the_export_of_a_live_run_takes_the_newest_checkpoint_if_its_own_is_deleted(folder, tmp_path, monkeypatch):
-    """Instead of an error that blames the output folder, or says that the checkpoint is damaged."""
-    first = tmp_path / "run" / "checkpoints" / "step-00000000"
-    import_model(folder(), first)
-    real, calls = exporting.read_box, []
-
-    def read_while_it_is_deleted(*args):
-        calls.append(args)
-        if len(calls) == 3:
-            shutil.copytree(first, first.with_name("copy"))
-            delete_checkpoint(first)
-            first.with_name("copy").rename(first.with_name("step-00000001"))
-            manifest = json.loads((first.with_name("step-00000001") / "manifest.json").read_text()) | dict(step=1)
-            (first.with_name("step-00000001") / "manifest.json").write_text(manifest_text(manifest))
-        return real(*args)
-
-    monkeypatch.setattr(exporting, "read_box", read_while_it_is_deleted)
-    assert "LlamaForCausalLM" in export_model(tmp_path / "run", tmp_path / "out", )
-    assert len(calls) > 6 and (tmp_path / "out" / "model.safetensors").is_file()
 
 
 # ---- command line

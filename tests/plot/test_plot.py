@@ -14,7 +14,6 @@ from support import ROOT
 from support.harness import corpus_without_files, tiny
 from support.runs import TINY, make_corpus
 
-from nanodomino.files import new_file
 from nanodomino.plot.curves import DOT, RESULTS, Curve, mean_around, picture, polyline, thinned, without_spikes
 from nanodomino.plot.svg import ticks
 from nanodomino.run.report import Report
@@ -205,15 +204,3 @@ ODD = {"one step": [ENTROPIES, step_line(1, 5.5)],
 @pytest.mark.parametrize("name", ODD)
 def test_odd_runs_have_a_valid_picture(name):
     texts(picture(curve_of(*ODD[name])))
-
-
-def test_a_full_disk_leaves_the_previous_picture(tmp_path):
-    """A reader never sees half a picture."""
-    path = tmp_path / "x.svg"
-    path.write_bytes(b"before")
-    with pytest.raises(OSError), new_file(path) as file:
-        file.write(b"aft")
-        file.flush()
-        assert path.read_bytes() == b"before"
-        raise OSError(28, "No space left on device")
-    assert path.read_text() == "before" and [*tmp_path.iterdir()] == [path]

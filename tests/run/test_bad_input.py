@@ -27,7 +27,6 @@ from support.fork_server import LAUNCHER, launcher_environments
 from support.runs import TINY, make_corpus
 
 import data.prepare
-import nanodomino.checkpoint.__main__
 import nanodomino.generate.__main__
 import train
 from nanodomino.checkpoint.manifest import file_digest, manifest_text
@@ -46,7 +45,7 @@ STEP = "run/checkpoints/step-00000002"
 META, MANIFEST, INDEX, SHARD = "data/meta.json", *(f"{STEP}/{name}" for name in (
     "manifest.json", "index.json", "rank-00000.bin"))
 COMMANDS = {"train.py": train.main, "nanodomino.generate": nanodomino.generate.__main__.main,
-            "nanodomino.checkpoint": nanodomino.checkpoint.__main__.main, "data/prepare.py": data.prepare.main}
+            "data/prepare.py": data.prepare.main}
 
 
 def leave(folder: Path):
@@ -154,12 +153,6 @@ TABLE += [Bad(flags, says, command="nanodomino.generate") for flags, *says in [
     ("--prompt def", "the following arguments are required: --load", HELP),
     ("--load run --data-path nowhere", "there is no data folder nowhere", "data/prepare.py --output nowhere"),
     ("--load nowhere", "there is no folder nowhere to load from")]]
-
-TABLE += [Bad(flags, says, command="nanodomino.checkpoint", processes=(1,)) for flags, *says in [
-    ("", "the following arguments are required: verify | export", HELP),
-    ("export nowhere out.pt", "there is no folder nowhere to load from", "give a checkpoint or the folder of a run"),
-    (f"export {STEP} {STEP}/out.pt", "would lie in a checkpoint", "choose another folder"),
-    (f"export {STEP} data", "data can't be written (Is a directory)", "choose another")]]
 
 TABLE += [Bad(flags, says, command="data/prepare.py", processes=(1,)) for flags, *says in [
     ("--input none*.txt --output out", "no file or folder matches the input none*.txt", "check the path"),

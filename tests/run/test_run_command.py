@@ -8,10 +8,8 @@ import sys
 import pytest
 from support.fork_server import LAUNCHER
 from support import ROOT
-from support.runs import make_corpus, train_in_pool
 
 from bench import QUESTIONS
-from nanodomino.checkpoint.find_checkpoints import checkpoints_of
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.run import rank_failure
 
@@ -119,9 +117,7 @@ def test_only_rank_0_writes_to_standard_output(monkeypatch, capsys, rank, printe
     *[("bench.py", f"{question} --help", [f"usage: python bench.py {question} [flags]",
                                                  "--wire RATE" if question == "timeline" else "--num-layers INT"])
       for question in QUESTIONS],
-    ("nanodomino.checkpoint", "--help", ["usage: python -m nanodomino.checkpoint", "verify", "export", "every byte"]),
     ("nanodomino.huggingface", "--help", ["usage: python -m nanodomino.huggingface", "import", "export"]),
-    ("nanodomino.checkpoint", "verify --help", ["verify [-h] DIR", "folder of a run"]),
     ("data/prepare.py", "--help", ["usage: python data/prepare.py", "--input TEXT", "end-of-text", "--split"]),
     ("nanodomino.generate", "--help", ["usage: python -m nanodomino.generate", "0 always takes the most likely token"]),
     ("train.py", "--help", ["usage: train.py", "--tensor-model-parallel-size INT, --tp INT", "--bf16"])])
@@ -131,20 +127,3 @@ def test_every_command_has_help(fork_server, tmp_path, command, flags, says):
     assert ended.code == 0 and all(part in " ".join(ended.output.split()) for part in says), ended
     assert "error" not in ended.output and "Traceback" not in ended.output, ended
     assert not list((tmp_path / "empty").iterdir()), "who asks for help wants nothing done"
-
-
-@pytest.mark.exhaustive
-def test_verify_and_export_report_damage(fork_server, pool, tmp_path):
-    """verify checks every checkpoint of a run; export takes the newest intact one, and names it."""
-    (trained := tmp_path / "trained").mkdir()
-    make_corpus(trained)
-    train_in_pool(pool, trained, "--run-dir", trained / "run", "--train-iters", 6, "--save-interval", 2)
-    with open(checkpoints_of(trained / "run")[0] / "rank-00000.bin", "ab") as file:
-        file.write(b"x")
-    ended = fork_server.launch("nanodomino.checkpoint", [(["verify", "run"], {})], trained, PATIENCE)
-    intact = [line for line in ended.output.splitlines() if "is intact: step" in line]
-    assert ended.code == 2 and len(intact) == 2, ended
-    assert "error: run/checkpoints/step-00000006/rank-00000.bin" in ended.output
-    ended = fork_server.launch("nanodomino.checkpoint", [(["export", "run", "run.pt"], {})], trained, PATIENCE)
-    assert ended.code == 0 and ended.output.rstrip().endswith(" from run/checkpoints/step-00000004"), ended
-    assert "warning: " in ended.output and (trained / "run.pt").exists()

@@ -10,7 +10,7 @@ from support.runs import make_corpus, saved_steps, train_in_pool
 
 from nanodomino.config.config import Config
 from nanodomino.errors import UserError, sentence_and_code
-from nanodomino.files import LIMIT, open_regular_file, write_file
+from nanodomino.files import LIMIT, open_regular_file
 from nanodomino.generate.__main__ import command_line as generate
 from nanodomino.huggingface.safetensors_files import read_json
 from nanodomino.run.command_line import from_command_line
@@ -120,11 +120,3 @@ def test_only_regular_files_are_opened_to_write(tmp_path, plant, mode):
     with pytest.raises(OSError, match="not a regular file"):
         open_regular_file(tmp_path / "x", mode)
     unharmed(tmp_path)
-
-
-def test_output_to_a_stream_is_appended(tmp_path):
-    """A shell's `--output /dev/stdout >> log` must not empty the log."""
-    (tmp_path / "log").write_bytes(b"before, ")
-    with open(tmp_path / "log", "ab") as log:
-        write_file(Path(f"/dev/fd/{log.fileno()}"), b"after")
-    assert (tmp_path / "log").read_bytes() == b"before, after"

@@ -30,8 +30,8 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import train
 from data.prepare import prepare
-from nanodomino.checkpoint.__main__ import export
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of
+from nanodomino.checkpoint.load import full_weights
 from nanodomino.checkpoint.manifest import step_of
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.errors import UserError, sentence_and_code
@@ -180,17 +180,9 @@ def saved_steps(run_dir: Path) -> list[int]:
     return [step_of(folder) for folder in checkpoints_of(run_dir)]
 
 
-def weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    """Return the full weights of a run's newest checkpoint by name."""
-    out = run_dir / "exported.pt"
-    out.unlink(missing_ok=True)
-    export(checkpoints_of(run_dir)[0], out)
-    return torch.load(out, weights_only=True)
-
-
 def differences(run_dir: Path, other: Path) -> list[str]:
     """Name what differs in any bit between two runs: weights, metrics, last step. An empty list: they are equal."""
-    ours, theirs = weights(run_dir), weights(other)
+    ours, theirs = (full_weights(checkpoints_of(folder)[0]) for folder in (run_dir, other))
     found = [] if ours.keys() == theirs.keys() else ["names of the weights"]
     found += [name for name in ours.keys() & theirs.keys() if not torch.equal(ours[name], theirs[name])]
     times = dict(step_ms=0, tokens_per_second=0, mfu=0)
