@@ -43,7 +43,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a script, Python looks in data/ only
 
 from nanodomino.config.flags import Parser
-from nanodomino.corpus.documents import find_files, read_documents, size_of
+from nanodomino.corpus.documents import find_files, read_documents
 from nanodomino.corpus.prepared_folder import FORMAT, SPLITS, file_sha256, load_corpus, sample_sha256
 from nanodomino.corpus.tokenizer import Tokenizer, build_tokenizer
 from nanodomino.errors import UserError, counted, require, run_command
@@ -67,7 +67,7 @@ def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), progress=True,
     output = Path(os.path.realpath(output))
     with new_folder(output) as folder:
         files, skipped = find_files(inputs)
-        total = sum(map(size_of, files))
+        total = sum(map(os.path.getsize, files))
         weights = raise_small_shares(weights, total)
         tokens, documents = write_splits(folder, files, total, text_tokenizer, dtype, weights, skipped, progress)
         cut_off = fill_empty_splits(folder, tokens, dtype, weights)
@@ -309,7 +309,7 @@ def main():
     parser = Parser("python data/prepare.py", usage="python data/prepare.py [flags]", description=__doc__,
                     allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", nargs="+", metavar="TEXT",
-                        help="text or .jsonl files, also .gz, and folders (default: Python's own standard library)")
+                        help="text or .jsonl files, and folders (default: Python's own standard library)")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="the folder to create")
     parser.add_argument("--tokenizer", default="byte", metavar="NAME",
                         help="byte (default), gpt2, or the folder or tokenizer.json of a Hugging Face tokenizer "

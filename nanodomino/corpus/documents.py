@@ -1,27 +1,16 @@
-"""Finds text files and reads the documents in them: a document is a text file, or a line of a .jsonl file.
+"""Finds text files and reads the documents in them: a document is a text file, or a line of a .jsonl file."""
 
-Files that gzip has compressed (books.txt.gz, web.jsonl.gz) are read as the files that they hold.
-"""
-
-import gzip
-import io
 import json
 import os
 import re
-import zlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from nanodomino.corpus.safe_cuts import split_at_safe_cuts
 from nanodomino.errors import UserError, require
 
 CHUNK = 1 << 20                 # characters read at once
-GZIP = b"\x1f\x8b"              # the first bytes of a gzip file
-# The first bytes of formats that are not read, and how to convert such a file
-CONVERSIONS = {b"(\xb5/\xfd": "zstd -d", b"\xfd7zXZ\0": "xz -d", b"BZh91AY&SY": "bunzip2", b"PK\3\4": "unzip",
-               b"PAR1": "pandas.read_parquet(FILE).to_json(OUTPUT, orient='records', lines=True)"}
 
 
 @dataclass
@@ -45,9 +34,6 @@ def find_files(inputs: list) -> tuple[list[str], Counter]:
             continue
         require(os.path.isfile(name),
                 f"the input {name} is neither a file nor a folder; write its text to a file first")
-        with open(name, "rb") as file:
-            how = [CONVERSIONS[magic] for magic in CONVERSIONS if file.peek(10).startswith(magic)]
-        require(not how, f"the input {name} holds no text, but a compressed format; convert it first: {''.join(how)}")
         files[os.path.realpath(name)] = None
     return list(files), skipped
 
@@ -72,37 +58,19 @@ def text_files_below(top: str, skipped: Counter) -> Iterator[str]:
 def is_text(path: str) -> bool:
     """Return whether the whole file is UTF-8 without NUL characters."""
     try:
-        with open_input(path) as file:
-            text = io.TextIOWrapper(file, "utf-8", newline="")
-            return not any("\0" in chunk for chunk in iter(lambda: text.read(CHUNK), ""))
-    except (UnicodeDecodeError, UserError):
+        with open(path, encoding="utf-8", newline="") as file:
+            return not any("\0" in chunk for chunk in iter(lambda: file.read(CHUNK), ""))
+    except UnicodeDecodeError:
         return False
-
-
-@contextmanager
-def open_input(path: str) -> Iterator[io.BufferedIOBase]:
-    """Open a file of bytes for a with block, decompressed if gzip has compressed it. Raises UserError if the compressed
-    file is damaged."""
-    with open(path, "rb") as file:
-        try:
-            yield gzip.GzipFile(fileobj=file) if file.peek(2).startswith(GZIP) else file
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise UserError(f"the input {path} is a damaged gzip file ({error}); replace it") from None
-
-
-def size_of(path: str) -> int:
-    """Return the bytes of an input after decompression, for which a gzip file is read once."""
-    with open_input(path) as file:
-        return file.seek(0, os.SEEK_END)
 
 
 def read_documents(files: list[str], safe_cut: re.Pattern) -> Iterator[Document]:
     """Yield the documents in the files that find_files() returned."""
     for path in files:
-        if not path.removesuffix(".gz").endswith(".jsonl"):
-            yield Document(size := size_of(path), size, text_chunks(path, safe_cut))
+        if not path.endswith(".jsonl"):
+            yield Document(size := os.path.getsize(path), size, text_chunks(path, safe_cut))
             continue
-        with open_input(path) as file:
+        with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 text = text_of_line(line, f"{path}, line {number},") if line.strip() else ""
                 yield Document(len(text.encode()), len(line), iter([text]))
@@ -122,12 +90,11 @@ def text_chunks(path: str, safe_cut: re.Pattern) -> Iterator[str]:
     """Yield the text of a file in chunks that end at safe cuts (safe_cuts.py). Raises UserError if it is not UTF-8."""
     rest = ""
     try:
-        with open_input(path) as file:
-            text = io.TextIOWrapper(file, "utf-8", newline="")
-            while chunk := text.read(CHUNK):
+        with open(path, encoding="utf-8", newline="") as file:
+            while chunk := file.read(CHUNK):
                 *chunks, rest = split_at_safe_cuts(rest + chunk, safe_cut, CHUNK, 2 * CHUNK)
                 yield from chunks
     except UnicodeDecodeError:
-        raise UserError(f"the input {path} is not UTF-8 text; convert it with iconv") from None
+        raise UserError(f"the input {path} is not UTF-8 text; convert or decompress it first") from None
     if rest:
         yield rest

@@ -132,18 +132,10 @@ def read_huggingface(path, special_tokens=False, begin_of_text=False) -> Hugging
         raise UserError(f"{path} needs the package tokenizers, which cannot be imported ({error}); pip install -r "
                         "requirements-extra.txt") from None
     with errors_of_the_package(f"read {path}"):
-        record = json.loads(read_file(path), parse_int=small_integer)
+        record = json.loads(read_file(path))
         check_added_tokens(record["added_tokens"], path, special_tokens)    # first: the package needs long for Gemma's
         package_tokenizer = Tokenizer.from_str(json.dumps(record, ensure_ascii=False))
         return HuggingFaceTokenizer(package_tokenizer, path, special_tokens, begin_of_text)
-
-
-def small_integer(digits: str) -> int:
-    """Return the integer. Raises ValueError if it is huge: the package makes a table of as many rows as the largest id.
-    """
-    if len(digits) > 8:
-        raise ValueError(f"it holds the number {digits[:20]}, but ids have at most 8 digits")
-    return int(digits)
 
 
 def check_added_tokens(added_tokens: list[dict], path: Path, special_tokens: bool):

@@ -12,7 +12,6 @@ all possible merges, and the merge that comes first in the list is done first.
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
@@ -25,7 +24,6 @@ from nanodomino.errors import UserError, require
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZERS = ("byte", "gpt2")
-TEXTS_AT_ONCE = 64      # texts in one call of tiktoken
 
 
 class Tokenizer(Protocol):
@@ -63,18 +61,8 @@ class TiktokenTokenizer:
         return self.encoding.encode_to_numpy(text, disallowed_special=())
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        groups = [texts[start:start + TEXTS_AT_ONCE] for start in range(0, len(texts), TEXTS_AT_ONCE)]
         with ThreadPoolExecutor(os.cpu_count()) as threads:
-            return list(chain.from_iterable(threads.map(self.encode_group, groups)))
-
-    def encode_group(self, texts: list[str]) -> list[np.ndarray]:
-        """Encode texts in one call, joined by end-of-text. A call for each short text would mostly wait for Python's
-        lock, which the other threads use too."""
-        ids = self.encoding.encode_to_numpy(END_OF_TEXT.join(texts), allowed_special={END_OF_TEXT})
-        ends = np.flatnonzero(ids == self.end_of_text)
-        if len(ends) >= len(texts):                            # a text contains the name of end-of-text
-            return list(map(self.encode, texts))
-        return [ids[start:end] for start, end in zip([0, *ends + 1], [*ends, len(ids)])]
+            return list(threads.map(self.encode, texts))
 
     def decode(self, ids) -> str:
         return self.encoding.decode(ids)
@@ -92,9 +80,6 @@ class ByteTokenizer(TiktokenTokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8)       # faster than tiktoken, same ids
-
-    def encode_group(self, texts: list[str]) -> list[np.ndarray]:
-        return list(map(self.encode, texts))
 
 
 def build_tokenizer(name, special_tokens=False, begin_of_text=False) -> Tokenizer:

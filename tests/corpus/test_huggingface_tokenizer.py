@@ -351,7 +351,6 @@ REFUSED = {      # what: (family, change, message)
     "a regex without text": (
         "gpt2", whole(normalizer={"type": "Replace", "pattern": {"Regex": "(?=x)"}, "content": "y"}),
         "the tokenizers package cannot encode"),
-    "a huge id": ("gpt2", lambda record: record["model"]["vocab"].update(x=4 * 10**9), "the number 4000000000, but"),
     "no model": ("gpt2", whole(model=None), "the tokenizers package cannot read"),
     "no end": ("gpt2", whole(added_tokens=[]), "has no added token 'None' as its eos_token; name one in tokenizer_con")}
 

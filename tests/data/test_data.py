@@ -267,14 +267,7 @@ def test_a_text_of_one_token_leaves_a_split_empty(tmp_path):
 
 
 def test_the_same_input_gives_the_same_files(tmp_path, corpus):
-    """Also if gzip has compressed it."""
-    text, compressed = corpus.path.parent / "text.jsonl", tmp_path / "in" / "text.jsonl.gz"
-    (tmp_path / "in").mkdir()
-    compressed.write_bytes(gzip.compress(text.read_bytes()))
-    assert quietly(compressed, tmp_path / "out")["sha256"] == corpus.sha256
-    whole = quietly(shutil.copy(text, tmp_path / "text.txt"), tmp_path / "out2")
-    compressed.rename(compressed.with_name("text.gz"))
-    assert quietly(compressed.parent, tmp_path / "out3")["sha256"] == whole["sha256"]
+    assert quietly(corpus.path.parent / "text.jsonl", tmp_path / "out")["sha256"] == corpus.sha256
 
 
 # Outputs
@@ -357,12 +350,10 @@ MISTAKES = [     # (arguments, message)
     ("empty.txt --output out", "the input holds no text (1 file, empty documents: 1)"),
     ("nothing --output out", "the input holds no text (0 files"),
     ("pipe --output out", "pipe is neither a file nor a folder"),
-    ("latin.txt --output out", "latin.txt is not UTF-8 text; convert it"),
+    ("latin.txt --output out", "latin.txt is not UTF-8 text; convert or"),
     ("bad.jsonl --output out", "bad.jsonl, line 2, is no JSON object with a text field"),
     ("textless.jsonl --output out", "textless.jsonl, line 2, is no JSON object with a text field"),
-    ("cut.gz --output out", "cut.gz is a damaged gzip file (Compressed file ended before"),
-    ("a.jsonl.zst --output out", "a compressed format; convert it first: zstd -d"),
-    ("a.parquet --output out", "convert it first: pandas.read_parquet(FILE).to_json("),
+    ("a.gz --output out", "a.gz is not UTF-8 text; convert or decompress it first"),
     ("a.txt", "--input needs --output"), ("a.txt --output out --split 9,-1,2", "but is 9,-1,2"),
     ("a.txt --output out --split a,b,c", "but is a,b,c"), ("a.txt --output out --split 0,1,1", "the first above 0"),
     ("a.txt --output out --special-tokens", "--special-tokens is for Hugging Face tokenizers, but the tokenizer is")]
@@ -372,8 +363,7 @@ def test_command_line_mistakes_are_one_sentence(tmp_path, monkeypatch):
     """tests/run/test_bad_input.py has more of them."""
     for name, content in {"a.txt": b"text", "empty.txt": b"", "latin.txt": b"good start\n" * 9 + b"caf\xe9",
                           "bad.jsonl": b'{"text": "a"}\n{"text": \n', "textless.jsonl": b'\n{"text": 3}\n',
-                          "cut.gz": gzip.compress(b"text")[:-9], "a.jsonl.zst": b"(\xb5/\xfd-", "a.parquet": b"PAR1-",
-                          }.items():
+                          "a.gz": gzip.compress(b"text")}.items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / "nothing").mkdir()
     os.mkfifo(tmp_path / "pipe")
