@@ -87,14 +87,9 @@ def tolerate_lost_output():
         setattr(sys, name, io.TextIOWrapper(file, stream.encoding, "backslashreplace", line_buffering=True))
 
 
-def output_failure() -> OSError | None:
-    """Return the OSError of the first write to standard output that has failed, if any."""
-    sys.stdout.flush()
-    return getattr(getattr(getattr(sys.stdout, "buffer", None), "raw", None), "failure", None)
-
-
 def check_output():
     """Raise an OSError if standard output could not be written, for another reason than a reader that has gone."""
-    failure = output_failure()
+    sys.stdout.flush()
+    failure = getattr(getattr(getattr(sys.stdout, "buffer", None), "raw", None), "failure", None)
     if failure and not isinstance(failure, BrokenPipeError):
         raise OSError(failure.errno, failure.strerror, "standard output")

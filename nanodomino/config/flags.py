@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import sys
 
 from nanodomino.errors import UserError, require
 from nanodomino.settings.setting import flag_name, flag_settings
@@ -15,16 +14,12 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; {self.prog} --help lists every flag")
 
     def parse_known_args(self, args=None, namespace=None):
-        """Parse as ArgumentParser does, but refuse an empty value, except a prompt, and say which of two values of a
-        flag counts."""
-        args, before = sys.argv[1:] if args is None else args, {}
-        for flag, value in zip(["an argument", *args], args):
-            flag, value = value.split("=", 1) if value.startswith("--") and "=" in value else (flag, value)
-            require(value or flag == "--prompt", f"{flag} must not be empty, but is ''; give a value, or leave it out")
-            if flag.startswith("--") and not value.startswith("--") and before.setdefault(flag, value) != value:
-                print(f"{flag} is given twice, as {before[flag]} and {value}: the last value counts")
-                before[flag] = value
-        return super().parse_known_args(args, namespace)
+        """Parse as ArgumentParser does, but refuse an empty text, except a prompt."""
+        parsed, rest = super().parse_known_args(args, namespace)
+        for name, value in vars(parsed).items():
+            require(value != "" or name == "prompt", f"--{name.replace('_', '-')} must not be empty, but is ''; give a "
+                    "value, or leave it out")
+        return parsed, rest
 
 
 def add_flags(parser, settings: list[dataclasses.Field], **defaults):

@@ -24,7 +24,7 @@ from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.corpus.tokenizer import Tokenizer, build_tokenizer
 from nanodomino.errors import UserError, check_output, require
 from nanodomino.files import read_file
-from nanodomino.generate.printing import broadcast_number, write_texts
+from nanodomino.generate.printing import write_texts
 from nanodomino.mesh import make_mesh
 from nanodomino.model import GPT
 from nanodomino.run.agreement import from_rank_0
@@ -116,7 +116,8 @@ def find_tokenizer(checkpoint: Path, config: Config, flags: argparse.Namespace) 
 
 def main(arguments: list[str], launch: LaunchInfo) -> int:
     """Load the model on all ranks and print the texts. Returns the exit code. Raises UserError."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)               # Ctrl-C ends the command at once; nothing is lost
+    for number in (signal.SIGINT, signal.SIGPIPE):             # Ctrl-C, or `| head`, ends the command at once
+        signal.signal(number, signal.SIG_DFL)
     flags = command_line(arguments)
     tp = launch.world_size
     # what may fail comes before the process groups start
@@ -132,7 +133,7 @@ def main(arguments: list[str], launch: LaunchInfo) -> int:
     mesh = make_mesh(1, 1, tp, device)
     model = GPT(config, mesh, initialize=False)
     load_weights(from_rank_0(checkpoint), model)
-    seed = broadcast_number(secrets.randbelow(2**31) if flags.seed is None else flags.seed, mesh)
+    seed = from_rank_0(secrets.randbelow(2**31) if flags.seed is None else flags.seed)
     if flags.seed is None and launch.rank == 0:
         print(f"seed {seed}: --seed {seed} gives the same texts again", file=sys.stderr)
     write_texts(flags, model, mesh, tokenizer, seed)

@@ -27,13 +27,13 @@ KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacken
 @sdpa_kernel(KERNELS)
 @torch.no_grad()
 def generate(model: GPT, mesh: Mesh, tokens: list[int], max_tokens: int, vocab_size: int, temperature=0.8, top_k=0,
-             seed=0, sample=0, show=lambda token: True, end_of_text=None, draft=None) -> list[int]:
+             seed=0, sample=0, show=lambda token: None, end_of_text=None, draft=None) -> list[int]:
     """Return the prompt `tokens` (at least one token), followed by up to max_tokens new tokens. If end_of_text is
     sampled, the text ends without it. Every rank of a replica must call this with the same arguments.
 
     vocab_size: the number of tokens that the tokenizer knows. The model may have more, but they are never chosen.
     sample: the number of this text; texts with the same seed but different numbers use different random numbers.
-    show(token): called on every rank after each token; must return whether to continue, the same on all ranks.
+    show(token): called on every rank after each token.
     draft: a Draft, which gives the text of temperature 0 in fewer steps.
     """
     generator, longest = seeded_generator("cpu", seed, "generate", sample), model.config.context_length
@@ -54,8 +54,7 @@ def generate(model: GPT, mesh: Mesh, tokens: list[int], max_tokens: int, vocab_s
                 return tokens
             tokens.append(token)
             window.append(token)
-            if not show(token):
-                return tokens
+            show(token)
     return tokens
 
 

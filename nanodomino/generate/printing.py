@@ -10,11 +10,10 @@ import sys
 import time
 from itertools import product
 
-import torch
 import torch.distributed as dist
 
 from nanodomino.corpus.tokenizer import Tokenizer
-from nanodomino.errors import counted, output_failure
+from nanodomino.errors import counted
 from nanodomino.generate.generation import generate
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
@@ -23,37 +22,19 @@ SEPARATOR = "---------------\n"
 
 
 class Writer:
-    """Writes to rank 0's standard output; the output of other ranks is discarded.
+    """Writes to standard output; that of all ranks but rank 0 is discarded."""
 
-    The reader of the output may end early, as in `| head`. So each method returns, on every rank, whether rank 0's
-    output is still open, and all ranks stop together. A rank that stopped alone would leave the others waiting in their
-    next all-reduce.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, mesh: Mesh):
-        self.tokenizer, self.mesh = tokenizer, mesh
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer = tokenizer
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def write(self, text: str) -> bool:
-        """Print a text."""
-        print(text, end="", flush=True)
-        return bool(broadcast_number(not output_failure(), self.mesh))
-
-    def write_token(self, token: int) -> bool:
+    def write_token(self, token: int):
         """Print the characters that this token completes."""
-        return self.write(self.decoder.decode(self.tokenizer.token_bytes(token)))
+        print(self.decoder.decode(self.tokenizer.token_bytes(token)), end="", flush=True)
 
-    def end_text(self) -> bool:
+    def end_text(self):
         """Print U+FFFD for an incomplete character, and a newline."""
-        return self.write(self.decoder.decode(b"", final=True) + "\n")
-
-
-def broadcast_number(number: int, mesh: Mesh) -> int:
-    """Return rank 0's number on every tensor-parallel rank."""
-    tensor = torch.tensor([int(number)], device=mesh.device)
-    if mesh.tp > 1:
-        dist.broadcast(tensor, 0, group=mesh.tp_group)
-    return int(tensor)
+        print(self.decoder.decode(b"", final=True), flush=True)
 
 
 def write_texts(flags: argparse.Namespace, model: GPT, mesh: Mesh, tokenizer: Tokenizer, seed: int):
@@ -61,7 +42,7 @@ def write_texts(flags: argparse.Namespace, model: GPT, mesh: Mesh, tokenizer: To
     config = model.config
     context_name = "seq-length" if config.context_length == config.seq_length else "max-position-embeddings"
     is_rank_0, longest = dist.get_rank() == 0, config.context_length
-    writer, draft = Writer(tokenizer, mesh), config.draft() if flags.draft else None
+    writer, draft = Writer(tokenizer), config.draft() if flags.draft else None
     written, start_time = 0, time.perf_counter()
     for number, (text, sample) in enumerate(product(flags.prompts, range(flags.num_samples))):
         begin = [] if tokenizer.begin_of_text is None else [tokenizer.begin_of_text]
@@ -69,12 +50,11 @@ def write_texts(flags: argparse.Namespace, model: GPT, mesh: Mesh, tokenizer: To
         if is_rank_0 and len(prompt) > longest and sample == 0:
             print(f"the prompt has {counted(len(prompt), 'token')}, but the model sees only the last {longest} "
                   f"({context_name})", file=sys.stderr)
-        writer.write((SEPARATOR if number else "") + text)
+        print((SEPARATOR if number else "") + text, end="", flush=True)
         tokens = generate(model, mesh, prompt, flags.max_tokens, tokenizer.vocab_size, flags.temperature, flags.top_k,
                           seed, number, writer.write_token, tokenizer.end_of_text, draft)
         written += len(tokens) - len(prompt)
-        if not writer.end_text():
-            return
+        writer.end_text()
     seconds = time.perf_counter() - start_time
     if is_rank_0:
         print(f"{counted(written, 'token')} in {seconds:.2f} s, {written / seconds:.1f} tokens/s"

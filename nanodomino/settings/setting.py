@@ -90,7 +90,6 @@ def check_values(config):
     """Check that each value is one of its setting's choices and in its range. Raises UserError."""
     for setting in flag_settings(config):
         rules, flag, value = setting.metadata, flag_name(setting.name), getattr(config, setting.name)
-        require(value != "", f"{flag} must not be empty; give a name, or leave the flag out")
         if value is None:
             continue
         require(not rules["choices"] or value in rules["choices"],

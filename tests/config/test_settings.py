@@ -200,11 +200,6 @@ def test_other_training_tokens_are_refused(pool, tmp_path):
                  "--data-path", tmp_path / "other").code == 0
 
 
-def test_of_two_values_of_a_flag_the_last_counts_and_is_named(capsys):
-    assert settled("--num-layers", 4, "--num-layers=6", "--seed", 1, "--seed", 1).num_layers == 6
-    assert capsys.readouterr().out == "--num-layers is given twice, as 4 and 6: the last value counts\n"
-
-
 def test_flags_override_a_config_file(tmp_path):
     """A file without "given" is a user's: its derived settings and those of one launch count, too."""
     path, file = tmp_path / "mine.json", dict(lr=0.5, num_layers=3, exit_interval=4, slices=1, schedule="gpipe",

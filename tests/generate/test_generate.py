@@ -1,6 +1,6 @@
 """The text that a model generates is the same on every layout, and is shown token by token at full speed.
 
-    generate() in the pool's workers          layouts, samples, who is shown a token and who stops
+    generate() in the pool's workers          layouts, samples, who is shown a token
     the Writer                                characters that are cut over tokens
     python -m nanodomino.generate             what a person sees
 """
@@ -13,13 +13,11 @@ import re
 import shlex
 import signal
 import sys
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import tiktoken
 import torch
-import torch.distributed as dist
 from support.runs import TINY, make_corpus, needs_proc, train_in_pool, wait_until
 from support.fork_server import launcher_environments
 from support.harness import END_OF_TEXT, FAMILIES, build, plain_text, sizes_of, tiny, weights_and_data
@@ -28,7 +26,6 @@ from support.reference import random_weights
 from nanodomino.corpus.tokenizer import TiktokenTokenizer, build_tokenizer
 from nanodomino.generate.generation import generate, sample_token
 from nanodomino.generate.printing import SEPARATOR, Writer
-from nanodomino.mesh import make_mesh
 from nanodomino.options.multi_token_prediction.draft import Draft
 
 DOCUMENTS = dict(reset_position_ids=True, reset_attention_mask=True)
@@ -67,7 +64,7 @@ def cudnn_during_generation():
     mesh, model, _, _ = build(config)
     before, during = allowed(), []
     with mock.patch("torch.distributed.all_gather", side_effect=AssertionError("a message to oneself")):
-        generate(model, mesh, [1, 2], 3, 20, show=lambda token: during.append(allowed()) or True)
+        generate(model, mesh, [1, 2], 3, 20, show=lambda token: during.append(allowed()))
     return before, set(during), allowed()
 
 
@@ -163,20 +160,14 @@ def test_every_family_generates_what_the_plain_model_does_within_documents(pool,
 def show_rank(config, weights):
     mesh, model, _, _ = build(config, weights)
     shown = []
-
-    def show(token):
-        shown.append(token)
-        return len(shown) < 5
-
-    whole = generate(model, mesh, [1, 2], 12, 20, 1.0, 0, seed=3)
-    return shown, whole, generate(model, mesh, [1, 2], 12, 20, 1.0, 0, seed=3, show=show)
+    return generate(model, mesh, [1, 2], 12, 20, 1.0, 0, seed=3, show=shown.append), shown
 
 
-def test_each_token_is_shown_on_every_rank_until_show_says_stop(pool):
+def test_each_token_is_shown_on_every_rank(pool):
     weights, _ = weights_and_data(tiny(1), 1)
     config = tiny(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
-    for shown, whole, stopped in pool.run(show_rank, config, weights, world_size=4):
-        assert whole[:7] == stopped == [1, 2, *shown] and len(whole) == 14
+    for whole, shown in pool.run(show_rank, config, weights, world_size=4):
+        assert whole == [1, 2, *shown] and len(whole) == 14
 
 
 # ---- the characters
@@ -192,17 +183,19 @@ def test_incomplete_characters_are_never_shown(monkeypatch):
                                     (pairs, range(5), ["a", "aé", "aé€", "aé€😀", text])):
         shown = io.BytesIO()                        # what a terminal would have received
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, "utf-8"))
-        writer = Writer(tokenizer, SimpleNamespace(tp=1, device="cpu"))
+        writer = Writer(tokenizer)
         for token, expected in zip(tokens, seen, strict=True):
-            assert writer.write_token(token) and shown.getvalue() == expected.encode()
-        assert writer.end_text() and shown.getvalue() == text.encode() + b"\n"
+            writer.write_token(token)
+            assert shown.getvalue() == expected.encode()
+        writer.end_text()
+        assert shown.getvalue() == text.encode() + b"\n"
 
 
 def test_invalid_bytes_are_marked_as_soon_as_they_are_certain(monkeypatch):
     """A byte model that has learned little writes them. A text may end within a character; the next is unaffected."""
     shown = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, "utf-8"))
-    writer = Writer(build_tokenizer("byte"), SimpleNamespace(tp=1, device="cpu"))
+    writer = Writer(build_tokenizer("byte"))
     for byte, expected in zip(b"\xe2\x82a\xff\xc3", ("", "", "\ufffda", "\ufffda\ufffd", "\ufffda\ufffd")):
         writer.write_token(byte)
         assert shown.getvalue().decode() == expected
@@ -267,22 +260,6 @@ def test_prompts_of_every_kind(written, folder):
     long, tokens = written("--max-tokens 3 --seed 1 --prompt 'line 1 of a text that'", processes=2)
     assert tokens == 3 and long.startswith("the prompt has 21 tokens, but the model sees only the last 16 "
                                            "(seq-length)\nline 1 of a text that")
-
-
-def writes(tokens):
-    """Return what the Writer answers in a worker while only rank 0's output is open, and once it is closed."""
-    writer = Writer(build_tokenizer("byte"), make_mesh(1, 1, 2, torch.device("cpu")))
-    with mock.patch("builtins.print"), mock.patch("nanodomino.generate.printing.output_failure") as failure:
-        answers = []
-        for answer in (dist.get_rank() == 0, dist.get_rank() > 0):
-            failure.return_value = None if answer else BrokenPipeError()
-            answers += [writer.write_token(tokens[0]), writer.end_text()]
-    return answers
-
-
-def test_all_ranks_stop_together_once_rank_0s_output_is_closed(pool):
-    """Only rank 0 notices `| head`, and the others must not wait for it in their next all-reduce."""
-    assert pool.run(writes, [65], world_size=2) == [[True, True, False, False]] * 2
 
 
 @needs_proc
