@@ -11,13 +11,14 @@ Each problem is an OSError, whose `strerror` is a phrase for an error message.
 """
 
 import errno
+import json
 import os
 import shutil
 import stat
 from contextlib import suppress
 from pathlib import Path
 
-from nanodomino.errors import require
+from nanodomino.errors import UserError, require
 
 LIMIT = 1 << 28          # bytes
 
@@ -48,6 +49,17 @@ def read_file(path, limit=LIMIT) -> bytes:
         if (size := os.fstat(file.fileno()).st_size) > limit:
             raise OSError(errno.EFBIG, f"it has {size:,} bytes, more than {limit:,}", str(path))
         return file.read()
+
+
+def read_json(path) -> dict:
+    """Return the JSON object in a file. Raises UserError."""
+    try:
+        values = json.loads(read_file(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} can't be read ({getattr(error, 'strerror', None) or error}); give another file or "
+                        "folder") from None
+    require(isinstance(values, dict), f"{path} must hold one JSON object {{name: value}}; correct it")
+    return values
 
 
 def write_file(path: Path, data: bytes, flush=False):

@@ -11,7 +11,6 @@ user's copy of a checkpoint, are ignored and never deleted.
 """
 
 import dataclasses
-import json
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +18,7 @@ from pathlib import Path
 from nanodomino.checkpoint.manifest import read_manifest, step_of, verify
 from nanodomino.config.config import Config
 from nanodomino.errors import UserError, require, sentence_and_code
-from nanodomino.files import delete, read_file
+from nanodomino.files import delete, read_json
 
 SAVED_MARKER = "saved"
 
@@ -63,9 +62,8 @@ def recorded_settings(folder: Path) -> dict | None:
     If config.json can't be read or lacks settings, they are those of the newest checkpoint.
     """
     record = {}
-    with suppress(OSError, ValueError, RecursionError):        # if it is no run, or config.json is unreadable
-        found = json.loads(read_file(folder / "config.json"))
-        record = found if isinstance(found, dict) else {}
+    with suppress(UserError):                                  # if it is no run, or config.json is unreadable
+        record = read_json(folder / "config.json")
     if record.keys() >= {field.name for field in dataclasses.fields(Config)}:
         return record
     with suppress(OSError):                                    # for example, the name is too long

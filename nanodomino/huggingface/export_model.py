@@ -8,13 +8,11 @@ from nanodomino.checkpoint.find_checkpoints import find_checkpoint
 from nanodomino.checkpoint.tensor_index import Index
 from nanodomino.checkpoint.load import open_weights, read_box
 from nanodomino.config.config import Config
-from nanodomino.corpus.huggingface_tokenizer import bytes_of_characters
-from nanodomino.corpus.prepared_folder import load_corpus
-from nanodomino.corpus.tokenizer import END_OF_TEXT
 from nanodomino.errors import counted, require
+from nanodomino.files import read_json
 from nanodomino.huggingface.families import family_of, write_config
 from nanodomino.huggingface.safetensors_files import (GENERATION, INDEX, SPECIAL_TOKENS, TOKENIZER_FILES, WEIGHTS,
-                                                      copy_files, import_safetensors, new_folder, read_json,
+                                                      copy_files, import_safetensors, new_folder,
                                                       tokenizer_summary, write_json)
 from nanodomino.huggingface.tensor_mapping import TensorMapping, element_count, map_tensors
 from nanodomino.settings.presets import DTYPES
@@ -74,8 +72,7 @@ def export_model(folder: Path, out: Path, dtype_name: str | None = None, max_byt
                 metadata=dict(total_size=element_count(mappings) * dtype.itemsize),
                 weight_map={hf_name: name for name, mappings_of_file in zip(names, files)
                             for mapping in mappings_of_file for hf_name in mapping.hf_shapes}))
-        source = tokenizer_folder(checkpoint, config)
-        copied = copy_files((*TOKENIZER_FILES, GENERATION), source, temporary) or write_tokenizer(source, temporary)
+        copied = copy_files((*TOKENIZER_FILES, GENERATION), tokenizer_folder(checkpoint, config), temporary)
         write_json(temporary / "config.json", values | special_tokens(temporary, config))
     return (f"{out}: {family.architecture}, {counted(len(names), 'weight file')}, "
             f"{element_count(mappings):,} elements in {dtype_name}, {tokenizer_summary(copied)}{left_out}")
@@ -85,31 +82,6 @@ def tokenizer_folder(checkpoint: Path, config: Config) -> Path:
     """Return the folder with the tokenizer's files: an imported checkpoint itself, else the run's data folder."""
     in_checkpoint = any((checkpoint / name).is_file() for name in TOKENIZER_FILES)
     return checkpoint if in_checkpoint or not config.data_path else Path(config.data_path)
-
-
-def byte_level_tokenizer(end_of_text: int) -> dict:
-    """Return the tokenizer.json whose ids are bytes: a byte-level BPE without merges, with an end-of-text token."""
-    level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
-    special = dict(id=end_of_text, content=END_OF_TEXT, single_word=False, lstrip=False, rstrip=False, normalized=False,
-                   special=True)
-    return dict(version="1.0", added_tokens=[special], normalizer=None, pre_tokenizer=level, post_processor=None,
-                decoder=level, model=dict(type="BPE", vocab=bytes_of_characters(), merges=[]))
-
-
-def write_tokenizer(source: Path, target: Path) -> list[str]:
-    """Write the byte tokenizer of the data folder `source` as Hugging Face's files, and return their names.
-
-    Nothing is written if the folder is gone, or if its tokenizer is gpt2, which has no files. Raises UserError if the
-    folder is damaged.
-    """
-    if not (source / "meta.json").is_file() or (corpus := load_corpus(source)).tokenizer_name != "byte":
-        return []
-    files = {"tokenizer.json": byte_level_tokenizer(corpus.end_of_text),
-             "tokenizer_config.json": dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=END_OF_TEXT,
-                                           clean_up_tokenization_spaces=False)}
-    for name, values in files.items():
-        write_json(target / name, values)
-    return list(files)
 
 
 def special_tokens(folder: Path, config: Config) -> dict:

@@ -14,10 +14,11 @@ from nanodomino.checkpoint.shards import LocalBox
 from nanodomino.config.config import Config
 from nanodomino.config.saved_settings import to_record
 from nanodomino.errors import require
+from nanodomino.files import read_json
 from nanodomino.huggingface.families import Family, family_of_json, read_config
 from nanodomino.huggingface.safetensors_files import (GENERATION, SPECIAL_TOKENS, STORED_DTYPES, TOKENIZER_FILES,
                                                       copy_files, import_safetensors, new_folder, open_weight_files,
-                                                      read_json, tokenizer_summary, write_json)
+                                                      tokenizer_summary, write_json)
 from nanodomino.huggingface.tensor_mapping import TensorMapping, element_count, map_tensors
 from nanodomino.settings.presets import DTYPES
 

@@ -9,7 +9,7 @@ import torch
 
 from nanodomino.corpus.huggingface_tokenizer import FILES
 from nanodomino.errors import UserError, require
-from nanodomino.files import check_outside_ours, delete, read_file, write_file
+from nanodomino.files import check_outside_ours, delete, write_file
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 *TOKENIZER_FILES, GENERATION = FILES
@@ -28,17 +28,6 @@ def import_safetensors():
 
 
 # ---- read
-
-def read_json(path: Path) -> dict:
-    """Return the JSON object in a file. Raises UserError."""
-    try:
-        values = json.loads(read_file(path))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} can't be read ({getattr(error, 'strerror', None) or error}); give another folder, or "
-                        "download it again") from None
-    require(isinstance(values, dict), f"{path} must hold one JSON object; download the folder again")
-    return values
-
 
 def open_weight_files(folder: Path) -> dict:
     """Return {tensor's name: the open safetensors file that holds it} of a folder. Only headers are read. A tensor is

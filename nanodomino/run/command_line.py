@@ -9,15 +9,13 @@ So `train.py --run-dir runs/mine` alone resumes a run as it was. Some settings m
 """
 
 import argparse
-import json
 from pathlib import Path
 
 from nanodomino.checkpoint.find_checkpoints import recorded_settings
 from nanodomino.config.config import Config
 from nanodomino.config.flags import Parser, add_flags
 from nanodomino.config.saved_settings import check_record, remembered_settings
-from nanodomino.errors import UserError, require
-from nanodomino.files import read_file
+from nanodomino.files import read_json
 from nanodomino.settings.rules import check_needs
 from nanodomino.settings.setting import flag_settings, names_affecting
 
@@ -60,13 +58,7 @@ def read_settings(path: Path) -> dict:
     The program writes `given` into a run's config.json. In a file without it, a user has given all the settings. Raises
     UserError.
     """
-    try:
-        record = json.loads(read_file(path))
-        require(isinstance(record, dict), "it must hold one JSON object {setting: value}")
-    except (OSError, ValueError, RecursionError, UserError) as error:
-        raise UserError(f"--config {path} can't be read ({getattr(error, 'strerror', None) or error}); give a JSON "
-                        "file such as a run's config.json") from None
-    record = check_record(record, f"--config {path}")
+    record = check_record(read_json(path), f"--config {path}")
     unset = {setting.name: setting.default for setting in flag_settings(Config)
              if setting.name in record and record[setting.name] is None}
     return unset | (remembered_settings(record) if "given" in record else

@@ -7,12 +7,10 @@ import dataclasses
 import json
 import os
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from data.prepare import prepare
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of
 from nanodomino.checkpoint.tensor_index import Index
 from nanodomino.checkpoint.load import load_weights, read_box
@@ -20,13 +18,12 @@ from nanodomino.checkpoint.manifest import read_manifest, verify
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.config.config import Config
 from nanodomino.corpus.prepared_folder import load_corpus
-from nanodomino.corpus.tokenizer import build_tokenizer
 from nanodomino.data import TokenDataset
 from nanodomino.errors import UserError
 from nanodomino.generate.__main__ import main as generate_main
 from nanodomino.huggingface import export_model as exporting, import_model as importing
 from nanodomino.huggingface.__main__ import main
-from nanodomino.huggingface.export_model import export_model, split_into_files, write_tokenizer
+from nanodomino.huggingface.export_model import export_model, split_into_files
 from nanodomino.huggingface.families import FAMILIES, family_of, read_config, write_config
 from nanodomino.huggingface.import_model import import_model
 from nanodomino.huggingface.safetensors_files import GENERATION
@@ -281,24 +278,6 @@ def test_an_imported_model_is_trained_and_exported(pool, transformers, saved, tm
     import_model(out, tmp_path / "again")
     assert same_bits(weights_of(tmp_path / "again"), weights_of(checkpoint))
     assert not same_bits(weights_of(tmp_path / "again"), weights_of(tmp_path / "imported"))
-
-
-def test_transformers_reads_the_tokenizer_of_a_run_on_bytes(transformers, tmp_path):
-    """AutoTokenizer gives the ids with which the data folder was prepared. An export without a tokenizer would load an
-    empty one without an error."""
-    data, out = tmp_path / "data", tmp_path / "out"
-    (tmp_path / "a.txt").write_text(text := "It is  1234, naïve 東京 🙂!\n\n\tdef f(x): return 'it''s'  \n")
-    prepare(tmp_path / "a.txt", data, split=(1, 0, 0), progress=False)
-    corpus = load_corpus(data)
-    out.mkdir()
-    config = Config().resolve(1).with_vocabulary(corpus.vocab_size)
-    (out / "config.json").write_text(json.dumps(write_config(config, "float32")))
-    assert write_tokenizer(data, out) == ["tokenizer.json", "tokenizer_config.json"]
-    loaded = transformers.AutoTokenizer.from_pretrained(out)
-    ids = np.fromfile(data / "train.bin", corpus.dtype).tolist()
-    assert loaded(text, add_special_tokens=False)["input_ids"] == ids[:-1] and loaded.eos_token_id == ids[-1]
-    assert loaded.decode(ids[:-1]) == text and loaded("x<|endoftext|>")["input_ids"][-1] == corpus.end_of_text
-    assert build_tokenizer(out).encode(text).tolist() == ids[:-1], "it is read here, too"
 
 
 def test_generate_asks_for_a_tokenizer_if_the_checkpoint_has_none(saved, tmp_path):

@@ -281,7 +281,7 @@ TABLE += [Bad("--config text.txt", says, write("text.txt", text), f"with {text[:
     (b'{"given": 5, "min_lr": 0.1}', "gives 5 as given, but must give a value of type list"),
     (b'{"layers": 3}', "settings that this version does not know (layers)", "correct the names"),
     (b"[1]", "must hold one JSON object"), (b"{", "can't be read"),
-    (b"[" * 99999, "can't be read", "give a JSON file such as a run's config.json")]]
+    (b"[" * 99999, "text.txt can't be read", "give another file or folder")]]
 TABLE += [Bad("--load run" + flags, says, damage, what, "nanodomino.generate") for flags, what, damage, *says in [
     (" --data-path data", "with a larger tokenizer", change_meta(vocab_size=300),
      "tokenizer of data has 300 tokens, but the model has only 257", "give the data folder that the model was trained"),

@@ -10,9 +10,8 @@ from support.runs import make_corpus, saved_steps, train_in_pool
 
 from nanodomino.config.config import Config
 from nanodomino.errors import UserError, sentence_and_code
-from nanodomino.files import LIMIT, open_regular_file
+from nanodomino.files import LIMIT, open_regular_file, read_json
 from nanodomino.generate.__main__ import command_line as generate
-from nanodomino.huggingface.safetensors_files import read_json
 from nanodomino.run.command_line import from_command_line
 from nanodomino.run.metrics_file import remove_outdated
 from nanodomino.run.run_folder import open_run
