@@ -193,8 +193,6 @@ class CoreSettings(Seams):
         2, "number of overflows until the dynamic loss scale is halved; each further overflow halves it again, and the "
            "count restarts when the scale doubles",
         needs=DYNAMIC)
-    fp16_lm_cross_entropy: bool = training_setting(
-        False, "compute the intermediate tensors of the cross entropy in fp16 instead of fp32", needs=DYNAMIC[0])
     seed: int = training_setting(1234, "seed of initial weights, data order and dropout", affects="run", at_least=0)
 
     data_path: str = data_setting(
@@ -292,11 +290,6 @@ class CoreSettings(Seams):
     def compiler(self):
         """torch.compile with its backend, or None if compilation is off."""
         return partial(torch.compile, backend=self.compile_backend) if self.compile else None
-
-    @property
-    def narrow_cross_entropy(self) -> bool:
-        """Return whether the cross entropy computes in fp16."""
-        return self.fp16_lm_cross_entropy and self.dtype == "float16"
 
     @property
     def microbatches(self) -> int:

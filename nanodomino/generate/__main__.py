@@ -129,7 +129,7 @@ def main(arguments: list[str], launch: LaunchInfo) -> int:
     device = find_device(config, launch)
 
     start_world(launch, device, config.timeout)
-    choose_threads(config, device, quiet=launch.rank > 0)
+    choose_threads(device, quiet=launch.rank > 0)
     mesh = make_mesh(1, 1, tp, device)
     model = GPT(config, mesh, initialize=False)
     load_weights(from_rank_0(checkpoint), model)

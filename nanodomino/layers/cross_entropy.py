@@ -21,8 +21,7 @@ three numbers per token (Megatron-LM, 1909.08053, section 3):
 
 **Memory.** Logits are the largest tensor of a step. They stay in their own dtype until the gradient overwrites them.
 Training creates no other tensor of their size, because it makes fp32 temporaries for a chunk of rows at a time. (Only
-VocabParallelCrossEntropy, which the plain model uses, copies the logits.) Sums are in fp32 or wider. With `narrow`
-(--fp16-lm-cross-entropy), the temporaries have the logits' dtype.
+VocabParallelCrossEntropy, which the plain model uses, copies the logits.) Sums are in fp32 or wider.
 """
 
 import torch
@@ -44,18 +43,15 @@ def in_chunks(function):
     return chunked
 
 
-def max_and_sum_exp_of_rows(logits, narrow=False):
+def max_and_sum_exp_of_rows(logits):
     """Return (largest logit, sum of exp(z - largest)) of logits [rows, n], both [rows] in fp32 or wider."""
-    narrow_largest = logits.amax(dim=-1)
-    largest = narrow_largest.to(wide_dtype(logits))
-    exps = (logits - (narrow_largest if narrow else largest).unsqueeze(-1)).exp_()
-    return largest, exps.sum(dim=-1, dtype=wide_dtype(logits))
+    largest = logits.amax(dim=-1).to(wide_dtype(logits))
+    return largest, (logits - largest.unsqueeze(-1)).exp_().sum(dim=-1)
 
 
-def scaled_exp_of_rows(logits, maximum, factor, narrow=False):
+def scaled_exp_of_rows(logits, maximum, factor):
     """Overwrite logits [rows, n] with exp(logits - maximum [rows]) * factor [rows]."""
-    maximum, factor = (x.unsqueeze(-1).to(logits.dtype if narrow else x.dtype) for x in (maximum, factor))
-    torch.mul((logits - maximum).exp_(), factor, out=logits)
+    torch.mul((logits - maximum.unsqueeze(-1)).exp_(), factor.unsqueeze(-1), out=logits)
     return ()
 
 

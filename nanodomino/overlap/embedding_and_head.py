@@ -45,9 +45,8 @@ class EmbeddingAndHead:
         operations. Without it, in_chunks() processes a few rows at a time.
         """
         self.model, self.ops, self.residual_norm = model, ops, residual_norm
-        narrow = model.config.narrow_cross_entropy
         self.max_and_sum_exp_of_rows, self.scaled_exp_of_rows = map(compiled or in_chunks, (
-            lambda *rows: max_and_sum_exp_of_rows(*rows, narrow), lambda *rows: scaled_exp_of_rows(*rows, narrow)))
+            max_and_sum_exp_of_rows, scaled_exp_of_rows))
 
     def embed(self, slice):
         """Return x [b, s, h], the start of the residual stream, for the slice's tokens."""

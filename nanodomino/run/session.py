@@ -89,7 +89,7 @@ def open_session(arguments: list[str], launch: LaunchInfo, program):
     hosts = check_agreement(config)
     run = from_rank_0(run)
     config = dataclasses.replace(config, cpu_threads=choose_threads(
-        config, device, from_rank_0(recorded_settings(run.folder)), quiet=launch.rank > 0))
+        device, from_rank_0(recorded_settings(run.folder)), quiet=launch.rank > 0))
     with Watchdog(launch, mesh, config.timeout) as watchdog:
         watchdog.context["hosts"] = hosts
         session = Session(config, corpus, datasets, mesh, run, watchdog, memory)

@@ -24,7 +24,7 @@ from functools import partial
 from nanodomino.errors import require
 
 MAX_INT = 2**31 - 1      # a larger integer would overflow a C int later, with an obscure message
-FP32_MAX, FP32_SMALLEST = (2 - 2**-23) * 2.0**127, 2.0**-126     # the largest and the smallest normal number of fp32
+FP32_MAX = (2 - 2**-23) * 2.0**127       # most float settings are used in fp32
 
 # What happens if a run that resumes, or that loads a checkpoint, gives the setting another value.
 EFFECTS = {"model": "refused, because the checkpoint's weights would not fit or would compute something else",
@@ -100,16 +100,11 @@ def check_values(config):
 
 
 def check_range(flag: str, value, at_least=None, above=None, at_most=None, below=None, type=int):
-    """Raise UserError unless `value` lies in its range. setting() says what the bounds mean.
-
-    Most float settings are used in fp32. So a float must also not become 0 in fp32 unless it is 0. A loss scale of
-    1e-46, for example, would make all gradients 0.
-    """
+    """Raise UserError unless `value` lies in its range. setting() says what the bounds mean."""
     at_least = (1 if type is int else 0.0) if at_least is None else at_least
     at_most = (MAX_INT if type is int else FP32_MAX) if at_most is None else at_most
     inside = ((value >= at_least if above is None else value > above)
-              and (value <= at_most if below is None else value < below) and (value >= FP32_SMALLEST or value == 0))
+              and (value <= at_most if below is None else value < below))
     low = f"at least {at_least:g}" if above is None else f"above {above:g}"
     high = f"at most {at_most:{'g' if type is float else 'd'}}" if below is None else f"below {below:g}"
-    rounded = ", which fp32 rounds to 0" if 0 < value < FP32_SMALLEST else ""
-    require(inside, f"{flag} must be {low} and {high}, but is {value}{rounded}")
+    require(inside, f"{flag} must be {low} and {high}, but is {value}")

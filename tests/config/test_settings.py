@@ -74,7 +74,6 @@ def test_a_range_may_be_open_or_closed_at_either_end():
     for wrong, words in ((Settings(part=1.0), "--part must be above 0 and below 1, but is 1.0"),
                          (Settings(part=0.0), "above 0 and below 1"),
                          (Settings(rate=0.0), "--rate must be above 0 and at most 3.40282e.38, but is 0.0$"),
-                         (Settings(rate=1e-40), "but is 1e-40, which fp32 rounds to 0"),
                          (Settings(rate=1e39), "at most 3.40282e.38, but is 1e.39"),
                          (Settings(share=1.01), "--share must be at least 0 and at most 1, but is 1.01"),
                          (Settings(rate=float("nan")), "above 0"),

@@ -119,7 +119,6 @@ TABLE = [Bad(flags, says, processes=(n,)) for n, flags, *says in [
     (1, "--min-lr 1", "min-lr 1.0 must be at most lr 0.004", "lower --min-lr, or leave it out"),
     (1, "--fp16 --min-loss-scale 65536", "min-loss-scale 65536 must be at most initial-loss-scale 32768",
      "try --min-loss-scale 32768"),
-    (1, "--adam-eps 1e-50", "--adam-eps must be above 0", "but is 1e-50, which fp32 rounds to 0"),
     (1, "--trace 5:2", "--trace must be FIRST:LAST", "<= --train-iters 200, but is 5:2;", "try --trace 10:12"),
     (1, "--trace 5:201", "--trace must be FIRST:LAST", "but is 5:201;"), (1, "--trace 5", "FIRST:LAST", "but is 5;"),
     # flags without effect
