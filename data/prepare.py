@@ -44,10 +44,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a script,
 
 from nanodomino.config.flags import Parser
 from nanodomino.corpus.documents import find_files, read_documents
-from nanodomino.corpus.prepared_folder import FORMAT, SPLITS, file_sha256, load_corpus, sample_sha256
+from nanodomino.corpus.prepared_folder import FORMAT, SPLITS, file_sha256, load_corpus
 from nanodomino.corpus.tokenizer import Tokenizer, build_tokenizer
 from nanodomino.errors import UserError, counted, require, run_command
-from nanodomino.files import check_outside_ours, delete, open_regular_file, read_file, write_file
+from nanodomino.files import delete, open_regular_file, read_file, write_file
 
 DEFAULT_CORPUS = Path(__file__).resolve().parent / "python-stdlib"
 STANDARD_LIBRARY = f"the standard library of Python {sys.version.split()[0]}"
@@ -81,8 +81,7 @@ def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), progress=True,
             "bytes": {split: text_bytes(counts[split], text_tokenizer) for split in SPLITS},
             "documents": dict(zip(SPLITS, documents)), "cut_off": cut_off, "skipped": dict(+skipped),
             "unigram_entropy": entropy(counts["train"]), "bigram_entropy": bigram, "bigram_tokens": pairs,
-            "sha256": {split: file_sha256(path) for split, path in paths.items()},
-            "sample_sha256": {split: sample_sha256(path) for split, path in paths.items()}}
+            "sha256": {split: file_sha256(path) for split, path in paths.items()}}
         if text_tokenizer.name == "huggingface":
             meta |= dict(special_tokens=special_tokens, begin_of_text=begin_of_text)
         for name, path in text_tokenizer.files.items():         # copies, because the originals may move
@@ -99,7 +98,6 @@ def new_folder(output: Path) -> Iterator[Path]:
     replaced, and of several processes that prepare the same output, the first to finish wins. A process that is killed
     leaves its hidden folder, which a user can delete.
     """
-    check_outside_ours(output)
     require(not output.exists() or output.is_dir() and not any(output.iterdir()),
             f"the output {output} already exists, and nothing is replaced; delete it, or choose another --output")
     output.parent.mkdir(parents=True, exist_ok=True)

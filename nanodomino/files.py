@@ -92,18 +92,3 @@ def delete(path: Path):
     else:
         with suppress(OSError):
             path.unlink()
-
-
-def check_outside_ours(output: Path):
-    """Raise UserError if a user's output would lie in a checkpoint, among a run's checkpoints, or in a corpus.
-
-    Old checkpoints are deleted with all that their folders hold, and a corpus with other files can't be replaced.
-    """
-    inner = Path(os.path.realpath(output.parent))
-    for folder in (inner, *inner.parents):
-        names = {"a checkpoint": "manifest.json index.json", "a corpus": "meta.json train.bin"}
-        if folder.name == "checkpoints":
-            names["the checkpoints of a run"] = "../lock"
-        for kind, found in names.items():
-            require(not all(os.path.exists(folder / name) for name in found.split()),
-                    f"{output} would lie in {kind} ({folder}); choose another folder")

@@ -1,7 +1,6 @@
 """Finds the checkpoints of a run, and deletes old ones.
 
     runs/nano-001/config.json                           the settings of the latest launch
-    runs/nano-001/saved                                 an empty file; exists if the run has ever completed a checkpoint
     runs/nano-001/checkpoints/step-00000100/            a checkpoint; only a complete one gets such a name
     runs/nano-001/checkpoints/.step-00000200.unfinished/    a checkpoint that is being written
     runs/nano-001/checkpoints/.step-00000050.discarded/     a checkpoint that is being deleted
@@ -19,8 +18,6 @@ from nanodomino.checkpoint.manifest import read_manifest, step_of, verify
 from nanodomino.config.config import Config
 from nanodomino.errors import UserError, require, sentence_and_code
 from nanodomino.files import delete, read_json
-
-SAVED_MARKER = "saved"
 
 
 def checkpoints_of(run_dir: Path) -> list[Path]:

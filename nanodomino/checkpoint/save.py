@@ -24,14 +24,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nanodomino.checkpoint.find_checkpoints import SAVED_MARKER, checkpoints_of, delete_checkpoint
+from nanodomino.checkpoint.find_checkpoints import checkpoints_of, delete_checkpoint
 from nanodomino.checkpoint.tensor_index import FORMAT, Share, write_boxes
 from nanodomino.checkpoint.manifest import flush_folder, step_of, write_manifest
 from nanodomino.checkpoint.shards import BucketRange, LocalBox, local_boxes, range_to_save
 from nanodomino.comm.world import TIMEOUT
 from nanodomino.config.config import Config
 from nanodomino.config.saved_settings import to_record
-from nanodomino.files import delete, write_file
+from nanodomino.files import delete
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
 from nanodomino.zero import ZeroOptimizer
@@ -127,7 +127,6 @@ class Saver:
             delete_checkpoint(final)
         temporary.rename(final)
         flush_folder(final.parent)
-        write_file(self.run_dir / SAVED_MARKER, b"")
         if not manifest["skipped_in_a_row"]:                   # later ones are damaged, or the run had resumed there
             until_now = [folder for folder in checkpoints_of(self.run_dir) if step_of(folder) <= step_of(final)]
             for folder in until_now[self.keep_last:]:

@@ -8,7 +8,6 @@
 import hashlib
 import json
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from nanodomino.files import read_file
 
 SPLITS = ("train", "valid", "test")
 FORMAT = "nanodomino-corpus-1"
-SAMPLE_BLOCK, SAMPLE_BLOCKS = 1 << 12, 64       # bytes that sample_sha256() reads at a time, and how often
+SAMPLE = 1 << 12        # tokens by which two tokenizers are compared
 
 
 @dataclass
@@ -82,7 +81,7 @@ class Corpus:
         The sizes do not tell: the tokenizers of Llama 2 and of Mistral 7B both have 32,000 tokens.
         """
         if (checkpoint / "tokenizer.json").is_file():
-            ids = np.fromfile(self.path / "train.bin", self.dtype, SAMPLE_BLOCK)
+            ids = np.fromfile(self.path / "train.bin", self.dtype, SAMPLE)
             ids = ids[(ids < self.vocab_size) & (ids != self.end_of_text)]     # a model may rename its end-of-text
             texts = [b"".join(map(tokenizer.token_bytes, ids.tolist()))
                      for tokenizer in (self.tokenizer(), build_tokenizer(str(checkpoint)))]
@@ -104,18 +103,8 @@ def file_sha256(path) -> str:
     return digest.hexdigest()
 
 
-def sample_sha256(path) -> str:
-    """Return the SHA-256 of blocks that are spread evenly over a file, which takes milliseconds for any size."""
-    digest, last = hashlib.sha256(), max(os.path.getsize(path) - SAMPLE_BLOCK, 0)
-    with open(path, "rb") as file:
-        for block in range(SAMPLE_BLOCKS):
-            file.seek(last * block // (SAMPLE_BLOCKS - 1))
-            digest.update(file.read(SAMPLE_BLOCK))
-    return digest.hexdigest()
-
-
 def load_corpus(folder) -> Corpus:
-    """Read and check the meta.json of a corpus, and compare it with the sizes and samples of the other files.
+    """Read and check the meta.json of a corpus, and compare it with the sizes of the other files.
     Raises UserError."""
     folder = Path(folder)
     path = folder / "meta.json"
@@ -134,7 +123,6 @@ def load_corpus(folder) -> Corpus:
             sha256={split: str(meta["sha256"][split]) for split in SPLITS},
             unigram_entropy=float(meta["unigram_entropy"]), bigram_entropy=float(meta["bigram_entropy"]), meta=meta,
             **sizes)
-        samples = {split: meta["sample_sha256"][split] for split in SPLITS}
         if not (corpus.tokenizer_name in (*TOKENIZERS, "huggingface")
                 and 0 <= corpus.end_of_text < corpus.vocab_size <= 256 ** corpus.dtype.itemsize
                 and math.isfinite(corpus.unigram_entropy + corpus.bigram_entropy)):
@@ -146,6 +134,4 @@ def load_corpus(folder) -> Corpus:
         check(path.is_file(), f"{path} is missing")
         check(path.stat().st_size == expected,
               f"{path} should hold {tokens} tokens in {expected} bytes, but has {path.stat().st_size} bytes")
-        check(sample_sha256(path) == samples[split],
-              f"{path} holds other tokens than those that meta.json describes")
     return corpus

@@ -9,7 +9,7 @@ import torch
 
 from nanodomino.corpus.huggingface_tokenizer import FILES
 from nanodomino.errors import UserError, require
-from nanodomino.files import check_outside_ours, delete, write_file
+from nanodomino.files import delete, write_file
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 *TOKENIZER_FILES, GENERATION = FILES
@@ -59,7 +59,6 @@ def new_folder(final: Path):
     Raises UserError if `final` exists or can't be written."""
     require(not os.path.lexists(final), f"{final} already exists, and nothing is overwritten; choose another name, or "
             "move it away")
-    check_outside_ours(final)
     absolute = final.absolute()
     temporary = absolute.with_name(f".{absolute.name}.unfinished")
     try:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanodomino.checkpoint.find_checkpoints import (SAVED_MARKER, checkpoints_of, clear_leftovers, find_checkpoint,
+from nanodomino.checkpoint.find_checkpoints import (checkpoints_of, clear_leftovers, find_checkpoint,
                                                     newest_intact_checkpoint, recorded_settings)
 from nanodomino.checkpoint.manifest import read_manifest
 from nanodomino.config.config import Config
@@ -69,11 +69,8 @@ def open_run(config: Config) -> Run:
         return Run(run_dir, checkpoint)
     if record := recorded_settings(run_dir):                   # killed before its first checkpoint
         check_settings(record, f"--run-dir {run_dir}", config, "model", "optimizer", "run")
-    damaged = checkpoints_of(run_dir)
-    require(not damaged and not (run_dir / SAVED_MARKER).exists(),
-            f"the run in --run-dir {run_dir} has saved checkpoints, but the folder holds no intact one now "
-            f"({len(damaged)} damaged), so it can't be resumed; restore a checkpoint, or move the folder away to start "
-            "over")
+    require(not checkpoints_of(run_dir), f"--run-dir {run_dir} holds only damaged checkpoints, so its run can't be "
+            "resumed; restore a checkpoint, or move the folder away to start over")
     checkpoint = find_checkpoint_to_load(config) if exists else loaded
     return Run(run_dir, checkpoint, config.finetune)
 
@@ -81,8 +78,8 @@ def open_run(config: Config) -> Run:
 def check_is_run(run_dir: Path):
     """Raise UserError unless the folder is empty or holds a run. Hidden files do not count."""
     names = sorted(path.name for path in run_dir.iterdir() if not path.name.startswith("."))
-    is_run = {"lock", SAVED_MARKER}.intersection(names) or recorded_settings(run_dir)
-    require(is_run or checkpoints_of(run_dir) or not names, f"--run-dir {run_dir} holds no run, but other files "
+    is_run = "lock" in names or recorded_settings(run_dir) or checkpoints_of(run_dir)
+    require(is_run or not names, f"--run-dir {run_dir} holds no run, but other files "
             f"({', '.join(names[:3])}{' ...' * (len(names) > 3)}); choose a new or an empty folder")
 
 
