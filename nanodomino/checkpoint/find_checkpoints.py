@@ -9,13 +9,11 @@ A killed process can leave hidden folders behind; the next launch deletes them. 
 user's copy of a checkpoint, are ignored and never deleted.
 """
 
-import dataclasses
 import os
 from contextlib import suppress
 from pathlib import Path
 
 from nanodomino.checkpoint.manifest import read_manifest, step_of, verify
-from nanodomino.config.config import Config
 from nanodomino.errors import UserError, require, sentence_and_code
 from nanodomino.files import delete, read_json
 
@@ -56,18 +54,15 @@ def find_checkpoint(folder: Path) -> Path:
 def recorded_settings(folder: Path) -> dict | None:
     """Return the settings of a run's latest launch, or of a checkpoint; None if none can be read.
 
-    If config.json can't be read or lacks settings, they are those of the newest checkpoint.
+    If config.json can't be read, they are those of the newest checkpoint.
     """
-    record = {}
-    with suppress(UserError):                                  # if it is no run, or config.json is unreadable
-        record = read_json(folder / "config.json")
-    if record.keys() >= {field.name for field in dataclasses.fields(Config)}:
-        return record
+    with suppress(UserError):
+        return read_json(folder / "config.json")
     with suppress(OSError):                                    # for example, the name is too long
         for checkpoint in [folder, *checkpoints_of(folder)]:
             with suppress(UserError):
-                return read_manifest(checkpoint)["config"] | record
-    return record or None
+                return read_manifest(checkpoint)["config"]
+    return None
 
 
 def delete_checkpoint(folder: Path):

@@ -72,16 +72,12 @@ def export_model(folder: Path, out: Path, dtype_name: str | None = None, max_byt
                 metadata=dict(total_size=element_count(mappings) * dtype.itemsize),
                 weight_map={hf_name: name for name, mappings_of_file in zip(names, files)
                             for mapping in mappings_of_file for hf_name in mapping.hf_shapes}))
-        copied = copy_files((*TOKENIZER_FILES, GENERATION), tokenizer_folder(checkpoint, config), temporary)
+        imported = any((checkpoint / name).is_file() for name in TOKENIZER_FILES)       # else take the data folder's
+        copied = copy_files((*TOKENIZER_FILES, GENERATION),
+                            checkpoint if imported or not config.data_path else Path(config.data_path), temporary)
         write_json(temporary / "config.json", values | special_tokens(temporary, config))
     return (f"{out}: {family.architecture}, {counted(len(names), 'weight file')}, "
             f"{element_count(mappings):,} elements in {dtype_name}, {tokenizer_summary(copied)}{left_out}")
-
-
-def tokenizer_folder(checkpoint: Path, config: Config) -> Path:
-    """Return the folder with the tokenizer's files: an imported checkpoint itself, else the run's data folder."""
-    in_checkpoint = any((checkpoint / name).is_file() for name in TOKENIZER_FILES)
-    return checkpoint if in_checkpoint or not config.data_path else Path(config.data_path)
 
 
 def special_tokens(folder: Path, config: Config) -> dict:

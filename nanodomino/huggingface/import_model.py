@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator
 from functools import partial, reduce
 from pathlib import Path
 
@@ -60,13 +59,6 @@ def convert_from_hf(mapping: TensorMapping, found: dict, config: Config, dtype: 
     return mapping.conversion.from_hf(parts, config).to(dtype).contiguous().view(mapping.box.size)
 
 
-def full_boxes(mappings: list[TensorMapping], found: dict, config: Config, dtype: torch.dtype) -> Iterator[LocalBox]:
-    """Yield every parameter as one box, or as one box per expert, so that only one tensor is in memory at a time."""
-    for mapping in mappings:
-        values = convert_from_hf(mapping, found, config, dtype)
-        yield LocalBox(f"weight.{mapping.name}", mapping.shape, mapping.box, values)
-
-
 def import_model(folder: Path, output: Path) -> str:
     """Import the model in `folder` as the checkpoint `output`, and return a line that describes the result.
 
@@ -83,7 +75,9 @@ def import_model(folder: Path, output: Path) -> str:
     config = dataclasses.replace(config, dtype=dtype_name)
     wide = torch.promote_types(dtype, torch.float32)           # the dtype of a run's master weights
     with new_folder(output) as temporary:
-        share = write_boxes(temporary / "rank-00000.bin", full_boxes(mappings, found, config, wide))
+        share = write_boxes(temporary / "rank-00000.bin", (     # a generator: only one tensor is in memory at a time
+            LocalBox(f"weight.{one.name}", one.shape, one.box, convert_from_hf(one, found, config, wide))
+            for one in mappings))
         copied = copy_files((*TOKENIZER_FILES, GENERATION), folder, temporary)
         special = {name: values[name] for name in SPECIAL_TOKENS if values.get(name) is not None}
         if GENERATION not in copied and special:               # a checkpoint has no other place for these ids

@@ -225,7 +225,7 @@ def test_a_file_overrides_what_a_run_remembers(begun, tmp_path):
     assert dataclasses.replace(settled("--config", tmp_path / "null.json"), config=None, given=()) == settled()
 
 
-@pytest.mark.parametrize("content", [None, '{"num_layers": 1, "hid', '{"train_iters": 5}'])
+@pytest.mark.parametrize("content", [None, '{"num_layers": 1, "hid'])
 def test_a_run_that_has_lost_its_config_json_takes_the_settings_of_its_checkpoint(tmp_path, content, old_run):
     run = Path(shutil.copytree(old_run, tmp_path / "run"))
     saved = json.loads((run / "config.json").read_text())
@@ -233,7 +233,6 @@ def test_a_run_that_has_lost_its_config_json_takes_the_settings_of_its_checkpoin
     for flags in (("--run-dir", run), ("--load", run)):
         config = from_command_line([str(flag) for flag in flags], 1)
         assert (config.num_layers, config.hidden_size) == (saved["num_layers"], saved["hidden_size"])
-    assert from_command_line(["--run-dir", str(run)], 1).train_iters == (5 if content and "5" in content else 3)
 
 
 def test_a_run_of_an_older_version_can_be_resumed():

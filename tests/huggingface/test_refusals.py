@@ -104,7 +104,7 @@ def split_weights(folder: Path, parts=3) -> Path:
 PART = "model-{:05d}-of-00003.safetensors"
 FILES = [        # (change of a folder with three weight files, error)
     (lambda folder: (folder / "config.json").unlink(), "config.json can't be read .No such file.*; give another"),
-    (lambda folder: (folder / "config.json").write_text("{"), "config.json can't be read .*; give another folder"),
+    (lambda folder: (folder / "config.json").write_text("{"), "config.json can't be read .*; give another file"),
     (lambda folder: (folder / "config.json").write_text("[]"), "config.json must hold one JSON object"),
     (lambda folder: [path.unlink() for path in folder.glob("model*")], "has neither model.safetensors nor model-00001"),
     (lambda folder: (folder / PART.format(2)).unlink(), "lacks .* and others, which a .*; download the folder again"),
