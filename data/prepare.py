@@ -168,7 +168,7 @@ def write_splits(folder: Path, files: list[str], total: int, tokenizer: Tokenize
         def pieces():
             """Yield (split, text to be tokenized, or bytes to be written as they are)."""
             position = 0
-            for document in read_documents(files, tokenizer.safe_cut):
+            for document in read_documents(files):
                 first = next(document.chunks, "")
                 if first:
                     # documents of equal length with equal first chunks count as copies

@@ -3,6 +3,5 @@
     documents.py               finds text files and the documents in them
     tokenizer.py               converts text to token ids and back
     huggingface_tokenizer.py   does the same with a Hugging Face tokenizer.json and the optional package tokenizers
-    safe_cuts.py               finds where a long text can be cut without changing its token ids
     prepared_folder.py         checks and loads a corpus
 """

@@ -1,4 +1,10 @@
-"""Finds text files and reads the documents in them: a document is a text file, or a line of a .jsonl file."""
+"""Finds text files and reads the documents in them: a document is a text file, or a line of a .jsonl file.
+
+**Long documents.** Encoding takes some 60 bytes of memory per byte of text, and a file may have gigabytes. So a file is
+encoded in chunks. A tokenizer splits a text into words, and byte-pair encoding (BPE) merges only within a word. So if
+the chunks end between two words, they have the token ids of the whole. (Some tokenizers, such as Llama 2's, put a space
+in front of each text, so here in front of each chunk.)
+"""
 
 import json
 import os
@@ -7,10 +13,18 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nanodomino.corpus.safe_cuts import split_at_safe_cuts
 from nanodomino.errors import UserError, require
 
 CHUNK = 1 << 20                 # characters read at once
+
+# A cut is safe
+#   - before a single space, because a word may begin with a space but never ends with one;
+#   - between an ASCII letter or digit and any whitespace;
+#   - after a single newline, if a letter, a digit or _ follows.
+# Other cuts in whitespace are not safe. GPT-2 gives the last character of a run of whitespace to the next word. Llama 3
+# joins newlines to the full stop before them. SmolLM2 does not split a run of whitespace before a digit. (Python counts
+# the characters 1c to 1f as whitespace, the tokenizers do not.)
+SAFE_CUT = re.compile(r"(?<=\S)(?= \S)|(?<=[A-Za-z0-9])(?=[^\S\x1c-\x1f])|(?<=\S\n)(?=\w)")
 
 
 @dataclass
@@ -64,11 +78,11 @@ def is_text(path: str) -> bool:
         return False
 
 
-def read_documents(files: list[str], safe_cut: re.Pattern) -> Iterator[Document]:
+def read_documents(files: list[str]) -> Iterator[Document]:
     """Yield the documents in the files that find_files() returned."""
     for path in files:
         if not path.endswith(".jsonl"):
-            yield Document(size := os.path.getsize(path), size, text_chunks(path, safe_cut))
+            yield Document(size := os.path.getsize(path), size, text_chunks(path))
             continue
         with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
@@ -86,15 +100,27 @@ def text_of_line(line: bytes, place: str) -> str:
                         '{"text": "..."}') from None
 
 
-def text_chunks(path: str, safe_cut: re.Pattern) -> Iterator[str]:
-    """Yield the text of a file in chunks that end at safe cuts (safe_cuts.py). Raises UserError if it is not UTF-8."""
+def text_chunks(path: str) -> Iterator[str]:
+    """Yield the text of a file in chunks that end at safe cuts. Raises UserError if it is not UTF-8."""
     rest = ""
     try:
         with open(path, encoding="utf-8", newline="") as file:
             while chunk := file.read(CHUNK):
-                *chunks, rest = split_at_safe_cuts(rest + chunk, safe_cut, CHUNK, 2 * CHUNK)
+                *chunks, rest = split_at_safe_cuts(rest + chunk, CHUNK, 2 * CHUNK)
                 yield from chunks
     except UnicodeDecodeError:
         raise UserError(f"the input {path} is not UTF-8 text; convert or decompress it first") from None
     if rest:
         yield rest
+
+
+def split_at_safe_cuts(text: str, size: int, longest: int) -> Iterator[str]:
+    """Yield the text in chunks. A chunk ends at the first safe cut after `size` characters, else after `longest`."""
+    start = 0
+    while len(text) - start > size:
+        cut = SAFE_CUT.search(text, start + size, start + longest)
+        end = cut.start() if cut else start + longest
+        yield text[start:end]
+        start = end
+    if start < len(text):
+        yield text[start:]

@@ -11,14 +11,11 @@ this token. With --special-tokens the name means the token, as in the text that 
 
 import json
 import re
-from collections.abc import Callable
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
-from nanodomino.corpus.safe_cuts import find_safe_cut, split_at_safe_cuts
 from nanodomino.errors import UserError, require
 from nanodomino.files import read_file
 
@@ -28,10 +25,6 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "
 # The usual names of the tokens that tokenizer_config.json may name
 SPECIAL_TOKENS = {"eos_token": ("<|endoftext|>", "<|end_of_text|>", "</s>"), "bos_token": ("<|begin_of_text|>", "<s>")}
 ACCEPTED = "only BPE that is byte-level (GPT-2, Llama 3, Qwen, SmolLM2) or has byte_fallback (Llama 2, Mistral) works"
-
-CHUNK = 1 << 14             # characters that one thread encodes at a time
-CHUNKS_AT_ONCE = 128        # chunks in one call of the package, which encodes in parallel
-LONGEST_CHUNK = 1 << 20     # characters, if a text has no safe cut
 
 
 def bytes_of_characters() -> dict[str, int]:
@@ -61,8 +54,6 @@ class HuggingFaceTokenizer:
         require(type(model).__name__ == "BPE" and (byte_level or model.byte_fallback), f"{path} is a "
                 f"{type(model).__name__} tokenizer without byte-level symbols or byte_fallback; {ACCEPTED}")
         self.byte_of = bytes_of_characters() if byte_level else {}
-        self.safe_cut = find_safe_cut(word_splitter(package_tokenizer))
-        require(self.safe_cut, f"{path} joins words across whitespace, so long texts could not be cut; {ACCEPTED}")
         self.vocab_size = 1 + max(package_tokenizer.get_vocab().values())       # there may be gaps between ids
         self.end_of_text = self.id_of("eos_token", "")
         self.begin_of_text = self.id_of("bos_token", ", or leave out --begin-of-text") if begin_of_text else None
@@ -87,16 +78,9 @@ class HuggingFaceTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        ids = [[np.zeros(0, np.uint32)] for _ in texts]
-        chunks = ((i, chunk) for i, text in enumerate(texts)
-                  for chunk in split_at_safe_cuts(text, self.safe_cut, CHUNK, LONGEST_CHUNK))
-        while batch := list(islice(chunks, CHUNKS_AT_ONCE)):
-            numbers, parts = zip(*batch)
-            with errors_of_the_package(f"encode a text with {self.files['tokenizer.json']}"):
-                encodings = self.package_tokenizer.encode_batch_fast(parts, add_special_tokens=False)
-            for i, encoding in zip(numbers, encodings):
-                ids[i].append(np.array(encoding.ids, np.uint32))
-        return list(map(np.concatenate, ids))
+        with errors_of_the_package(f"encode a text with {self.files['tokenizer.json']}"):
+            return [np.array(encoding.ids, np.uint32) for encoding in
+                    self.package_tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids) -> str:
         return self.package_tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -132,34 +116,4 @@ def read_huggingface(path, special_tokens=False, begin_of_text=False) -> Hugging
         raise UserError(f"{path} needs the package tokenizers, which cannot be imported ({error}); pip install -r "
                         "requirements-extra.txt") from None
     with errors_of_the_package(f"read {path}"):
-        record = json.loads(read_file(path))
-        check_added_tokens(record["added_tokens"], path, special_tokens)    # first: the package needs long for Gemma's
-        package_tokenizer = Tokenizer.from_str(json.dumps(record, ensure_ascii=False))
-        return HuggingFaceTokenizer(package_tokenizer, path, special_tokens, begin_of_text)
-
-
-def check_added_tokens(added_tokens: list[dict], path: Path, special_tokens: bool):
-    """Raise UserError if a safe cut could split a token that a document can contain."""
-    for token in added_tokens:
-        require(token["special"] and not special_tokens
-                or not (token["lstrip"] or token["rstrip"] or re.search(r"\s", token["content"])),
-                f"{path} has the added token {token['content']!r}, which contains or strips whitespace, so long texts "
-                f"could not be cut; {'leave out --special-tokens, or ' * token['special']}choose another tokenizer")
-
-
-def word_splitter(package_tokenizer) -> Callable[[str], list[str]]:
-    """Return the function words(text), which splits a text into words as the tokenizer does, after normalization.
-
-    BPE merges only within a word. The pre-tokenizer splits a text into words. Llama 2 has no pre-tokenizer, but none of
-    its tokens has a ▁ after another character. So nothing is merged across the start of a ▁, and each ▁ begins a word.
-    """
-    normalizer, pre_tokenizer = package_tokenizer.normalizer, package_tokenizer.pre_tokenizer
-    vocabulary = package_tokenizer.get_vocab(with_added_tokens=False)
-    splits_at_space = not any("▁" in token.lstrip("▁") for token in vocabulary)
-
-    def words(text: str) -> list[str]:
-        text = normalizer.normalize_str(text) if normalizer else text
-        found = [word for word, _ in pre_tokenizer.pre_tokenize_str(text)] if pre_tokenizer else [text]
-        return [part for word in found for part in (re.split("(?<=[^▁])(?=▁)", word) if splits_at_space else [word])]
-
-    return words
+        return HuggingFaceTokenizer(Tokenizer.from_str(read_file(path).decode()), path, special_tokens, begin_of_text)

@@ -10,7 +10,6 @@ all possible merges, and the merge that comes first in the list is done first.
 """
 
 import os
-import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -19,7 +18,6 @@ import numpy as np
 import tiktoken
 
 from nanodomino.corpus.huggingface_tokenizer import read_huggingface
-from nanodomino.corpus.safe_cuts import SAFE_CUT
 from nanodomino.errors import UserError, require
 
 END_OF_TEXT = "<|endoftext|>"
@@ -32,7 +30,6 @@ class Tokenizer(Protocol):
     vocab_size: int         # 1 + the largest id
     end_of_text: int        # the id that ends a document
     begin_of_text: int | None       # the id in front of each document and prompt, if there is one
-    safe_cut: re.Pattern    # matches where a long text may be cut (safe_cuts.py)
     files: dict[str, Path]  # the tokenizer's own files: {name of the copy in a corpus: original file}
 
     def encode(self, text: str) -> np.ndarray:
@@ -51,7 +48,7 @@ class Tokenizer(Protocol):
 
 class TiktokenTokenizer:
     """Wraps a tiktoken.Encoding as a Tokenizer."""
-    safe_cut, begin_of_text, files = SAFE_CUT, None, {}
+    begin_of_text, files = None, {}
 
     def __init__(self, encoding: tiktoken.Encoding):
         self.encoding, self.name = encoding, encoding.name

@@ -11,17 +11,15 @@ import sys
 import unicodedata
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from data import prepare as prepare_module
 from data.prepare import prepare
-from nanodomino.corpus import documents, huggingface_tokenizer
-from nanodomino.corpus.huggingface_tokenizer import FILES, word_splitter
+from nanodomino.corpus import documents
+from nanodomino.corpus.huggingface_tokenizer import FILES
 from nanodomino.corpus.prepared_folder import load_corpus
-from nanodomino.corpus.safe_cuts import SAFE_CUT, split_at_safe_cuts
 from nanodomino.corpus.tokenizer import build_tokenizer
 from nanodomino.errors import UserError
 
@@ -191,57 +189,15 @@ def test_an_id_between_two_tokens_ids_has_no_text(tmp_path, families):
     assert {tokenizer.token_bytes(token) for token in range(size - 1, size + 4)} == {b""}
 
 
-# ---- long documents
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_no_word_spans_a_safe_cut(families, name):
-    safe_cut = build_tokenizer(families[name]).safe_cut
-    assert (safe_cut == SAFE_CUT) == (name in BYTE_LEVEL)
-    words, cuts = word_splitter(package(families[name])), 0
-    for text in [*TEXTS, *random_texts(400, seed=2)]:
-        for cut in safe_cut.finditer(text):
-            left, right = text[:cut.start()], text[cut.end():]
-            assert words(left) + words(right) == words(text), (left, right)
-            cuts += 1
-    assert cuts > (400 if name in BYTE_LEVEL else 80)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", BYTE_LEVEL)
 def test_a_document_in_chunks_has_the_ids_of_the_whole(tmp_path, monkeypatch, families, name):
-    """Chunks of the file are cut into smaller chunks for threads; the package encodes the whole text at once."""
+    """The package encodes the whole text at once."""
     text = "".join(text for text in TEXTS if len(text) < 1000) * 3
-    expected = package_ids(families[name], text)
-    write(tmp_path / "a.txt", text)
-    for chunk, smaller in ((331, 97), (947, 211)) if name in BYTE_LEVEL else ((2000, 97), (1 << 20, 211)):
-        monkeypatch.setattr(documents, "CHUNK", chunk)
-        monkeypatch.setattr(huggingface_tokenizer, "CHUNK", smaller)
-        tokenizer = build_tokenizer(families[name])
-        assert len(list(split_at_safe_cuts(text, tokenizer.safe_cut, smaller, 1 << 20))) > 10
-        meta = prepare(tmp_path / "a.txt", tmp_path / str(chunk), families[name], split=(1, 0, 0), progress=False)
-        ids = np.fromfile(tmp_path / str(chunk) / "train.bin", load_corpus(tmp_path / str(chunk)).dtype).tolist()
-        assert ids == [*expected, meta["end_of_text"]]
-
-
-def test_chunks_without_a_safe_cut_are_not_longer_than_allowed():
-    assert list(split_at_safe_cuts("x" * 25, SAFE_CUT, 4, 10)) == ["x" * 10, "x" * 10, "x" * 5]
-    assert list(split_at_safe_cuts("one two three four", SAFE_CUT, 4, 10)) == ["one two", " three", " four"]
-    assert list(split_at_safe_cuts("", SAFE_CUT, 4, 10)) == []
-
-
-def test_the_package_never_gets_more_than_a_few_megabytes_at_once(families):
-    """It needs some 60 bytes of memory per byte of text, and a line of a .jsonl file may have any length."""
-    tokenizer, text, sizes = build_tokenizer(families["llama3"]), "The quick brown fox.\n" * 400_000, []
-
-    class Package:
-        def encode_batch_fast(self, texts, add_special_tokens):
-            sizes.append(sum(map(len, texts)))
-            return [SimpleNamespace(ids=[len(text)]) for text in texts]
-
-    tokenizer.package_tokenizer = Package()
-    assert tokenizer.encode(text).sum() == len(text) == sum(sizes)
-    assert len(sizes) > 1 and max(sizes) < 3e6
-    del sizes[:]
-    assert len(tokenizer.encode_batch(["a short document"] * 5000)) == 5000 and len(sizes) < 50, "one call for many"
+    monkeypatch.setattr(documents, "CHUNK", 331)
+    prepare(write(tmp_path / "a.txt", text), tmp_path / "out", families[name], split=(1, 0, 0), progress=False)
+    corpus = load_corpus(tmp_path / "out")
+    assert np.fromfile(tmp_path / "out" / "train.bin", corpus.dtype).tolist() == [
+        *package_ids(families[name], text), corpus.end_of_text]
 
 
 def test_a_regular_expression_that_gives_up_on_a_text_ends_in_one_sentence(tmp_path, families):
@@ -321,33 +277,10 @@ def whole(**changes):
     return lambda record: record.update(changes)
 
 
-def added(content="<x y>", **changes):
-    token = {"id": 900, "content": content, "special": False, "lstrip": False, "rstrip": False, "single_word": False,
-             "normalized": False}
-    return lambda record: record["added_tokens"].append(token | changes)
-
-
-def split(regex):
-    return whole(pre_tokenizer={"type": "Sequence", "pretokenizers": [
-        {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False},
-        {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False, "trim_offsets": True}]})
-
-
-def merge_across_a_space(record):
-    record["model"]["vocab"]["e▁"] = len(record["model"]["vocab"])
-    record["model"]["merges"].append(["e", "▁"])
-
-
-ACROSS = "joins words across whitespace"
 REFUSED = {      # what: (family, change, message)
     "another model": ("gpt2", whole(model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}),
                       "is a WordLevel tokenizer"),
-    "words across lines": ("gpt2", split(r"[^\n]*\n|[^\n]+"), ACROSS),
-    "merges across spaces": ("llama2", merge_across_a_space, ACROSS),
     "lower case": ("gpt2", whole(normalizer={"type": "Lowercase"}), "changes a text that is encoded and then decoded"),
-    "an added token with a space, before the package reads the file": (
-        "gpt2", lambda record: added()(record) or record.pop("model"),
-        "'<x y>', which contains or strips whitespace, so long texts could not be cut; choose another tokenizer"),
     "a regex without text": (
         "gpt2", whole(normalizer={"type": "Replace", "pattern": {"Regex": "(?=x)"}, "content": "y"}),
         "the tokenizers package cannot encode"),
