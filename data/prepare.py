@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a script,
 
 from nanodomino.config.flags import Parser
 from nanodomino.corpus.documents import find_files, read_documents
-from nanodomino.corpus.prepared_folder import FORMAT, SPLITS, file_sha256, load_corpus
+from nanodomino.corpus.prepared_folder import FORMAT, SPLITS, load_corpus
 from nanodomino.corpus.tokenizer import Tokenizer, build_tokenizer
 from nanodomino.errors import UserError, counted, require, run_command
 from nanodomino.files import delete, open_regular_file, read_file, write_file
@@ -246,6 +246,12 @@ def fill_empty_splits(folder: Path, tokens: list[int], dtype, weights: list[floa
 
 
 # ---- counts and reference losses
+
+def file_sha256(path: Path) -> str:
+    """Return a file's SHA-256 in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
 
 def token_counts(path: Path, dtype, vocabulary: int) -> np.ndarray:
     """Return how often each token occurs. Counts in blocks, because np.bincount takes 8 bytes of memory per token."""

@@ -5,7 +5,6 @@
     tokenizer.json ...                copies of the tokenizer's files, if it has any
 """
 
-import hashlib
 import json
 import math
 from dataclasses import dataclass
@@ -42,17 +41,6 @@ class Corpus:
     documents: dict[str, int] | None = None     # {split: number of documents}
     bytes: dict[str, int] | None = None         # {split: bytes of text}
 
-    @property
-    def tokenizer_source(self) -> str | Path:
-        """The name of the tokenizer, or the corpus' copy of a Hugging Face tokenizer."""
-        return self.path / "tokenizer.json" if self.tokenizer_name == "huggingface" else self.tokenizer_name
-
-    @property
-    def tokenizer_id(self) -> str:
-        """The tokenizer's name, such as "byte-257". Two corpora whose tokenizers differ have different names."""
-        source, name = self.tokenizer_source, f"{self.tokenizer_name}-{self.vocab_size}"
-        return f"{name}-{file_sha256(source)[:8]}" if isinstance(source, Path) else name
-
     def bits_per_byte(self, split: str, loss: float, eod_mask_loss=False) -> float | None:
         """Convert a mean loss, in nats per token, to bits per byte of the split's text; None if it has no text.
 
@@ -67,7 +55,7 @@ class Corpus:
     def tokenizer(self, special_tokens=False, begin_of_text=False) -> Tokenizer:
         """Build the tokenizer that encoded this corpus. Raises UserError. special_tokens and begin_of_text: turn these
         options on even if the corpus was encoded without them."""
-        tokenizer = build_tokenizer(self.tokenizer_source,
+        tokenizer = build_tokenizer(self.path if self.tokenizer_name == "huggingface" else self.tokenizer_name,
                                     special_tokens or self.meta.get("special_tokens") is True,
                                     begin_of_text or self.meta.get("begin_of_text") is True)
         check(tokenizer.vocab_size == self.vocab_size,
@@ -92,15 +80,6 @@ class Corpus:
 def check(condition, sentence: str):
     """Raise UserError with `sentence` and the advice to prepare the text again, unless the condition holds."""
     require(condition, f"{sentence}; prepare the text again")
-
-
-def file_sha256(path) -> str:
-    """Return a file's SHA-256 in hexadecimal."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def load_corpus(folder) -> Corpus:

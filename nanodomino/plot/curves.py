@@ -125,7 +125,7 @@ def picture(curve: Curve) -> str:
 
     marks = [*curve.points["valid_loss"][1], *curve.points["test_loss"][1], *(value for value, _ in entropies)]
     at, losses = curve.arrays("loss")
-    loss = Panel("loss", f"loss, nats per {'byte' if curve.tokenizer == 'byte-257' else 'token'}", GAP, HIGH,
+    loss = Panel("loss", f"loss, nats per {'byte' if curve.tokenizer == 'byte' else 'token'}", GAP, HIGH,
                  [*without_spikes(losses), *marks])
     if len(above := at[losses > loss.high]):
         loss.svg.append(text(WIDTH - RIGHT, GAP - 9, f"above the picture: {len(above)} of the steps "

@@ -30,8 +30,7 @@ def choose_kernels(config: Config):
     if config.compile and config.tp > 1:
         from torch._inductor import config as inductor                   # imported here: it loads the whole compiler
 
-        if hasattr(inductor, "deterministic"):                           # older versions of torch lack the option
-            inductor.deterministic = True
+        inductor.deterministic = True
 
 
 def in_words(config: Config, device: torch.device) -> str:

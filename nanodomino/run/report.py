@@ -68,7 +68,7 @@ class Report:
                         disable=None if enabled else True)
         if enabled and self.metrics.empty:
             self.record(step=first_step, unigram_entropy=corpus.unigram_entropy, bigram_entropy=corpus.bigram_entropy,
-                        tokenizer=corpus.tokenizer_id)
+                        tokenizer=corpus.tokenizer_name)
 
     def describe(self, first_step: int):
         """Print the model, the batch, the rank grid and the schedule."""

@@ -279,16 +279,6 @@ def test_meta_says_what_is_there(corpus):
     assert corpus.bits_per_byte("valid", math.log(2), eod_mask_loss=True) == pytest.approx(1), "a token is a byte"
 
 
-def test_two_tokenizers_of_the_same_size_have_different_names(tmp_path, corpus):
-    """plot uses the name to tell whether losses per token can be compared."""
-    path, names = Path(shutil.copytree(corpus.path, tmp_path / "copy")) / "meta.json", []
-    path.write_text(json.dumps(corpus.meta | dict(tokenizer="huggingface")))
-    for content in ("{}", "[]"):
-        path.with_name("tokenizer.json").write_text(content)
-        names.append(load_corpus(path.parent).tokenizer_id)
-    assert corpus.tokenizer_id == "byte-257" and names[0] != names[1]
-
-
 def test_nothing_is_replaced(tmp_path):
     """Neither a corpus nor a user's notes, also not notes that appear while the text is being prepared."""
     (tmp_path / "a.txt").write_text("some text")

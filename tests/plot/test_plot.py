@@ -150,7 +150,7 @@ def test_the_picture_says_what_it_draws():
 
 def test_the_picture_in_docs_has_the_words_that_the_code_draws_today():
     """`python train.py` draws it again. It has the loss's unit, and says which steps lie above the picture."""
-    like = curve_of(*fall(200), {"step": 200, "tokenizer": "byte-257", **dict.fromkeys(RESULTS, 2.5)})
+    like = curve_of(*fall(200), {"step": 200, "tokenizer": "byte", **dict.fromkeys(RESULTS, 2.5)})
     like.name = "nano-001"
     drawn, published = ([re.sub(r"[\d.]+", "", word) for word in texts(svg)] for svg in (
         picture(like), (ROOT / "docs" / "loss.svg").read_text()))
