@@ -187,8 +187,8 @@ class Session:
         self.report.draw_curve()
 
     def check_saver(self):
-        """Warn if an earlier checkpoint could not be written."""
-        if failure := self.saver.failure():
+        """Warn if an earlier checkpoint could not be written. steps() reports the last one, on all ranks."""
+        if self.done < self.config.train_iters and not self.stopped and (failure := self.saver.failure()):
             self.report.say(f"warning: {failure}; training continues")
 
     # ---- the end
