@@ -263,14 +263,15 @@ def test_prompts_of_every_kind(written, folder):
 
 
 @needs_proc
-def test_control_c_ends_it_without_a_traceback(fork_server, folder, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGPIPE])
+def test_control_c_or_a_reader_that_has_gone_ends_it_without_a_traceback(fork_server, folder, tmp_path, number):
     log = tmp_path / "output.txt"
     process = fork_server.start("nanodomino.generate", [(shlex.split(ENDLESS), {})], folder, log)
     wait_until(process.ranks)
     try:
         wait_until(lambda: len(process.output()) > 20 or process.poll() is not None)
     finally:
-        os.kill(process.ranks()[0], signal.SIGINT)
-    assert process.wait(PATIENCE) == -signal.SIGINT
+        os.kill(process.ranks()[0], number)
+    assert process.wait(PATIENCE) == -number
     output = process.output()
     assert output.startswith("line") and "Traceback" not in output and "Interrupt" not in output, output

@@ -398,6 +398,11 @@ def test_two_ranks_never_share_a_gpu(refuse, monkeypatch, gpus, n, flags, says):
     assert all(part in sentence for part in says), sentence
 
 
+def test_a_missing_package_is_found_before_anything_starts(refuse, monkeypatch):
+    monkeypatch.setattr(session, "find_spec", lambda name: None)
+    assert "--tensorboard-dir needs the tensorboard package; pip install -r req" in refuse("--tensorboard-dir board")
+
+
 # ---- the launcher's environment
 
 LAUNCHED = dict(zip(LAUNCHER, ("1", "4", "1", "4", "localhost", "29500"), strict=True))
