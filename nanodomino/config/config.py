@@ -57,8 +57,6 @@ ALL_PRESETS, ALL_DECAYS = with_options("PRESETS", PRESETS), with_options("LR_DEC
 
 # what several settings need to have an effect
 ROPE, DYNAMIC = "--position-embedding-type rope", ("--dtype float16", "no --loss-scale")
-ADAMW, LION = ("--optimizer " + " or ".join(name for name, spec in ALL_OPTIMIZERS.items() if read in (
-    name, spec.also_reads)) for read in ("adamw", "lion"))
 DECAYING = "--lr-decay-style " + " or ".join(name for name in ALL_DECAYS if name != "constant")
 
 
@@ -169,12 +167,9 @@ class CoreSettings(Seams):
         0.05, "fraction of --train-iters during which the learning rate rises linearly to --lr", at_most=1.0)
     weight_decay: float = training_setting(0.1, "decoupled weight decay, for matrices only")
     clip_grad: float = training_setting(1.0, "maximum global gradient norm; 0 turns clipping off")
-    adam_beta1: float = training_setting(0.9, "decay rate of AdamW's first moment", below=1.0, needs=ADAMW)
-    adam_beta2: float = training_setting(0.95, "decay rate of AdamW's second moment", below=1.0, needs=ADAMW)
-    adam_eps: float = training_setting(
-        1e-8, "epsilon added to the denominator of AdamW's update", above=0.0, needs=ADAMW)
-    lion_beta1: float = training_setting(0.9, "weight of the moment in Lion's update", below=1.0, needs=LION)
-    lion_beta2: float = training_setting(0.99, "decay rate of Lion's moment", below=1.0, needs=LION)
+    adam_beta1: float = training_setting(0.9, "decay rate of AdamW's first moment", below=1.0)
+    adam_beta2: float = training_setting(0.95, "decay rate of AdamW's second moment", below=1.0)
+    adam_eps: float = training_setting(1e-8, "epsilon added to the denominator of AdamW's update", above=0.0)
     dtype: str = training_setting(
         "float32", "type of weights and activations; with bfloat16 and float16, master weights and gradients are fp32",
         choices=DTYPES, short={"--bf16": "bfloat16", "--fp16": "float16"})

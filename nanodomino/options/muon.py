@@ -111,7 +111,7 @@ class Muon(torch.optim.Optimizer):
         return torch.cat([*flat.view(self.mesh.tp, *size)], dim=cut), cut
 
 
-MUON = OptimizerSpec(Muon, moments=("momentum_buffer",), also_reads="adamw")
+MUON = OptimizerSpec(Muon, moments=("momentum_buffer",))
 OPTIMIZERS = {"muon": MUON}
 
 

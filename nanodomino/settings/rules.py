@@ -35,7 +35,7 @@ def default_schedule(virtual_stages: int) -> str:
 # ---- flags without effect
 
 def holds(need: str, config) -> bool:
-    """Return whether a setting's need is met: "--num-experts", "no --load", "--tp above 1" or "--optimizer lion"."""
+    """Return whether a setting's need is met: "--num-experts", "no --load", "--tp above 1" or "--optimizer muon"."""
     flag, *words = need.removeprefix("no ").split()
     value = getattr(config, flag[2:].replace("-", "_"))
     if "above" in words:

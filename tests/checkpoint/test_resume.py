@@ -113,9 +113,8 @@ def assert_same_bits(pool, folder, config, weights, data):
     return straight[0].losses
 
 
-@pytest.mark.parametrize("dtype, optimizer", [("bfloat16", "lion"), *[
-    pytest.param(dtype, "adamw", marks=pytest.mark.exhaustive)
-    for dtype in ("float32", "bfloat16", "float16", "float64")]])
+@pytest.mark.parametrize("dtype, optimizer", [("bfloat16", "adamw"), *[
+    pytest.param(dtype, "adamw", marks=pytest.mark.exhaustive) for dtype in ("float32", "float16", "float64")]])
 def test_the_same_layout_resumes_with_the_same_bits(pool, tmp_path, dtype, optimizer):
     """Moments, master weights, AdamW's count and dropout are as if the run had never stopped."""
     config = config_for(*TP2_PP2_DP2, dtype=dtype, optimizer=optimizer, initial_loss_scale=256.0, hidden_dropout=0.1,

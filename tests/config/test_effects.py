@@ -25,7 +25,7 @@ EIGHT = dict(num_layers=2, global_batch_size=16, micro_batch_size=4, tensor_mode
 ROPE = dict(position_embedding_type="rope")
 EXPERTS = dict(num_experts=4, disable_bias_linear=True, num_layers=2)
 BIAS = EXPERTS | dict(moe_router_enable_expert_bias=True)
-LION, FP16, FP32 = dict(optimizer="lion"), dict(dtype="float16"), dict(dtype="float32")
+FP16, FP32 = dict(dtype="float16"), dict(dtype="float32")
 FP8 = FP32 | dict(fp8_format="e4m3")
 OVERFLOW = dict(dtype="float16", initial_loss_scale=2.0**100, hysteresis=1)        # in every step
 
@@ -48,9 +48,9 @@ MODEL_AND_TRAINING = dict(
     moe_aux_loss_coeff=(0.1, EXPERTS), moe_z_loss_coeff=(0.1, EXPERTS), mtp_num_layers=(1, {}),
     mtp_loss_scaling_factor=(0.5, dict(mtp_num_layers=1)), hidden_dropout=(0.5, {}),
     attention_dropout=(0.5, {}), init_method_std=(0.1, {}),
-    train_iters=(9, {}), global_batch_size=(8, {}), optimizer=("lion", {}), lr=(0.02, {}), min_lr=(0.0, {}),
+    train_iters=(9, {}), global_batch_size=(8, {}), optimizer=("muon", {}), lr=(0.02, {}), min_lr=(0.0, {}),
     lr_decay_style=("linear", {}), lr_warmup_fraction=(0.0, {}), weight_decay=(0.0, {}), clip_grad=(0.0, {}),
-    adam_beta1=(0.0, {}), adam_beta2=(0.0, {}), adam_eps=(0.1, {}), lion_beta1=(0.0, LION), lion_beta2=(0.0, LION),
+    adam_beta1=(0.0, {}), adam_beta2=(0.0, {}), adam_eps=(0.1, {}),
     muon_momentum=(0.0, dict(optimizer="muon")),
     dtype=("float32", {}),
     fp8_format=("hybrid", FP32), fp8_recipe=("rowwise", FP8), fp8_wgrad=(False, FP8),

@@ -237,7 +237,7 @@ def test_a_run_that_has_lost_its_config_json_takes_the_settings_of_its_checkpoin
 
 def test_a_run_of_an_older_version_can_be_resumed():
     """A new setting must not make every older checkpoint unusable: what a record lacks is not compared."""
-    config = tiny(1, normalization="RMSNorm", optimizer="lion")
+    config = tiny(1, normalization="RMSNorm", optimizer="muon")
     record = {name: value for name, value in dataclasses.asdict(config).items()
               if name not in ("optimizer", "normalization", "virtual_stages")}
     check_settings(record, "a run", config, "model", "optimizer", "run")
@@ -267,22 +267,22 @@ def test_load_takes_the_model_settings_from_the_checkpoint(tmp_path, old_run):
         open_run(settled("--load", old_run, "--num-layers", 3, "--run-dir", tmp_path / "a"))
     with pytest.raises(UserError, match="go back to the old value, or start another run without --load$"):
         open_run(settled("--load", old_run, "--finetune", "--num-layers", 3, "--run-dir", tmp_path / "a"))
-    lion = ("--load", old_run, "--seq-length", 8, "--optimizer", "lion", "--run-dir", tmp_path / "b")
-    with pytest.raises(UserError, match="optimizer adamw, but this run has lion"):
-        open_run(settled(*lion))
-    found = open_run(settled(*lion[:-1], tmp_path / "c", "--finetune"))
+    muon = ("--load", old_run, "--seq-length", 8, "--optimizer", "muon", "--run-dir", tmp_path / "b")
+    with pytest.raises(UserError, match="optimizer adamw, but this run has muon"):
+        open_run(settled(*muon))
+    found = open_run(settled(*muon[:-1], tmp_path / "c", "--finetune"))
     assert found.weights_only and found.checkpoint == checkpoints_of(old_run)[0]
 
 
 def test_a_setting_without_effect_is_refused_only_if_its_flag_was_given(begun):
     """Neither if a run remembers it, nor if a preset or a file sets it."""
-    run, _ = begun("--tp", 2, "--sequence-parallel", "--optimizer", "lion", "--lion-beta1", 0.8, world_size=2)
+    run, _ = begun("--tp", 2, "--sequence-parallel", "--optimizer", "muon", "--muon-momentum", 0.8, world_size=2)
     alone = settled("--run-dir", run, "--tp", 1)
     assert alone.sequence_parallel and alone.sequence_shards == 1
-    assert settled("--config", run / "config.json", "--tp", 1, "--optimizer", "adamw").lion_beta1 == 0.8
+    assert settled("--config", run / "config.json", "--tp", 1, "--optimizer", "adamw").muon_momentum == 0.8
     assert settled("--model", "llama3.2-1b", "--position-embedding-type", "none").use_rope_scaling
-    with pytest.raises(UserError, match="--adam-beta1 0.5 needs --optimizer adamw( or muon)? to have an effect"):
-        settled("--run-dir", run, "--tp", 1, "--adam-beta1", 0.5)
+    with pytest.raises(UserError, match="--muon-momentum 0.5 needs --optimizer muon to have an effect"):
+        settled("--run-dir", run, "--tp", 1, "--optimizer", "adamw", "--muon-momentum", 0.5)
 
 
 def test_every_need_can_hold_and_can_fail():
@@ -290,7 +290,7 @@ def test_every_need_can_hold_and_can_fail():
     configs = [tiny(1), tiny(2, tensor_model_parallel_size=2, num_experts=4, disable_bias_linear=True, dtype="float16",
                              position_embedding_type="rope", mtp_num_layers=1, sample_tokens=0, loss_scale=8.0,
                              use_rope_scaling=True, moe_router_enable_expert_bias=True, lr_decay_style="constant",
-                             moe_router_score_function="sigmoid", recompute_granularity="full", optimizer="lion",
+                             moe_router_score_function="sigmoid", recompute_granularity="full",
                              schedule="eager-1f1b"),
                tiny(2, context_parallel_size=2, temperature=0.0, fp8_format="e4m3", dtype="bfloat16", load="x",
                     position_embedding_type="none", optimizer="muon")]
@@ -352,7 +352,7 @@ def test_finetune_starts_at_step_0_with_a_new_optimizer(pool, tmp_path):
     """Also with other data, another optimizer and another layout."""
     ((failure, weights),) = pool.run(save_rank, tiny(1), str(tmp_path), world_size=1)
     assert failure is None
-    config = tiny(2, data_parallel_size=2, optimizer="lion", lr=1e-3)
+    config = tiny(2, data_parallel_size=2, optimizer="muon", lr=1e-3)
     for loaded, anew in pool.run(finetune_rank, config, str(tmp_path), weights, world_size=2):
         assert loaded == anew
 

@@ -65,7 +65,7 @@ def case(world_size, name, *changes, exhaustive=False):
 @pytest.mark.parametrize("world_size, changes", [
     case(1, "dropout", DROPOUT, BF16, dict(slices=2)),
     case(2, "documents-cut", TP2, FAMILIES["qwen3"], DOCUMENTS, DROPOUT, CUT),
-    case(2, "fp16-lion", TP2, BF16, dict(dtype="float16", optimizer="lion", slices=3)),
+    case(2, "fp16-slices", TP2, BF16, dict(dtype="float16", slices=3)),
     case(2, "cut-full", TP2, CUT, FULL, DROPOUT, BF16, dict(slices=3)),
     case(2, "depth-cut-columns", TP2, CUT, dict(mtp_num_layers=1, slices=2, columns=2)),
     case(2, "cp-gather-fp8-full", CP2, FAMILIES["llama"], FP8, FULL, dict(slices=2, fp8_recipe="rowwise",

@@ -352,7 +352,7 @@ def test_good_input_reaches_the_process_group(refuse, folder):
             (1, "--vocab-size 300"), (1, "--trace 5:5"),
             (1, "--seed 2147483647"), (2, "--run-dir run"), (4, f"--load {STEP}"),
             (1, "--eval-iters 0 --sample-tokens 0 --seed 0 --clip-grad 0 --lr 0"),
-            (1, "--rotary-base 10000 --no-sequence-parallel --adam-beta1 0.9 --optimizer lion"),    # the defaults
+            (1, "--rotary-base 10000 --no-sequence-parallel --muon-momentum 0.95"),    # the defaults
             (1, "--lr-warmup-fraction 1 --layernorm-epsilon 1")]:
         with pytest.raises(ReachedTheGroup):
             refuse(flags, n)

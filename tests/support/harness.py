@@ -307,15 +307,14 @@ def masks_of(config: Config, step: int):
 
 def train_plainly(config: Config, weights, data: FixedData, steps: int):
     """Train the reference model. Returns (a record of each step, final weights)."""
-    betas = {"adamw": (config.adam_beta1, config.adam_beta2),
-             "lion": (config.lion_beta1, config.lion_beta2)}[config.optimizer]
     rates = [train.learning_rate(step, config) for step in range(1, steps + 1)]
     batches = [(data.tokens[i], data.labels[i], data.loss_mask[i].double(),
                 None if data.positions is None else data.positions[i],
                 None if data.documents is None else data.documents[i],
                 *(mask[i].double() for mask in data.depth_masks)) for i in range(steps)]
-    return train_reference(sizes_of(config), weights, batches, rates, config.weight_decay, config.clip_grad, betas,
-                           config.adam_eps, [masks_of(config, step) for step in range(steps)], config.optimizer)
+    return train_reference(sizes_of(config), weights, batches, rates, config.weight_decay, config.clip_grad,
+                           (config.adam_beta1, config.adam_beta2), config.adam_eps,
+                           [masks_of(config, step) for step in range(steps)])
 
 
 _references = {}

@@ -471,35 +471,16 @@ def masked_loss(logits, labels, loss_mask):
     return (token_losses * loss_mask).sum() / loss_mask.sum()
 
 
-class PlainLion(torch.optim.Optimizer):
-    """Lion, line by line as in algorithm 2 of its paper (2302.06675)."""
-
-    def __init__(self, groups, betas):
-        super().__init__(groups, dict(lr=0.0, betas=betas))
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            (beta1, beta2), rate, decay = group["betas"], group["lr"], group["weight_decay"]
-            for weight in group["params"]:
-                moment = self.state[weight].get("moment", torch.zeros_like(weight))
-                update = torch.sign(beta1 * moment + (1 - beta1) * weight.grad)
-                weight.copy_(weight - rate * (update + decay * weight))
-                self.state[weight]["moment"] = beta2 * moment + (1 - beta2) * weight.grad
-
-
-def build_optimizer(model, weight_decay, betas, eps, name="adamw"):
+def build_optimizer(model, weight_decay, betas, eps):
     """Decay matrices (embeddings included), not biases and norms. The caller sets the learning rate of each step."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return {"adamw": lambda: torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps),
-            "lion": lambda: PlainLion(groups, betas)}[name]()
+    return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps)
 
 
 def train_reference(
-    sizes, weights, batches, learning_rates, weight_decay=0.1, clip_grad=1.0, betas=(0.9, 0.95), eps=1e-8, masks=None,
-    optimizer_name="adamw"
+    sizes, weights, batches, learning_rates, weight_decay=0.1, clip_grad=1.0, betas=(0.9, 0.95), eps=1e-8, masks=None
 ):
     """Train from `weights` for len(batches) steps. Returns (a StepRecord for each step, final weights by name).
 
@@ -510,7 +491,7 @@ def train_reference(
     for that step.
     """
     model = ReferenceGPT(sizes).to(next(iter(weights.values())).dtype).load_full(weights)
-    optimizer = build_optimizer(model, weight_decay, betas, eps, optimizer_name)
+    optimizer = build_optimizer(model, weight_decay, betas, eps)
     records = []
     for step, (tokens, labels, loss_mask, *places) in enumerate(batches):
         optimizer.zero_grad(set_to_none=True)
