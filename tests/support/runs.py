@@ -112,15 +112,15 @@ def wait_until(condition, seconds=PATIENCE, pause=0.02):
 
 
 class Job:
-    """A training under a ForkServer, or without one under torchrun. run_dir: below folder; None is train.py's default.
+    """A training under a ForkServer, or without one under torchrun. run_dir: below folder.
     script, word: a test's own script, and an argument in front of train.py's flags. Under torchrun, only a script that
     writes its (rank, pid) to $PLACES can be signalled by rank."""
 
     def __init__(self, folder: Path, corpus: Path, run_dir, *flags, processes=2, restarts=0, script=ROOT / "train.py",
                  word=None, fork_server: ForkServer | None = None):
-        self.run_dir = folder / (run_dir or "runs/nano-001")
-        where = ["--run-dir", str(self.run_dir)] if run_dir else []
-        words = [*([word] if word else []), *TINY, "--data-path", str(corpus), *where, *map(str, flags)]
+        self.run_dir = folder / run_dir
+        words = [*([word] if word else []), *TINY, "--data-path", str(corpus), "--run-dir", str(self.run_dir),
+                 *map(str, flags)]
         self.running = Running(folder / f"output-{time.monotonic_ns()}.txt")
         self.output, self.ranks, self.codes = self.running.output, self.running.ranks, self.running.codes
         if fork_server:
