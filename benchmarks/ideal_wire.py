@@ -269,4 +269,5 @@ def balanced_choice(router: Router, wire: Wire, logits):
     require(not left, f"a slice's {b} x {s} tokens x moe-router-topk {router.topk} must be divisible by num-experts "
                       f"{count}, because the rows are balanced here; change one of them")
     wire.rows_per_expert = rows
-    return torch.arange(b * s * router.topk).remainder(count).view(b, s, -1), torch.full((count,), rows)
+    experts = torch.arange(b * s * router.topk).remainder(count)
+    return experts.view(b, s, -1), torch.full((count,), rows), experts.argsort(stable=True)
