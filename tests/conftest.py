@@ -19,6 +19,8 @@ torch.set_num_threads(1)        # more threads would only compete: there are mor
 
 
 def pytest_addoption(parser):
+    parser.addoption("--on-device", choices=("cpu", "cuda"), default="cpu",
+                     help="cuda: each rank of the pool trains on a GPU of its own; for tests/exactness")
     parser.addoption("--exhaustive", action="store_true",
                      help="also run the long tests, which combine options that the other tests cover one by one")
 
@@ -38,6 +40,8 @@ def pytest_cmdline_main(config):
 
 
 def pytest_configure(config):
+    if config.getoption("--on-device") == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""     # what these tests expect does not hold on GPUs
     config.exhaustive = config.getoption("--exhaustive") or "exhaustive" in config.getoption("-m")
     if config.getoption("--on-device", "cpu") == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""     # torch reads it at its first call into CUDA
@@ -58,9 +62,9 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(scope="session")
-def pool():
+def pool(request):
     """The pool: `pool.run(function, *args, world_size=8, timeout=120)` calls a function on every rank (see Pool)."""
-    workers = Pool()
+    workers = Pool(device=request.config.getoption("--on-device"))
     yield workers
     workers.close()
 

@@ -72,13 +72,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=50, help="number of signals to send (default 50)")
     parser.add_argument("--minutes", type=float, default=20.0, help="start no new round after this time (default 20)")
+    parser.add_argument("--device", default="cpu", help="cuda: each rank trains on a GPU of its own (default cpu)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random moments and ranks (default 0)")
     arguments = parser.parse_args()
     draw, end = random.Random(arguments.seed), time.monotonic() + 60 * arguments.minutes
-    flags = ["--tp", 1 + arguments.seed % 2, "--train-iters", 40, "--save-interval", 3]
+    flags = ["--tp", 1 + arguments.seed % 2, "--train-iters", 40, "--save-interval", 3, "--no-compile",
+             "--deterministic-mode", "--device", arguments.device]
     rounds = same = kills = in_saves = 0
     with tempfile.TemporaryDirectory() as name:
-        corpus, server = make_corpus(Path(name)), ForkServer()
+        corpus, server = make_corpus(Path(name)), ForkServer(arguments.device)
         start = lambda folder, run_dir: Job(folder, corpus, run_dir, *flags, fork_server=server)  # noqa: E731
         alone = start(Path(name), "alone")
         assert alone.end() == 0, alone.output()

@@ -61,8 +61,8 @@ class ForkServer:
     repository (train.py), or a module (nanodomino.generate).
     """
 
-    def __init__(self):
-        environment = environment_without_launcher() | {"CUDA_VISIBLE_DEVICES": ""}
+    def __init__(self, device="cpu"):
+        environment = environment_without_launcher() | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
         context = context_with_imports()
         self.connection, theirs = context.Pipe()
         self.server = context.Process(target=serve, args=(theirs, environment))

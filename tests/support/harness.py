@@ -118,9 +118,9 @@ class FixedData:
         rows = slice(first, first + micro_batch_size)
         ids = [step * global_batch_size + first + row for row in range(micro_batch_size)]
         tokens, labels = self.tokens[step, rows], self.labels[step, rows]
-        batch = Batch.from_rows(torch.cat([tokens, labels[:, -1:]], dim=1), ids)
-        batch.loss_mask = self.loss_mask[step, rows].clone()
-        rows = torch.cat([tokens, labels[:, -1:]], dim=1)
+        loss_mask, rows = self.loss_mask[step, rows].clone(), torch.cat([tokens, labels[:, -1:]], dim=1)
+        batch = Batch.from_rows(rows, ids, None, device_here())
+        batch.loss_mask = loss_mask.to(batch.tokens.device)
         return self.config.prepare_batch(batch, rows, END_OF_TEXT) if self.config else batch
 
 
@@ -181,10 +181,15 @@ class Outcome:
     sample: str = ""             # what write_sample printed
 
 
+def device_here() -> torch.device:
+    """Return this rank's device: the GPU that the pool gave it under --on-device cuda, or else the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
+
+
 def build(config: Config, weights=None, trace=NO_TRACE):
     """Return (mesh, model, optimizer, stage) on this rank. weights: full tensors by name, of which each rank takes its
     shard; None keeps the model's own initial weights."""
-    mesh = make_mesh(config.pp, config.dp, config.tp, torch.device("cpu"), **config.mesh_options)
+    mesh = make_mesh(config.pp, config.dp, config.tp, device_here(), **config.mesh_options)
     model = train.model_builder(config, mesh)
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -43,6 +43,7 @@ import traceback
 from datetime import timedelta
 from typing import NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.fork_server import context_with_imports
@@ -98,8 +99,11 @@ def pack(value):
 
 # ---- in a worker
 
-def worker_main(rank, connection, store_port):
+def worker_main(rank, connection, store_port, device):
     """Answer calls until the test session closes the pipe."""
+    if device == "cuda" and rank < torch.cuda.device_count():
+        torch.cuda.set_device(rank)
+        torch.cuda.init()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the session handles Ctrl-C and closes the pool
     # Without an interface gloo resolves the host's own name, which fails on some machines.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
@@ -151,7 +155,8 @@ def run_in_group(call, rank, store):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(call.world_size), LOCAL_WORLD_SIZE=str(call.world_size))
     function, arguments = pickle.loads(call.packed)
-    dist.init_process_group("gloo", store=dist.PrefixStore(f"call-{call.number}", store), rank=rank,
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_initialized() else "gloo"
+    dist.init_process_group(backend, store=dist.PrefixStore(f"call-{call.number}", store), rank=rank,
                             world_size=call.world_size, timeout=timedelta(seconds=call.timeout))
     return pack(function(*arguments))
 
@@ -161,8 +166,8 @@ def run_in_group(call, rank, store):
 class Pool:
     """`size` workers, started by the first `run`, and again by the first `run` after they had to be killed."""
 
-    def __init__(self, size=8):
-        self.size = size
+    def __init__(self, size=8, device="cpu"):
+        self.size, self.device = size, device
         self.calls = 0
         self.processes = []
         self.connections = []
@@ -173,6 +178,8 @@ class Pool:
         `timeout`: seconds for the call, not counting the start of the workers.
         Raises WorkerError if a rank raises, dies or is not back in time.
         """
+        if self.device == "cuda" and world_size > torch.cuda.device_count():
+            pytest.skip(f"{world_size} ranks need as many GPUs, and there are {torch.cuda.device_count()}")
         ranks, packed = range(world_size), pack((function, args))
         self.start()
         self.calls += 1
@@ -198,7 +205,8 @@ class Pool:
         try:
             for rank in range(self.size):
                 ours, theirs = context.Pipe()
-                process = context.Process(target=worker_main, args=(rank, theirs, self.store.port), daemon=True)
+                process = context.Process(target=worker_main, daemon=True,
+                                          args=(rank, theirs, self.store.port, self.device))
                 process.start()
                 theirs.close()  # so that a worker's death closes the pipe
                 self.processes.append(process)
