@@ -9,6 +9,7 @@
     memory       Does a rank need the memory that the dry run says?
     recompute    How much time does recomputation cost, and how much memory does it save?
     timeline     What does every rank do during a step? (draws the pictures in docs/)
+    gpu          Does everything work on this machine's GPUs? Checks all, and writes a report to send.
     plan         Would a model fit on given GPUs, how fast would it train, and which layout is fastest? (an estimate)
 
 Each question prints a short table, then one JSON object as the last line. A question that compares alternatives times
@@ -25,7 +26,7 @@ import sys
 from nanodomino.errors import run_command
 
 QUESTIONS = ("overlap", "throughput", "pipeline", "zero", "collectives", "checkpoint", "memory", "recompute",
-             "timeline", "plan")
+             "timeline", "gpu", "plan")
 
 
 def main(arguments: list[str]) -> int:

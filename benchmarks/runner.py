@@ -5,7 +5,8 @@ Each question of bench.py is a module in this folder with three functions:
     add_flags(parser)                       adds the question's flags; --repeats is added for it
     processes(flags) -> int                 returns the number of processes; raises UserError if a flag is wrong
     answer(flags, launch) -> (text, dict)   runs on every process; rank 0 prints the text, then a JSON line: the dict
-                                            with the question, --repeats and the number of cores
+                                            with the question, --repeats and the number of cores. The exit code is 1 if
+                                            the dict has a "failed" that is not empty
 
 A module that times nothing sets ROUNDS = False and gets no --repeats. A result that is measured in several rounds, such
 as a speed-up, is a `Figure`. If noise makes it meaningless, "too noisy to tell" is printed.
@@ -85,7 +86,7 @@ def main(questions, text: str, arguments: list[str]) -> int:
         if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
-        return 0
+        return 1 if record.get("failed") else 0
     except (UserError, ModuleNotFoundError) as error:
         if isinstance(error, ModuleNotFoundError):
             if not error.name.startswith("nanodomino.options."):

@@ -1,0 +1,172 @@
+"""The checks of `bench.py gpu` that need one device: the machine, and the kernels that training calls.
+
+Each kernel is called through nanodomino's own function and compared with the same mathematics in float64. A result
+rounded to bfloat16 errs by up to 2^-9, a number in 8 bits by 2^-4 (e4m3) or 2^-3 (e5m2), and a wrong scale by more.
+"""
+
+import importlib.metadata
+import os
+import subprocess
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
+from torch.utils.benchmark import Timer
+
+from nanodomino.errors import require
+from nanodomino.layers.attention import fused_attention
+from nanodomino.layers.autograd_segment import run_segment
+from nanodomino.layers.main_grad import add_weight_gradient
+from nanodomino.layers.varlen import attention_bias, find_starts, varlen_attention
+from nanodomino.options.experts.moe import grouped_linear
+from nanodomino.options.fp8 import FORMATS, RECIPES, Fp8Recipe, Fp8Weight
+
+BF16 = 2.0**-8               # bound for a result in bfloat16; attention also rounds its probabilities: twice that
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where a check runs, and the numbers that it finds. quick: small sizes; world_size: the processes that run it."""
+    device: torch.device
+    quick: bool
+    world_size: int = 1
+    numbers: dict = field(default_factory=dict)
+
+    @property
+    def cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def large(self) -> bool:
+        """Whether to include the sizes of real models."""
+        return self.cuda and not self.quick
+
+    @property
+    def has_fp8(self) -> bool:
+        return not self.cuda or torch.cuda.get_device_capability(self.device) >= (8, 9)
+
+    def normal(self, *shape, seed=0, dtype=torch.bfloat16):
+        """Return normal random numbers whose columns differ in size by up to 100, so that a wrong scale shows."""
+        x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+        return (x * torch.logspace(-1, 1, shape[-1])).to(self.device, dtype)
+
+    def equal(self, case: str, found, expected, bound: float):
+        """Raise UserError unless the norm of found - expected is at most `bound` times the norm of `expected`."""
+        found, expected = found.detach().double(), expected.detach().double()
+        error = self.numbers[case] = ((found - expected).norm() / expected.norm().clamp(min=1e-300)).item()
+        require(error <= bound,                      # false for NaN
+                f"{case}: relative error {error:.2e}, but at most {bound:.1e} is allowed; a kernel or a function that "
+                "calls it is wrong on this machine; please send the report")
+
+    def speed(self, case: str, function, flops: float):
+        timed = Timer("function()", globals={"function": function}).timeit(10 if self.cuda else 1)
+        self.numbers[f"{case}, TFLOP/s"] = flops / timed.mean / 1e12
+
+
+def machine(run: Run):
+    """The hardware, driver, libraries and variables to which the other figures belong."""
+    prefixes = ("NCCL_", "CUDA_", "TORCH_", "PYTORCH_", "OMP_", "CUBLAS")
+    run.numbers.update(
+        torch=torch.__config__.show(), packages={one.name: one.version for one in importlib.metadata.distributions()},
+        variables={name: value for name, value in os.environ.items() if name.startswith(prefixes)})
+    for command in ["lscpu", "numactl --hardware"] + ["nvidia-smi topo -m", "nvidia-smi --format=csv --query-gpu=name,"
+            "driver_version,memory.total,clocks.sm,clocks.max.sm,clocks.mem,power.limit,pci.bus_id"] * run.cuda:
+        try:
+            done = subprocess.run(command.split(), capture_output=True, text=True, timeout=60)
+            run.numbers[command] = f"\n{done.stdout}{done.stderr}".rstrip()
+        except OSError as error:
+            run.numbers[command] = error.strerror
+
+
+def weight_gradients(run: Run):
+    """A weight gradient is added to fp32 without rounding it first, also for no tokens, few rows and padding rows."""
+    for tokens, outputs, inputs in [(0, 48, 32), (1, 48, 32), (17, 40, 24), (512, 384, 128),
+                                    *[(8192, 4096, 4096)] * run.large]:
+        gradient = run.normal(1, tokens, outputs + 16)[..., :outputs]       # a view with gaps between its rows
+        x, total = run.normal(1, tokens, inputs, seed=1), run.normal(outputs + 8, inputs, seed=2, dtype=torch.float32)
+        expected = total.double()
+        expected[:outputs] += gradient[0].double().t() @ x[0].double()
+        add_weight_gradient(total, gradient, x)
+        name = f"{tokens} x {outputs} x {inputs}"
+        run.equal(name, total, expected, 1e-5 if run.cuda else BF16)        # CPUs round the product to bfloat16
+        run.equal(f"{name}, padding rows", total[outputs:], expected[outputs:], 0.0)
+    run.speed(name, lambda: add_weight_gradient(total, gradient, x), 2 * tokens * outputs * inputs)
+
+
+def fp8_matmuls(run: Run):
+    """The three fp8 matmuls equal those in float64 up to 8-bit rounding; they keep zeros and hide no inf or NaN."""
+    h = 4096 if run.large else 128
+    for form, recipe, tokens in product(FORMATS, RECIPES, (16, 128, *[8192] * run.large)):
+        x, gradient = run.normal(1, tokens, h), run.normal(1, tokens, 2 * h, seed=1)
+        parameter = torch.nn.Parameter(run.normal(2 * h, h, seed=2))
+        parameter.bucket, parameter.main_grad = SimpleNamespace(derived={}), torch.zeros_like(parameter).float()
+        weight = Fp8Weight(parameter, Fp8Recipe.of(form, recipe, torch.bfloat16, lambda function: function))
+        y, grad_x = weight.multiply(x), weight.t().multiply(gradient)
+        weight.add_gradient(gradient, x)
+        x64, g64, w64 = x[0].double(), gradient[0].double(), parameter.detach().double()
+        name, bound = f"{form} {recipe} {tokens}", 0.12 if form == "hybrid" else 0.06
+        run.equal(f"{name} forward", y[0], x64 @ w64.t(), 0.06)
+        run.equal(f"{name} input gradient", grad_x[0], g64 @ w64, bound)
+        run.equal(f"{name} weight gradient", parameter.main_grad, g64.t() @ x64, bound)
+        run.equal(f"{name} chunks of W", torch.cat([part.multiply(x) for part in weight.chunk(2, 0)], -1), y, BF16)
+        run.equal(f"{name} zeros", weight.multiply(torch.zeros_like(x)), torch.zeros_like(y), 0.0)
+        if run.cuda:
+            run.speed(name, partial(weight.multiply, weight.convert(x)), 4 * tokens * h * h)
+        for bad in (torch.inf, -torch.inf, torch.nan):
+            x[0, 3, 5] = bad
+            finite = weight.multiply(x)[0, 3].isfinite()
+            run.equal(f"{name} finite results of {bad}", finite, torch.zeros_like(finite), 0.0)
+
+
+def expert_matmuls(run: Run):
+    """The experts' grouped matmul equals one matmul per expert, with experts of no rows, one row and many rows."""
+    h, ffn = 512, 256
+    for counts in [(0, 0, 5, 1), (7, 0, 0, 9), (3, 40, 1, 0), (0, 0, 0, 1), (300, 1, 0, 211)]:
+        ends = torch.tensor(counts).cumsum(0)
+        dispatch = SimpleNamespace(ends=ends.tolist(), offsets=ends.to(run.device, torch.int32))
+        x, w = run.normal(sum(counts), h), run.normal(len(counts), ffn, h, seed=1)
+        gradient = run.normal(sum(counts), ffn, seed=2)
+        for name, rows, weights in (("W", x, w), ("W^T", gradient, w.transpose(1, 2))):
+            expected = [part.double() @ weight.double().t() for part, weight in zip(rows.split(counts), weights)]
+            run.equal(f"experts {name} with {counts} rows", grouped_linear(rows, weights, dispatch),
+                      torch.cat(expected), BF16)
+    run.speed(f"{counts} rows", lambda: grouped_linear(x, w, dispatch), 2 * len(x) * h * ffn)
+
+
+def compare_attention(run: Run, name, function, definition, b, s, heads, groups, d):
+    """Check an attention function's output and gradients. definition: the same in float64, with other kernels."""
+    q, k, v, gradient = (run.normal(b, s, n, d, seed=seed).transpose(1, 2)         # strided as training has them
+                         for seed, n in enumerate((heads, groups, groups, heads)))
+    output, segment = run_segment(function, q, k, v)
+    inputs = [x.double().requires_grad_() for x in (q, k, v)]
+    expected = definition(*inputs)
+    for part, *pair in zip(("output", "gradient of q", "gradient of k", "gradient of v"),
+                           (output, *segment.backward(gradient)),
+                           (expected, *torch.autograd.grad(expected, inputs, gradient.double()))):
+        run.equal(f"{name}, {heads}/{groups} heads of {d}, {s} tokens: {part}", *pair, 2 * BF16)
+    return q, k, v
+
+
+def attention(run: Run):
+    """The attention that torch chooses, and the direct call of its backward node, equal attention in float64."""
+    function = partial(fused_attention, bias=None)
+    definition = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+    for sizes in [(2, 192, 8, 2, 64), (2, 320, 4, 1, 128), (2, 128, 4, 4, 64), *[(1, 4096, 32, 32, 128)] * run.large]:
+        q, k, v = compare_attention(run, "attention", function, definition, *sizes)
+    backend = SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True)).name
+    run.speed(f"forward, {backend}", lambda: function(q, k, v), 2 * q.numel() * q.size(2))
+
+
+def documents(run: Run):
+    """Flash attention within documents equals attention with a bias, also for documents of one token."""
+    ends = torch.rand(2, 128, generator=torch.Generator().manual_seed(1)) < 0.3
+    numbers = F.pad(ends, (1, -1)).long().cumsum(1)             # many documents have one token
+    function = partial(varlen_attention, documents=find_starts(numbers, run.device))
+    bias = attention_bias(numbers.to(run.device), torch.float64)
+    definition = partial(F.scaled_dot_product_attention, attn_mask=bias, enable_gqa=True)
+    for heads, groups in ((4, 4), (8, 2)):
+        compare_attention(run, "documents", function, definition, 2, 128, heads, groups, 64)
