@@ -1,0 +1,100 @@
+"""bench.py gpu: it runs, reports and skips checks, and each check fails if what it checks is wrong."""
+
+import json
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import ROOT
+from support.fork_server import is_alive
+from support.runs import wait_until
+
+import train
+from bench import QUESTIONS
+from benchmarks import gpu, gpu_checks, gpu_kernels
+from benchmarks.gpu_checks import CHECKS
+from benchmarks.gpu_kernels import Run
+from benchmarks.runner import main
+from nanodomino.errors import UserError
+from nanodomino.options import fp8
+
+
+def test_checks_are_reported_and_those_that_passed_are_skipped_the_next_time(tmp_path, capsys, monkeypatch):
+    run_check, verdicts = gpu.run_check, {"machine": "passed", "attention": "failed"}
+    monkeypatch.setattr(gpu, "run_check", lambda name, flags: dict(
+        verdict=verdicts[name], message="why", numbers={}, seconds=1.0, commit="", time="") if name in verdicts
+        else run_check(name, flags))
+    command = f"gpu --device cpu --quick --report {tmp_path} --only machine attention".split()
+    assert main(QUESTIONS, "", [*command, "weight-gradients"]) == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["failed"] == ["attention"]
+    text = (tmp_path / "report.md").read_text()
+    assert "| kernels | attention | failed | 1 |" in text and "17 x 40 x 24: 0.0" in text
+    verdicts.update(machine="failed", attention="passed")
+    assert main(QUESTIONS, "", command) == 0
+    assert "[1/2] machine: passed before" in capsys.readouterr().out
+
+
+def test_a_check_that_exceeds_its_limit_ends_with_all_its_processes(monkeypatch):
+    """A process and its child ignore SIGTERM. Each prints what fork() gives it: the child's id, or 0."""
+    monkeypatch.setattr(gpu, "GRACE", 0.1)
+    script = "import os, signal, time; signal.signal(15, 1); os.write(1, b'%d\\n' % os.fork()); time.sleep(60)"
+    process = subprocess.Popen(["python", "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    child = max(int(process.stdout.readline()), int(process.stdout.readline()))
+    assert is_alive(child) and gpu.end(process, limit=0.1) is None
+    wait_until(lambda: not is_alive(child))
+
+
+def test_without_a_gpu_one_sentence_says_what_to_do(capsys):
+    assert main(QUESTIONS, "", ["gpu"]) == 2
+    assert "needs a GPU that torch can see, and there is none; try --device cpu" in capsys.readouterr().err
+    quick = SimpleNamespace(device="cpu", quick=True)
+    assert gpu.why_skipped(CHECKS["documents"], quick) == "needs 1 GPU, and there are 0"
+
+
+@pytest.mark.table
+def test_the_docs_say_what_each_part_proves():
+    assert all(f"| {check.part} | " in (ROOT / "docs" / "running.md").read_text() for check in CHECKS.values())
+
+
+def without_wait(*arguments, async_op=False, right=dist.all_reduce, **options):
+    work = right(*arguments, async_op=async_op, **options)
+    return work and SimpleNamespace(wait=lambda: KEPT.append(work), get_future=work.get_future)
+
+
+def reading_step(*arguments, right=train.forward_step):
+    output, tape, loss = yield from right(*arguments)
+    output.sum().item()                         # makes the host wait for the device in each microbatch
+    return output, tape, loss
+
+
+KEPT = []                                       # works in flight
+FAILING = SimpleNamespace(run=lambda *_, **__: SimpleNamespace(returncode=1, stdout=""), PIPE=None)
+FAULTS = {                                      # {check: (where, what, the fault, what the error says)}
+    "weight-gradients": (gpu_kernels, "add_weight_gradient", lambda total, *_: None, "1 x 48 x 32: relative error"),
+    "fp8-matmuls": (fp8, "to_8_bits", lambda x, *to, right=fp8.to_8_bits: right(1.15 * x, *to), "16 forward: relative"),
+    "expert-matmuls": (gpu_kernels, "grouped_linear", lambda x, w, dispatch, right=gpu_kernels.grouped_linear: right(
+        x, w, SimpleNamespace(ends=[min(end + 1, len(x)) for end in dispatch.ends])), "experts W with"),
+    "attention": (gpu_kernels, "fused_attention", lambda q, *kv, bias, right=gpu_kernels.fused_attention: right(
+        1.15 * q, *kv, bias), "output: relative error"),
+    **dict.fromkeys(("exactness", "interruptions"), (gpu_checks, "subprocess", FAILING, "ended with exit code 1")),
+    "features": (train, "loss_func", lambda mask, losses: (losses.sum() * torch.rand(()), mask.sum()), "slices bf16"),
+    "races": (dist, "all_reduce", without_wait, "slices with delays"),
+    "silence": (train, "forward_step", reading_step, "the host waits for the device"),
+    "traffic-and-memory": (gpu_checks, "command", lambda words: '{"exact": false}', "is not its dry run's"),
+    "learning": (gpu_checks, "launched", lambda *given: [5.0 if "fp8" in given[2] else 3.0], "fp8's differs")}
+RANKS = {"silence": 1, "features": 2, "races": 2}                  # of the pool; the other checks run here
+
+
+def check_fault(name):
+    where, what, fault, says = FAULTS[name]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match=says):
+        patch.setattr(where, what, fault)
+        CHECKS[name].function(Run(torch.device("cpu"), quick=True, world_size=RANKS.get(name, 1)))
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.exhaustive if RANKS.get(name) == 2 else []) for name in FAULTS])
+def test_a_check_fails_if_what_it_checks_is_wrong(pool, name):
+    pool.run(check_fault, name, world_size=RANKS[name]) if name in RANKS else check_fault(name)
