@@ -24,7 +24,7 @@ from benchmarks.runner import BENCH
 from benchmarks.slow_network import exit_on_signals
 from nanodomino.comm.world import start_world
 from nanodomino.errors import counted, require
-from nanodomino.files import make_folder, read_file, write_file
+from nanodomino.files import make_folder, open_regular_file, read_file, write_file
 
 ROUNDS = False               # no --repeats: the questions that a check asks have their own
 GRACE = 45                   # seconds from SIGTERM to SIGKILL; torchrun gives its ranks 30
@@ -103,7 +103,7 @@ def run_check(name: str, flags) -> dict:
         return {"verdict": "skipped", "message": reason, "numbers": {}, "seconds": 0.0}
     command = [sys.executable, str(BENCH), "gpu", "--run", name, "--device", flags.device, *["--quick"] * flags.quick]
     log, start, limit = (flags.report / f"{name}.log").resolve(), time.monotonic(), CHECKS[name].limit
-    with open(log, "w") as file:       # NCCL's flight recorder writes beside it what was in flight when a check hung
+    with open_regular_file(log, "wb") as file:         # beside it NCCL's recorder writes what was in flight in a hang
         process = subprocess.Popen(command, stdout=file, stderr=file, cwd=BENCH.parent, start_new_session=True, env={
             **os.environ, "TORCH_FR_DUMP_TEMP_FILE": str(log.with_suffix(".in-flight-"))})
     code = end(process, limit)
