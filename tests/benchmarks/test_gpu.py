@@ -83,7 +83,7 @@ FAULTS = {                                      # {check: (where, what, the faul
     "races": (dist, "all_reduce", without_wait, "slices with delays"),
     "silence": (train, "forward_step", reading_step, "the host waits for the device"),
     "traffic-and-memory": (gpu_checks, "command", lambda words: '{"exact": false}', "is not its dry run's"),
-    "learning": (gpu_checks, "launched", lambda *given: [5.0 if "fp8" in given[2] else 3.0], "fp8's differs")}
+    "learning": (gpu_checks, "launched", lambda *given: [5.0 if "--tp 1" in given[-1] else 3.0], "halves's differs")}
 RANKS = {"silence": 1, "features": 2, "races": 2}                  # of the pool; the other checks run here
 
 
