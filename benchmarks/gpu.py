@@ -125,19 +125,20 @@ def end(process: subprocess.Popen, limit: float) -> int | None:
     except subprocess.TimeoutExpired:
         return None
     finally:
-        for number, patience in ((signal.SIGTERM, GRACE), (signal.SIGKILL, None)):
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(patience)
-                break
+        with suppress(ProcessLookupError):                 # raised as soon as the group has no process left
+            os.killpg(process.pid, signal.SIGTERM)
+            for _ in range(int(10 * GRACE)):
+                process.poll()
+                os.killpg(process.pid, 0)
+                time.sleep(0.1)
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def markdown(report: dict) -> str:
     """Return report.md: a table of verdicts, then the numbers of each check."""
     details, table = [], [
-        f"# nanodomino on {report['device']}", "",
-        f"`python bench.py gpu --device {report['device']}{' --quick' * report['quick']}`", "",
+        f"# nanodomino: `python bench.py gpu --device {report['device']}{' --quick' * report['quick']}`", "",
         "| part | check | verdict | seconds | it proves | |", "|---|---|---|---|---|---|"]
     for name, found in report["checks"].items():
         check = CHECKS[name]

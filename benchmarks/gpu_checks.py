@@ -223,8 +223,7 @@ def overlap(run: Run):
 
 
 def launched(run: Run, ranks: int, *flags: str, metric="loss") -> list:
-    """Run train.py under torchrun to its end, and again for each of `flags`, which resume in the same folder. Returns
-    the values of a metric."""
+    """Run train.py under torchrun with each of `flags`, in one folder, so that it resumes. Returns one metric."""
     with tempfile.TemporaryDirectory() as folder:
         for more in flags:
             command(f"-m torch.distributed.run --standalone --nproc_per_node {ranks} train.py --run-dir {folder}/run "

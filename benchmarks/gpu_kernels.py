@@ -42,8 +42,7 @@ class Run:
 
     @property
     def large(self) -> bool:
-        """Whether to include the sizes of real models."""
-        return self.cuda and not self.quick
+        return self.cuda and not self.quick          # whether to include the sizes of real models
 
     @property
     def has_fp8(self) -> bool:
