@@ -74,7 +74,8 @@ def built(run: Run, **settings):
     config = Config(**dict(SMALL, device=run.device.type, global_batch_size=8 * run.world_size) | settings)
     config = config.resolve(run.world_size).with_device(run.device).with_vocabulary(config.vocab_size)
     choose_kernels(config)
-    mesh = make_mesh(config.pp, config.dp, config.tp, run.device, **config.mesh_options)
+    mesh = make_mesh(config.pp, config.dp, config.tp, run.device, **config.mesh_options,
+                     thread_blocks=config.thread_blocks)
     model = train.model_builder(config, mesh)
     optimizer, stage = ZeroOptimizer(model, config, mesh), Domino(model, config.slices, config.columns, config.compiler)
     train.warm_up(stage, optimizer, config, mesh)
