@@ -4,7 +4,7 @@
     throughput   Is the model as fast as the same model in plain torch.nn?
     pipeline     Are stages idle for as long as the schedule predicts, and are the schedules as fast as torch's?
     zero         Is ZeRO as fast as torch's sharded optimizers, and does it need as little memory?
-    comm         Does a real step launch the collectives of the dry run?
+    collectives  Does a real step launch the collectives of the dry run?
     checkpoint   How long does training wait for a checkpoint, and how long does resuming take?
     memory       Does a rank need the memory that the dry run says?
     recompute    How much time does recomputation cost, and how much memory does it save?
