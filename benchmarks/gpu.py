@@ -1,7 +1,7 @@
 """Does everything work on this machine's GPUs? Runs checks in the order in which they matter, and writes a report.
 
     python bench.py gpu                               all checks, on all GPUs
-    python bench.py gpu --quick --device cpu          small versions of those that need no GPU
+    python bench.py gpu --quick --device cpu          small versions of the checks that need no GPU
 
 Each check is a process of its own with a time limit. Its output is in NAME.log in the folder of --report, its result in
 report.json and report.md. A check that has passed there is skipped the next time. The exit code is 1 if a check failed.
@@ -26,7 +26,7 @@ from nanodomino.comm.world import start_world
 from nanodomino.errors import counted, require
 from nanodomino.files import make_folder, open_regular_file, read_file, write_file
 
-ROUNDS = False               # no --repeats: the questions that a check asks have their own
+ROUNDS = False               # no --repeats: a check gives --repeats to the questions that it asks
 GRACE = 45                   # seconds from SIGTERM to SIGKILL; torchrun gives its ranks 30
 
 
@@ -43,7 +43,7 @@ def add_flags(parser):
 
 
 def processes(flags) -> int:
-    """Return 1, or with --run the check's number: as many as there are GPUs; on CPUs at most two."""
+    """Return 1, or with --run the largest number of processes that the check allows on these GPUs (on CPUs: two)."""
     gpus = torch.cuda.device_count()
     require(flags.device == "cpu" or gpus, "bench.py gpu needs a GPU that torch can see, and there is none; try "
             "--device cpu, which runs the checks that need none")
@@ -118,8 +118,8 @@ def run_check(name: str, flags) -> dict:
 
 
 def end(process: subprocess.Popen, limit: float) -> int | None:
-    """Wait for a process. Returns its exit code, or None if it exceeds `limit` seconds. Its whole group gets SIGTERM,
-    which also ends the ranks that it has started, then SIGKILL; also after Ctrl-C, so that nothing is left."""
+    """Wait for a process. Returns its exit code, or None if it exceeds `limit` seconds. In each case, and after Ctrl-C,
+    what is left of its process group gets SIGTERM, and after GRACE seconds SIGKILL."""
     try:
         return process.wait(limit)
     except subprocess.TimeoutExpired:

@@ -57,8 +57,9 @@ FEATURES = dict(
 
 @dataclass(frozen=True)
 class Check:
-    """ranks: the possible numbers of processes, () for 1 without a group; gpus: how many it needs; capability: which
-    one a GPU needs; needs_gpu: whether it can't run on CPUs; quick: whether --quick includes it; limit: seconds."""
+    """Says what a check needs. ranks: the possible numbers of processes, () for one without a process group; gpus:
+    the number of GPUs; capability: a GPU's least compute capability; needs_gpu: whether it can't run on CPUs; quick:
+    whether --quick includes it; limit: seconds."""
     part: str
     function: Callable[[Run], None]
     ranks: tuple = ()
@@ -83,7 +84,7 @@ def built(run: Run, **settings):
 
 
 def same_bits(run: Run, name: str, disturbances, **settings) -> list[float]:
-    """Train as often as there are disturbances, each time within one of these context managers. Returns the losses.
+    """Train once within each of these context managers, from the same start. Returns the losses.
     Raises UserError on every rank unless losses and all ranks' weights are equal, bit for bit."""
     found = []
     for disturbance in disturbances:
@@ -211,20 +212,21 @@ def traffic_and_memory(run: Run):
 
 
 def throughput(run: Run):
-    """How fast one process is, beside the same model in plain torch.nn."""
+    """The speed of one process, beside that of the same model in plain torch.nn."""
     sizes = "--model gpt2 --micro-batch-size 16" if run.cuda else "--num-layers 2 --micro-batch-size 4"
     ask(run, f"throughput {sizes} --global-batch-size 16 --repeats 3")
 
 
 def overlap(run: Run):
-    """How much of tensor parallelism's communication Domino hides on this machine's links."""
+    """The share of tensor parallelism's communication that Domino hides on this machine's links."""
     hidden, heads, length = (4096, 32, 4096) if run.cuda else (128, 4, 64)
     ask(run, *[f"overlap --tp {ranks_here(run)} --hidden-size {hidden} --num-attention-heads {heads} --seq-length "
                f"{length} --micro-batch-size 2 --slices {slices} --repeats 3" for slices in (1, 2)])
 
 
 def launched(run: Run, ranks: int, *flags: str, metric="loss") -> list:
-    """Run train.py under torchrun with each of `flags`, in one folder, so that it resumes. Returns one metric."""
+    """Run train.py under torchrun once for each of `flags`, in one folder: each launch resumes from the previous one.
+    Returns the values of one metric."""
     with tempfile.TemporaryDirectory() as folder:
         for more in flags:
             command(f"-m torch.distributed.run --standalone --nproc_per_node {ranks} train.py --run-dir {folder}/run "
@@ -234,7 +236,7 @@ def launched(run: Run, ranks: int, *flags: str, metric="loss") -> list:
 
 
 def steps(run: Run):
-    """How long a step of train.py takes, and the estimate of bench.py plan for it."""
+    """The time of a step of train.py, beside the estimate of bench.py plan."""
     gpus, gpu = torch.cuda.device_count(), "A100" if "A100" in torch.cuda.get_device_name() else "H100"
     llama = "--model llama3-8b --tp 8 --sequence-parallel"
     models = [llama, *[f"{llama} --fp8-format hybrid --fp8-recipe {recipe}" for recipe in RECIPES]] * (gpus >= 8)

@@ -30,7 +30,7 @@ BF16 = 2.0**-8               # bound for a result in bfloat16; attention also ro
 
 @dataclass(frozen=True)
 class Run:
-    """Where a check runs, and the numbers that it finds. quick: small sizes; world_size: the processes that run it."""
+    """Says where a check runs, and holds the numbers that it finds. quick: small sizes; world_size: its processes."""
     device: torch.device
     quick: bool
     world_size: int = 1
