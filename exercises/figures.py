@@ -1,4 +1,4 @@
-"""The numbers and pictures of the playground's tabs, drawn by the project's own code.
+"""The numbers and pictures of the playground's pages, drawn by the project's own code.
 
     grid(..)       mesh.py: the ranks of each group, and what a rank holds
     schedule(..)   schedules/: the simulated schedule, as the timeline of a run (timeline/draw.py)
@@ -6,8 +6,8 @@
     memory(..)     dry_run/: the bytes of a rank of each stage
     search(..)     benchmarks/plan_search.py: the fastest layouts
 
-Each returns a Figure. UserErrors of the rules pass through. A process can be in only one world, and the browser's
-sessions are threads of one process, so one figure is computed at a time. Figures are remembered.
+Each function returns a Figure, or raises UserError if the settings break a rule. One figure is computed at a time,
+because the browser's sessions are threads of one process, which can be in only one world. Figures are remembered.
 """
 
 import re
@@ -50,7 +50,7 @@ MEMORY = dict(zip(plan.MEMORY_TERMS, ("#9bd1f4", "#4fae8b", "#f3df6b", "#e69f00"
 
 @dataclass(frozen=True)
 class Figure:
-    """svg: the picture. numbers: what it shows. words: the same as Markdown. table: rows of text, the heading first"""
+    """Holds a picture, the numbers that it shows, words about them in Markdown, and a table with the heading first."""
     svg: str
     numbers: dict
     words: str
@@ -161,8 +161,8 @@ def schedule(name="1f1b", stages=4, microbatches=8, chunks=None, F=1.0, I=1.0, W
 
 
 def events_of(table, rows, takes, message) -> list[list[Event]]:
-    """Return what each stage would have recorded, had it run the simulated schedule. `ready` is the end of a wait, so
-    all of it counts as idle; see merged_trace.py."""
+    """Return what each stage would have recorded, had it run the simulated schedule. `ready` is the end of a wait;
+    then merged_trace.py counts the whole wait as idle."""
     last = simulation.step_time(rows)
     events = [[event("step", 0, last, step=1)] for _ in rows]
     for stage, row in enumerate(rows):
@@ -295,7 +295,7 @@ def search(model="gpt2-xl", gpus=8, gpu="H100", gpus_per_host=8, progress=progre
 
 
 def stacked_bars(bars, colours: dict, limit=0.0, words="") -> str:
-    """Draw horizontal bars (label, {part: size}, words at its end), and a line at `limit`. colours: of the parts"""
+    """Draw horizontal bars (label, {part: size}, words at its end), and a line at `limit`. colours: {part: colour}"""
     left, width, y, body = max(len(label) for label, *_ in bars) * LETTER + 16, 1000, 34 * bool(limit) + 8, []
     scale = (width - left - 210) / max(limit, *(sum(parts.values()) for _, parts, _ in bars))
     for label, parts, end in bars:
