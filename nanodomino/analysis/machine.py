@@ -8,8 +8,8 @@ waves of as many tiles as the GPU has multiprocessors, and the last wave may be 
 a sum of k products; starting a tile takes as long as 160 more products. Small tiles load each number more often for the
 same FLOPs, so they reach less of the peak. With few tiles, kernels also cut k and add up the parts. The fastest counts.
 
-TILES, START, KERNEL and ATTENTION are assumptions, not measurements. They resemble what cuBLAS and cuDNN
-are reported to reach on an H100.
+TILES, START, KERNEL and ATTENTION are assumptions, not measurements. They resemble what cuBLAS and cuDNN are reported
+to reach on an H100.
 """
 
 import math
@@ -39,7 +39,7 @@ class Machine:
     inter_host_rate: float       # bytes/s sent to other hosts
     latency: float               # seconds that each collective takes in addition to sending its bytes
     ranks_per_host: int
-    memory_rate: float           # bytes/s of reads and writes; infinite if matmul_rate includes element-wise work
+    memory_rate: float           # bytes/s of reads and writes
     host_copy_rate: float = math.inf         # bytes/s between a GPU and its host
     overlap_slowdown: float = 0.0            # share of the GPU that a collective in flight takes from compute
     peak: float = 0.0                        # FLOP/s of a GPU's data sheet in 16 bits; 0: not a GPU

@@ -54,7 +54,7 @@ def find_checkpoint(folder: Path) -> Path:
 def recorded_settings(folder: Path) -> dict | None:
     """Return the settings of a run's latest launch, or of a checkpoint; None if none can be read.
 
-    If config.json can't be read, they are those of the newest checkpoint.
+    If config.json can't be read, return the settings of the newest checkpoint.
     """
     with suppress(UserError):
         return read_json(folder / "config.json")

@@ -127,7 +127,7 @@ class Saver:
             delete_checkpoint(final)
         temporary.rename(final)
         flush_folder(final.parent)
-        if not manifest["skipped_in_a_row"]:                   # later ones are damaged, or the run had resumed there
+        if not manifest["skipped_in_a_row"]:                   # a later one is damaged, else it had been resumed
             until_now = [folder for folder in checkpoints_of(self.run_dir) if step_of(folder) <= step_of(final)]
             for folder in until_now[self.keep_last:]:
                 delete_checkpoint(folder)

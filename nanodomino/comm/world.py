@@ -130,8 +130,8 @@ def start_world(launch: LaunchInfo, device: torch.device, timeout: int = TIMEOUT
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # Collectives of several groups are in flight at once. If ranks started them in different orders, each could
-        # occupy its GPU and wait for the other. With this, NCCL starts them in the order of their launches.
+        # Collectives of several groups are in flight at once. If two ranks started them in different orders, each could
+        # occupy its GPU and wait for the other. With this variable, NCCL starts them in the order of their launches.
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     else:
         keep_freed_memory()

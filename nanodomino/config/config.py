@@ -258,8 +258,8 @@ class CoreSettings(Seams):
 
     @property
     def thread_blocks(self) -> dict[str, int]:
-        """The most thread blocks of a GPU that a group's collectives occupy. More would take more from the matmuls that
-        hide them: a receive occupies its blocks from when it is posted until the message arrives."""
+        """{group: the most thread blocks of a GPU that a collective of the group occupies}. More would take more from
+        the matmuls that hide it: a receive occupies its blocks from when it is posted until the message arrives."""
         return {"tp": self.tp_max_ctas, "dp": 16, "pp": 16}
 
     @property

@@ -14,7 +14,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; {self.prog} --help lists every flag")
 
     def parse_known_args(self, args=None, namespace=None):
-        """Parse as ArgumentParser does, but refuse an empty text, except a prompt."""
+        """Parse as ArgumentParser does, but refuse an empty value, except an empty prompt."""
         parsed, rest = super().parse_known_args(args, namespace)
         for name, value in vars(parsed).items():
             require(value != "" or name == "prompt", f"--{name.replace('_', '-')} must not be empty, but is ''; give a "

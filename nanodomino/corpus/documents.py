@@ -1,9 +1,9 @@
 """Finds text files and reads the documents in them: a document is a text file, or a line of a .jsonl file.
 
-**Long documents.** Encoding takes some 60 bytes of memory per byte of text, and a file may have gigabytes. So a file is
-encoded in chunks. A tokenizer splits a text into words, and byte-pair encoding (BPE) merges only within a word. So if
-the chunks end between two words, they have the token ids of the whole. (Some tokenizers, such as Llama 2's, put a space
-in front of each text, so here in front of each chunk.)
+**Long documents.** A file is encoded in chunks, because it may have gigabytes, and encoding takes some 60 bytes of
+memory per byte of text. A tokenizer splits a text into words, and byte-pair encoding (BPE) merges only within a word.
+If the chunks end between two words, they have the token ids of the whole file. (Some tokenizers, such as Llama 2's, put
+a space in front of each text that they encode. They also put one in front of each chunk.)
 """
 
 import json

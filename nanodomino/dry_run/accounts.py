@@ -102,8 +102,8 @@ def operation_of(name: str, given: dict, read, written) -> Operation:
 
 
 def workspace(name: str, given: dict) -> int:
-    """Return the bytes that flash attention's backward allocates on a GPU until it ends: the gradient of q in fp32 and,
-    if query heads share keys and values, those of k and v for each query head. q [b, heads, s, d] or [n, heads, d]"""
+    """Return the bytes that flash attention's backward allocates on a GPU until it ends: the gradient of q in fp32; if
+    query heads share k and v, also the gradients of k and v for each query head. q [b, heads, s, d] or [n, heads, d]"""
     if not re.search(r"(flash_attention|varlen_attn)_backward", name):
         return 0
     q, k = given["query"], given["key"]

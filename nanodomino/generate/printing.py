@@ -22,7 +22,7 @@ SEPARATOR = "---------------\n"
 
 
 class Writer:
-    """Writes to standard output; that of all ranks but rank 0 is discarded."""
+    """Writes to standard output; the output of all ranks but rank 0 is discarded."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer

@@ -32,9 +32,9 @@ of its operands, because fp8 tensor cores take both only in this order:
     weight gradient    grad_W = grad_y^T x    grad_y^T [out, n]   x^T [in, n]       hybrid: e5m2 x e4m3
 
 With --no-fp8-wgrad weight gradients stay in the training type, as in torchao's rowwise_with_gw_hp. With few tokens that
-is faster, too: a matmul in 8 bits can't add to main_grad, so its result is written and then added. Tensor cores add up
-in fewer bits than fp32 has, unless a matmul moves its sums to fp32 registers in between. Forward does not ("fast
-accumulation"), which is faster.
+is also faster: a matmul in 8 bits can't add to main_grad, and must write a result that is then added. Tensor cores add
+up in fewer bits than fp32 has, unless a matmul moves its sums to fp32 registers now and then. Only backward does this.
+Forward skips it ("fast accumulation"), which is faster.
 
 **Weights** and their master weights stay as they are without fp8. W and W^T are converted at their first use in a step.
 bucket.derived keeps both, in one byte per number, until zero.py changes the weights.
@@ -44,7 +44,7 @@ and the tape keeps it in 1 byte per number instead of 2 or 4. This holds for the
 h, and for the input of an MLP's row-parallel matmul. There are two exceptions: attention's backward needs attention's
 output in the training type anyway, and a sharded residual stream gathers h again in backward
 (sequence_parallel.py). With rowwise scales x^T has other scales than x. So the tape keeps the training type,
-and backward converts once more. With --no-fp8-wgrad the tape keeps it, too.
+and backward converts once more. With --no-fp8-wgrad the tape keeps the training type, too.
 
 **What stays in the training type:** embedding, head, norms, softmax(q k^T) v, routers and the merges of multi-token
 prediction, which have few FLOPs or need the precision. Experts stay too: their grouped matmul (moe.py) is not written

@@ -19,7 +19,7 @@ def from_rank_0(value):
 def check_agreement(config: Config) -> list[str]:
     """Return the name of each rank's host. Raise UserError if settings or data of a rank differ from rank 0's.
 
-    They can differ if each host starts its ranks with its own command. Only paths may.
+    They can differ if each host starts its ranks with its own command. Only paths may differ.
     """
     mine = dataclasses.asdict(dataclasses.replace(config, data_path=None, run_dir=None, load=None, config=None,
                                                   tensorboard_dir=None))

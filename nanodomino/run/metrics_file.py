@@ -56,7 +56,7 @@ def remove_outdated(path: Path, first_step: int, say=print) -> list[dict]:
 
 
 def current_values(line: bytes, first_step: int) -> dict | None:
-    """Return the values in a line of metrics.jsonl if it is complete and from the first steps, up to first_step."""
+    """Return the values of a complete line of a step up to first_step; None for other lines and for the test loss."""
     with suppress(ValueError, KeyError, TypeError, RecursionError):
         values = json.loads(line)
         return values if line.endswith(b"\n") and values["step"] <= first_step and "test_loss" not in values else None

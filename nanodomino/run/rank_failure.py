@@ -109,9 +109,9 @@ def write_torchrun_error_file(text: str):
 
 
 def unresponsive_ranks(launch: LaunchInfo, hosts: list[str]) -> str:
-    """Return text such as " (dead or hanging: rank 2, 3 on node7)", or "" if no rank is. hosts: each rank's.
+    """Return text such as " (dead or hanging: rank 2, 3 on node7)", or "" if no rank is. hosts: the host of each rank.
 
-    A living rank that has lost a peer reports this to torchrun's store within two seconds.
+    A living rank that has lost a peer reports this to torchrun's store, then waits two seconds for the others' reports.
     """
     try:
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,

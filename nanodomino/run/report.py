@@ -4,7 +4,7 @@
     step      a tqdm bar, a line every --log-interval steps; one JSON object per step in metrics.jsonl
     losses    validation and test loss, next to the unigram and bigram entropy of the text, which a model must beat;
               perplexity = exp(loss) and bits per byte of text
-    curve     loss.svg, drawn from metrics.jsonl; with --tensorboard-dir also TensorBoard's copy of metrics.jsonl
+    curve     loss.svg, with the values of metrics.jsonl; with --tensorboard-dir also TensorBoard's copy of them
 
 MFU is model FLOPs utilization (PaLM, appendix B): tokens per second x FLOPs per token / peak FLOP/s of all devices. A
 token takes 6 N + 12 L n d s FLOPs, with N active parameters, L layers, n heads of size d and sequence length s
@@ -104,8 +104,8 @@ class Report:
         """Say how many epochs the run trains and how much memory it needs. Warn of many epochs. memory: in words."""
         steps, windows = self.config.train_iters, max(self.corpus.tokens["train"] - 1, 1) // self.config.seq_length
         epochs = steps * self.config.global_batch_size / max(windows, 1)
-        self.say(f"{counted(steps, 'step')} = {epochs:{'.0f' if epochs >= 10 else '.2g'}} epochs of this text"
-                 f"; {memory}")
+        digits = ".0f" if epochs >= 10 else ".2g"
+        self.say(f"{counted(steps, 'step')} = {epochs:{digits}} epochs of this text; {memory}")
         if epochs > FEW_EPOCHS:
             enough = max(FEW_EPOCHS * windows // self.config.global_batch_size, 1)
             self.say(f"warning: after about {FEW_EPOCHS} epochs a model gains little from the same text and begins to "

@@ -26,7 +26,7 @@ from nanodomino.files import make_folder, open_descriptor
 
 @dataclass(frozen=True)
 class Run:
-    """The folder of a run and the checkpoint to start from, if any. weights_only: load nothing else of the checkpoint.
+    """The folder of a run and the checkpoint to start from, if any. weights_only: load only the checkpoint's weights.
     """
     folder: Path
     checkpoint: Path | None

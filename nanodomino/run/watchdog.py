@@ -44,7 +44,7 @@ class Watchdog:
         self.launch, self.device, self.timeout = launch, mesh.device, timeout
         self.queue = torch.cuda.current_stream(mesh.device) if mesh.device.type == "cuda" else None
         self.events, self.last_progress = deque(), time.monotonic()
-        self.context = {}                                      # step, signals and hosts, for an error
+        self.context = {}                                      # step, signals and hosts, which rank_failure.py reports
         self.finished = threading.Event()
         self.thread = threading.Thread(target=self.watch, name="watchdog", daemon=True)
 

@@ -24,10 +24,10 @@ slice b, and the combine of slice a by the experts of slice b. With tensor paral
 attention's reduce, which leaves less to hide a dispatch. A shared expert computes while the rows are in flight, in
 forward and in backward.
 
-The host must read the numbers of the first all-to-all before it can launch the dispatch. In the meantime the slice
-gathers the rows that it will send, so a GPU has work. It does not yield: the other slice's attention would
-then hide this short all-to-all, and nothing would be left to hide the dispatch. These numbers have their own process
-group; on the rows' group they would queue behind the other slice's rows.
+The host must read the numbers of the first all-to-all before it can launch the dispatch. In the meantime the GPU
+gathers the rows that the slice will send. The slice does not yield: the other slice's attention would then hide this
+short all-to-all, and nothing would be left to hide the dispatch. These numbers have their own process group; on the
+rows' group they would queue behind the other slice's rows.
 
 **Dropless.** Some systems give each expert a capacity and drop the rows beyond it. Then the dropped rows depend on
 which tokens share a microbatch, slice and replica, so the layout would show in the loss. Here every row is computed,
@@ -92,8 +92,8 @@ class RowCounts:
         self.copied = streams_of(numbers.device).current_stream().record_event() if on_gpu(numbers) else None
 
     def read(self, rows: int) -> tuple[list[int], list[int], list[int]]:
-        """Return input_splits, output_splits and ends; see Dispatch. The host waits for the copy, not for what was
-        launched after it. rows: n k"""
+        """Return input_splits, output_splits and ends; see Dispatch. The host waits for the copy, but not for work that
+        was launched after it. rows: n k"""
         ep, local = self.received_per_expert.shape
         if self.offsets.is_meta:             # without numbers, assume that all experts are chosen equally often
             splits = [rows * (i + 1) // ep - rows * i // ep for i in range(ep)]
@@ -128,8 +128,8 @@ def grouped_linear(x, weights, dispatch: Dispatch):
 
 def has_grouped_kernel(x, weights) -> bool:
     """Return whether torch multiplies all groups of rows in one kernel: in bfloat16 on GPUs of compute capability 9 and
-    10, if rows of x and of the weights are aligned to 16 bytes. Elsewhere torch's grouped_mm loops over the experts,
-    and the host waits for the GPU."""
+    10, if there are fewer than 1,024 experts and rows of x and of the weights are aligned to 16 bytes. Elsewhere
+    torch's grouped_mm loops over the experts, and the host waits for the GPU."""
     return (on_gpu(x) and x.dtype == torch.bfloat16 and len(x) > 0 and x.size(-1) % 8 == weights.size(1) % 8 == 0
             and capability_of(x.device)[0] in (9, 10) and len(weights) < 1024)
 

@@ -89,7 +89,7 @@ class Router(nn.Module):
     @torch.no_grad()
     def choose(self, logits):
         """Return (experts, tokens_per_expert, permutation): the numbers of the chosen experts [b, s, k], the best
-        first; how many tokens chose each expert [E]; what sorts the experts, stably [b s k]."""
+        first; how many tokens chose each expert [E]; the permutation [b s k] that sorts the experts stably."""
         scores = self.scores(logits)
         if self.expert_bias is not None:
             scores = scores + self.expert_bias
@@ -113,8 +113,8 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def choices(self, logits, experts) -> Flight:
-        """Prepare how often the tokens of each sample chose each expert, [b, E]: the sum over the ranks that hold other
-        tokens of the same samples."""
+        """Count how often the tokens of each sample chose each expert, [b, E], and prepare the sum of these counts over
+        the ranks that share the samples."""
         chosen = torch.zeros_like(logits[:, 0]).scatter_add_(
             1, experts.flatten(1), torch.ones_like(logits[..., :1]).expand(experts.shape).flatten(1))
         return prepare_all_reduce(chosen, self.sample_group, name="cp") if self.sample_parts > 1 else Flight(chosen)
@@ -122,7 +122,7 @@ class Router(nn.Module):
     def loss(self, logits, choices):
         """Return auxiliary loss + z-loss of a slice: a sum over its samples, each weighted by its s tokens.
 
-        choices: the result of choices()
+        choices: the result of the flight that choices() has prepared
         """
         (_, s, count), config = logits.shape, self.config
         probabilities = self.scores(logits)
@@ -134,7 +134,7 @@ class Router(nn.Module):
 
     def route(self, h, training: bool) -> Routing:
         """Route h [b, s, h]. Logits and weights are computed in fp32 or wider. If `training` is False, there is no
-        graph. MoEInside adds the loss when choices() has arrived."""
+        graph. MoEInside computes the loss once the sum of choices() has arrived."""
         logits = self.logits(h)
         experts, *counted = self.choose(logits)
         with torch.set_grad_enabled(training):
