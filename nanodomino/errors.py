@@ -4,8 +4,8 @@
     UserError                     prints "error: SENTENCE" on stderr; exit code 2
     OSError                       prints "error: PATH: REASON; ..." on stderr; exit code 1. No command needs to catch it
     Ctrl-C                        prints nothing; exit code 130, the shell's code for a process that SIGINT ended
-    stdout is closed, or its      the work continues without output. In the end a full disk is an OSError, but a reader
-    disk is full                  that has seen enough, such as `| head -1`, is not
+    stdout is closed, or its      the work continues without output (but SIGPIPE ends generate). At the end a full disk
+    disk is full                  is an OSError; a reader that has seen enough, such as `| head -1`, is not
 
 Python may raise an OSError in any print, and again when it flushes its buffers at exit. TolerantFile catches both,
 because it replaces the raw file, to which the buffers write all output.

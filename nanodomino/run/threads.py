@@ -3,7 +3,7 @@
 Threads that share a matmul wait for the slowest of them. On two idle cores a step of nano takes 190 ms with two threads
 and 320 with one. If other programs use the cores, a step takes 17 to 25 s with two and 0.7 to 2 s with one.
 
-The number also changes how sums are rounded. So a run records it, and keeps it when it resumes on the same layout.
+The number also changes how sums are rounded. Therefore a run records it, and keeps it when it resumes.
 """
 
 import os
@@ -16,7 +16,7 @@ BUSY = 0.75                           # load average per core
 
 def choose_threads(device, record: dict | None = None, quiet=False) -> int | None:
     """Set and return torch's number of threads, or None on a GPU. OMP_NUM_THREADS decides if it is set, then `record`,
-    the run's config.json. Otherwise it is 1 if the cores are busy, else all. Says on stderr what was chosen and why."""
+    the run's config.json. Otherwise busy cores get 1 thread, idle cores all. Says on stderr what was chosen and why."""
     most, reason = torch.get_num_threads(), "as before in this run"
     if device.type != "cpu" or most == 1 or os.environ.get("OMP_NUM_THREADS"):
         return most if device.type == "cpu" else None
