@@ -313,7 +313,9 @@ class Search:
                 yield flops / (self.machine.matmul_rate * speed * config.world_size), config, self.schedules
 
     def schedules(self, config: Config):
-        parallel = self.choices("sequence_parallel", [config.tp > 1])[0]      # it never adds work, only communication
+        cut = dataclasses.replace(config, sequence_parallel=config.tp > 1)     # it never adds work, only communication
+        divides = config.seq_length % cut.seq_length_divisor == 0
+        parallel = self.choices("sequence_parallel", [config.tp > 1 and divides])[0]
         for name in self.choices("schedule", SCHEDULES):
             for count in self.chunk_counts(name, config):
                 some = dataclasses.replace(
