@@ -33,7 +33,7 @@ def require_memory(program, config: Config, device, local_world_size: int) -> st
     if needed <= memory:
         try:
             estimate = fullest_rank_bytes(program, dataclasses.replace(config, device=device.type))
-            words = f"the fullest rank needs {estimate / 1e9:.1f} GB of memory"
+            words = f"the fullest rank needs {estimate / 2**20:,.1f} MiB of memory"
             needed, remedy = MARGIN * estimate, "--micro-batch-size or --num-layers"
         except Exception as error:                             # a run must not fail because its estimate does
             words = f"no estimate of its memory ({error})"

@@ -169,7 +169,7 @@ def test_a_run_whose_dry_run_fails_starts_without_an_estimate(monkeypatch):
     def fails(*arguments, **options):
         raise UserError("the dry run does not know the FLOPs of torch's new_mm")
 
-    assert require_memory(train, tiny(1), torch.device("cpu"), 1) == "the fullest rank needs 0.0 GB of memory"
+    assert require_memory(train, tiny(1), torch.device("cpu"), 1) == "the fullest rank needs 0.5 MiB of memory"
     monkeypatch.setattr(train, "train_step", fails)
     words = require_memory(train, tiny(1, lr=0.123), torch.device("cpu"), 1)
     assert words == "no estimate of its memory (the dry run does not know the FLOPs of torch's new_mm)"
