@@ -176,8 +176,13 @@ def test_a_folder_of_answers_is_graded(tmp_path, monkeypatch, capsys):
     pytest.param(*case, marks=pytest.mark.exhaustive)
     for case in (("bubble", 0.2), ("exposed", 1.67), ("memory", 1e7))])
 def test_the_reason_predicts_what_is_measured(name, number, capsys):
+    """Bytes and memory are exact. The others are times, which other programs on this machine can change by any amount:
+    then only the verdict must fit the measured number."""
     command_line.main(["predict", name])
     assert TASKS[name][0] in capsys.readouterr().out
     command_line.main(["predict", name, str(number)])
     output = capsys.readouterr().out
-    assert "You are right" in output and TASKS[name][-1] in output
+    measured, tolerance = float(re.search("measured: ([0-9.,e+-]+)[.] You", output)[1].replace(",", "")), TASKS[name][3]
+    right = abs(number / measured - 1) <= tolerance
+    assert right or name in ("bubble", "exposed")
+    assert ("You are right" in output and TASKS[name][-1] in output) == right
