@@ -18,9 +18,8 @@ import time
 from pathlib import Path
 
 from benchmarks.runner import (Times, about, add_config_flags, bytes_text, config_here, gathered, join, progress,
-                               ratios, table)
+                               ratios, slowest, synchronize_ranks, table)
 from nanodomino.analysis.formulas import parameter_count
-from nanodomino.analysis.machine import slowest, synchronize_ranks
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of
 from nanodomino.checkpoint.load import restore
 from nanodomino.checkpoint.manifest import verify

@@ -22,9 +22,8 @@ import torch
 import train
 from benchmarks import measured
 from benchmarks.runner import (CONFIG_FLAGS, Times, about, add_config_flags, bytes_text, compare, describe, gathered,
-                               ratio_text, ratios, table)
+                               ratio_text, ratios, slowest, table)
 from benchmarks.measured import processes  # noqa: F401, called by runner.main
-from nanodomino.analysis.machine import slowest
 from nanodomino.dry_run.accounts import Operation
 from nanodomino.errors import require
 from nanodomino.options.recompute.tape_policy import GRANULARITIES

@@ -41,7 +41,6 @@ from tqdm import tqdm
 
 import train
 from benchmarks.slow_network import exit_on_signals, slow_wire
-from nanodomino.analysis.machine import slowest, synchronize_ranks
 from nanodomino.comm.world import LaunchInfo, find_device, read_launch_environment, start_world
 from nanodomino.config.config import Config
 from nanodomino.config.flags import Parser, add_flags
@@ -324,6 +323,23 @@ def compare(alternatives: dict, repeats: int, device=torch.device("cpu"), about=
                 times[name].append(slowest(time.perf_counter() - start))
                 bar.update()
     return {name: Times(tuple(seconds[1:])) for name, seconds in times.items()}
+
+
+def synchronize_ranks(device):
+    """Wait for the GPU, then for all ranks."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def slowest(seconds: float) -> float:
+    """Return the largest value that any rank passes."""
+    if not dist.is_initialized():
+        return seconds
+    value = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return value.item()
 
 
 def progress(total: int) -> tqdm:

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-import torch.distributed as dist
 
 from nanodomino.analysis.formulas import bytes_sent
 from nanodomino.analysis.hardware import FP8_SPEEDUP
@@ -88,20 +87,3 @@ def memory_of_process(device, local_world_size: int) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_world_size
-
-
-def synchronize_ranks(device):
-    """Wait for the GPU, then for all ranks."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    if dist.is_initialized():
-        dist.barrier()
-
-
-def slowest(seconds: float) -> float:
-    """Return the largest value that any rank passes."""
-    if not dist.is_initialized():
-        return seconds
-    value = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(value, dist.ReduceOp.MAX)
-    return value.item()
