@@ -30,7 +30,8 @@ def choose_kernels(config: Config):
     if config.compile and config.tp > 1:
         from torch._inductor import config as inductor                   # imported here: it loads the whole compiler
 
-        inductor.deterministic = True
+        if hasattr(inductor, "deterministic"):                           # older versions of torch lack the option
+            inductor.deterministic = True
 
 
 def in_words(config: Config, device: torch.device) -> str:
