@@ -127,7 +127,8 @@ class Saver:
             delete_checkpoint(final)
         temporary.rename(final)
         flush_folder(final.parent)
-        if not manifest["skipped_in_a_row"]:                   # a later one is damaged, else it had been resumed
+        if not manifest["skipped_in_a_row"]:
+            # A checkpoint of a later step is damaged: otherwise the run would have resumed from it.
             until_now = [folder for folder in checkpoints_of(self.run_dir) if step_of(folder) <= step_of(final)]
             for folder in until_now[self.keep_last:]:
                 delete_checkpoint(folder)

@@ -17,8 +17,8 @@ class Parser(argparse.ArgumentParser):
         """Parse as ArgumentParser does, but refuse an empty value, except an empty prompt."""
         parsed, rest = super().parse_known_args(args, namespace)
         for name, value in vars(parsed).items():
-            require(value != "" or name == "prompt", f"--{name.replace('_', '-')} must not be empty, but is ''; give a "
-                    "value, or leave it out")
+            require(value != "" or name == "prompt",
+                    f"{flag_name(name)} must not be empty, but is ''; give a value, or leave it out")
         return parsed, rest
 
 

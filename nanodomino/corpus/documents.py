@@ -106,7 +106,7 @@ def text_chunks(path: str) -> Iterator[str]:
     try:
         with open(path, encoding="utf-8", newline="") as file:
             while chunk := file.read(CHUNK):
-                *chunks, rest = split_at_safe_cuts(rest + chunk, CHUNK, 2 * CHUNK)
+                *chunks, rest = split_at_safe_cuts(rest + chunk)
                 yield from chunks
     except UnicodeDecodeError:
         raise UserError(f"the input {path} is not UTF-8 text; convert or decompress it first") from None
@@ -114,12 +114,12 @@ def text_chunks(path: str) -> Iterator[str]:
         yield rest
 
 
-def split_at_safe_cuts(text: str, size: int, longest: int) -> Iterator[str]:
-    """Yield the text in chunks. A chunk ends at the first safe cut after `size` characters, else after `longest`."""
+def split_at_safe_cuts(text: str) -> Iterator[str]:
+    """Yield the text in chunks. A chunk ends at the first safe cut after CHUNK characters, else after 2 CHUNK."""
     start = 0
-    while len(text) - start > size:
-        cut = SAFE_CUT.search(text, start + size, start + longest)
-        end = cut.start() if cut else start + longest
+    while len(text) - start > CHUNK:
+        cut = SAFE_CUT.search(text, start + CHUNK, start + 2 * CHUNK)
+        end = cut.start() if cut else start + 2 * CHUNK
         yield text[start:end]
         start = end
     if start < len(text):

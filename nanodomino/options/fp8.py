@@ -31,10 +31,12 @@ of its operands, because fp8 tensor cores take both only in this order:
     input gradient     grad_x = grad_y W      grad_y [n, out]     W^T [in, out]     hybrid: e5m2 x e4m3
     weight gradient    grad_W = grad_y^T x    grad_y^T [out, n]   x^T [in, n]       hybrid: e5m2 x e4m3
 
-With --no-fp8-wgrad weight gradients stay in the training type, as in torchao's rowwise_with_gw_hp. With few tokens that
-is also faster: a matmul in 8 bits can't add to main_grad, and must write a result that is then added. Tensor cores add
-up in fewer bits than fp32 has, unless a matmul moves its sums to fp32 registers now and then. Only backward does this.
-Forward skips it ("fast accumulation"), which is faster.
+With --no-fp8-wgrad, weight gradients stay in the training type, as in torchao's rowwise_with_gw_hp. With few tokens
+that is also faster: a matmul in 8 bits can't add to main_grad. Its result is written first and then added.
+
+**Sums.** A tensor core adds products in fewer bits than fp32 has. A matmul can move its partial sums to fp32 registers
+at intervals, which keeps the precision of fp32 but is slower. Backward does so. Forward uses "fast accumulation", which
+leaves these moves out.
 
 **Weights** and their master weights stay as they are without fp8. W and W^T are converted at their first use in a step.
 bucket.derived keeps both, in one byte per number, until zero.py changes the weights.

@@ -109,7 +109,8 @@ def write_torchrun_error_file(text: str):
 
 
 def unresponsive_ranks(launch: LaunchInfo, hosts: list[str]) -> str:
-    """Return text such as " (dead or hanging: rank 2, 3 on node7)", or "" if no rank is. hosts: the host of each rank.
+    """Return text such as " (dead or hanging: rank 2, 3 on node7)"; "" if all ranks have reported; a text about
+    MASTER_ADDR if torchrun's store does not answer. hosts: the host of each rank.
 
     A living rank that has lost a peer reports this to torchrun's store, then waits two seconds for the others' reports.
     """
