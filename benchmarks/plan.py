@@ -35,6 +35,7 @@ from nanodomino.settings.presets import DTYPES, PUBLISHED_VOCABULARIES
 from nanodomino.settings.setting import flag_name
 
 GPT2_VOCABULARY = PUBLISHED_VOCABULARIES["gpt2"]
+RESERVE = 0.05               # the default of --reserve
 MEMORY_TERMS = ("parameters", "gradients", "optimizer", "activations", "working", "communicators")
 
 
@@ -56,8 +57,8 @@ def add_flags(parser):
     parser.add_argument("--overlap-slowdown", type=float, default=0.18,
                         help="share of a GPU that a collective in flight takes from compute (default 0.18: NCCL's 24 "
                              "channels take 24 of an H100's 132 multiprocessors)")
-    parser.add_argument("--reserve", type=float, default=0.05,
-                        help="share of the memory left free for CUDA and fragmentation (default 0.05)")
+    parser.add_argument("--reserve", type=float, default=RESERVE,
+                        help=f"share of the memory left free for CUDA and fragmentation (default {RESERVE})")
     parser.add_argument("--search", action="store_true",
                         help="search for the ten fastest layouts that fit; flags of the layout that are given are kept")
     parser.add_argument("--published", action="store_true",

@@ -39,7 +39,6 @@ from nanodomino.timeline.merged_trace import COLLECTIVES, Recording, difference,
 
 LOCK = threading.RLock()
 UNIT = 1e6                   # nanoseconds: a unit of a schedule's time is drawn as a millisecond
-RESERVE = 0.05               # the share of a GPU's memory that stays free, as in bench.py plan
 # The colours of ranks and of the parts of a GPU's memory, and what a rank does with its partners.
 GROUPS = {"this rank": ("#ee8866", ""), "tp": ("#f3df6b", "sums activations with"),
           "pp": ("#9bd1f4", "exchanges activations and their gradients in a pipeline with"),
@@ -261,7 +260,7 @@ def memory(model="gpt3-13b", gpus=64, gpu="H100", tp=8, pp=4, zero_stage=1, reco
     config = config.with_vocabulary(config.vocab_size)
     needs = [{name: found[name] for name in MEMORY} for found in plan.memory_of_stages(config)]
     bars = [(f"stage {stage}", need, bytes_text(sum(need.values()))) for stage, need in enumerate(needs)]
-    usable, most = GPUS[gpu].memory * (1 - RESERVE), max(sum(need.values()) for need in needs)
+    usable, most = GPUS[gpu].memory * (1 - plan.RESERVE), max(sum(need.values()) for need in needs)
     fits, state = most <= usable, state_bytes_per_parameter(config)
     verdict = f"fits: every rank needs at most {bytes_text(most)}" if fits else plan.why_not(needs, usable)
     return Figure(stacked_bars(bars, MEMORY, usable, f"usable: {bytes_text(usable)}"),
