@@ -10,8 +10,9 @@ under tests/ that run for its mutants, nearest first. The lines below it are mut
     old => new ## note                          old occurs once in the file; a note says why a survivor is equivalent
 
 Two workers each own a copy of the tree. This process imports torch and pytest once, and each mutant runs in a fork of
-it, which saves seconds. The pool's ranks are forks of that fork. The first red test ends a mutant. With `--all`, the
-survivors share a tree. While a test is red there, each half of the mutants is tried alone.
+it, which saves seconds. The pool's ranks are forks of that fork. The first red test ends a mutant. With `--all`, each
+worker's tree holds half of the survivors and walks once through the tests. At a red one, halving finds the mutant that
+this test finds; that mutant goes, and the walk goes on from there.
 """
 
 import argparse
@@ -67,12 +68,19 @@ class Judge:
     """Ends a fork at the first red test or after the last green one. Fixtures are not torn down: it takes seconds, and
     processes that inherited each other's pipes would wait for each other."""
 
-    def __init__(self, screen: int):
-        self.screen = screen
+    def __init__(self, screen: int, first: str):
+        self.screen, self.first = screen, first
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items):
+        names = [item.nodeid for item in items]
+        del items[:names.index(self.first) if self.first in names else 0]
+
+    def pytest_runtest_logstart(self, nodeid):
+        os.write(self.screen, f"\nRUNS {nodeid}\n".encode())
 
     def pytest_runtest_logreport(self, report):
         if report.failed:
-            os.write(self.screen, f"\nFAILED {report.nodeid}\n".encode())
             os._exit(1)
 
     @pytest.hookimpl(tryfirst=True)
@@ -88,8 +96,9 @@ def end_forks(*_):
     os._exit(1)
 
 
-def run_tests(copy: Path, tests: list[str], log: Path) -> int:
-    """Run pytest in a fork of this process, in a copy of the tree. Returns its exit code; 1 after LIMIT seconds."""
+def run_tests(copy: Path, tests: list[str], log: Path, first: str) -> int:
+    """Run pytest from the test `first` on, in a fork of this process, in a copy of the tree. Returns its exit code; 1
+    after LIMIT seconds."""
     if not (pid := os.fork()):
         try:
             os.setsid()
@@ -104,7 +113,7 @@ def run_tests(copy: Path, tests: list[str], log: Path) -> int:
             sys.dont_write_bytecode = True
             from support import fork_server
             fork_server.context_with_imports = lambda: multiprocessing.get_context("fork")
-            os._exit(pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", *tests], plugins=[Judge(screen)]))
+            os._exit(pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", *tests], plugins=[Judge(screen, first)]))
         finally:
             os._exit(3)
     FORKS.add(pid)
@@ -121,18 +130,20 @@ def run_tests(copy: Path, tests: list[str], log: Path) -> int:
     return 1 if status is None else status
 
 
-def first_red(log: Path) -> str:
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return lines[0].split(" - ")[0] if lines else "time-out or crash"
+def last_test(log: Path) -> str:
+    """Return the test that ran last, or the file that pytest could not read."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith(("RUNS", "ERROR"))]
+    return lines[-1].partition(" ")[2].split(" - ")[0] if lines else "tests"
 
 
-def plant(mutants: list[Mutant], tests: list[str], copies: SimpleQueue) -> str | None:
-    """Plant mutants in a copy of the tree, run tests, and restore the files. Returns the red test, or None."""
+def plant(mutants: list[Mutant], tests: list[str], copies: SimpleQueue, first: str = "") -> str | None:
+    """Plant mutants in a copy of the tree, run tests from `first` on, and restore the files. Returns the red test, or
+    None."""
     copy, start = copies.get(), time.monotonic()
     log, right = copy.with_suffix(".log"), {mutant.file: (copy / mutant.file).read_text() for mutant in mutants}
     for mutant in mutants:
         (copy / mutant.file).write_text((copy / mutant.file).read_text().replace(mutant.old, mutant.new))
-    red = first_red(log) if run_tests(copy, tests, log) else None
+    red = last_test(log) if run_tests(copy, tests, log, first) else None
     for file, text in right.items():
         (copy / file).write_text(text)
     copies.put(copy)
@@ -142,12 +153,15 @@ def plant(mutants: list[Mutant], tests: list[str], copies: SimpleQueue) -> str |
 
 
 def survivors_of_all(mutants: list[Mutant], copies: SimpleQueue) -> list[Mutant]:
-    """Return the mutants that the whole default half does not find, by halving."""
-    if not mutants or not plant(mutants, ["tests"], copies):
-        return mutants
-    middle = len(mutants) // 2
-    return [mutant for half in (mutants[:middle], mutants[middle:]) if half and len(mutants) > 1
-            for mutant in survivors_of_all(half, copies)]
+    """Return the mutants that no test of the default half finds, in one walk through the tests."""
+    red = ""
+    while mutants and (red := plant(mutants, ["tests"], copies, red)):
+        suspects = mutants
+        while len(suspects) > 1:
+            half = suspects[:len(suspects) // 2]
+            suspects = half if plant(half, [red], copies) else suspects[len(half):]
+        mutants = [mutant for mutant in mutants if mutant is not suspects[0]]
+    return mutants
 
 
 def main():
@@ -168,9 +182,10 @@ def main():
                                             ignore=shutil.ignore_patterns(".git", "__pycache__", "runs"))))
         with ThreadPoolExecutor(WORKERS) as threads:
             reds = list(threads.map(lambda mutant: plant([mutant], mutant.tests, copies), mutants))
-        survivors = [mutant for mutant, red in zip(mutants, reds) if not red]
-        if flags.all:
-            survivors = survivors_of_all(survivors, copies)
+            survivors = [mutant for mutant, red in zip(mutants, reds) if not red]
+            if flags.all:
+                halves = survivors[::2], survivors[1::2]
+                survivors = sum(threads.map(lambda half: survivors_of_all(half, copies), halves), [])
     print(f"\n{len(mutants)} mutants in {(time.monotonic() - start) / 60:.0f} minutes, {len(mutants) - len(survivors)} "
           "red; survivors:")
     for mutant in survivors:
