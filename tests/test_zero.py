@@ -1,7 +1,7 @@
 """ZeRO stages 1 and 2: bytes per parameter, when buckets are reduced, and what flat buffers must not forget."""
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from itertools import product
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -13,14 +13,14 @@ from support.harness import build, random_data, tiny
 
 import train
 from nanodomino.analysis.formulas import state_bytes_per_parameter
-from nanodomino.comm.trace import Trace
+from nanodomino.comm.trace import NO_TRACE, Trace
 from nanodomino.domino import run_to_end
 from nanodomino.mesh import meta_mesh
 from nanodomino.model import GPT, meta_model
 from nanodomino.optim.buckets import Bucket, sort_into_buckets
 from nanodomino.optim.optimizers import OPTIMIZERS
 from nanodomino.schedules.definitions import SCHEDULES
-from nanodomino.zero import MAX_REDUCES_IN_FLIGHT, ZeroOptimizer
+from nanodomino.zero import MAX_REDUCES_IN_FLIGHT, ZeroOptimizer, sum_of_squares
 
 
 def state_rank(config, data):
@@ -173,8 +173,7 @@ def test_stage_2_holds_the_main_grads_being_filled_and_two_in_flight(pool, sched
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_without_tokens_that_count_a_step_has_neither_a_loss_nor_a_gradient(rank):
-    """0/0 would be NaN. A loss sum that is not finite on any rank must show, although only one of the ranks that share
-    it adds it to the sum."""
+    """0/0 would be NaN."""
     config = tiny(2, tensor_model_parallel_size=2)
     data = random_data(config, 1)
     data.loss_mask.zero_()
@@ -182,7 +181,49 @@ def test_without_tokens_that_count_a_step_has_neither_a_loss_nor_a_gradient(rank
         mesh, _, optimizer, stage = build(config)
         result = train.train_step(1, stage, optimizer, data, config, mesh)
         assert (result.loss, result.grad_norm, result.skipped) == (0.0, 0.0, False)
-        assert math.isnan(optimizer.sum_over_world(SimpleNamespace(loss_sum=math.nan, tokens=1.0))[0])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_rank_sees_all_ranks_act_upon(rank):
+    """A loss sum, a copy of a gradient, or the wish to stop, also on a rank whose numbers do not count in the sums."""
+    config = tiny(2, tensor_model_parallel_size=2)
+    with fake_world(rank, 2):
+        _, model, optimizer, _ = build(config)
+        totals = SimpleNamespace(loss_sum=math.nan, tokens=1.0)
+        assert math.isnan(optimizer.sum_over_world(totals)[0])
+        assert optimizer.sum_over_world(totals, stop=True)[3] == 1.0
+        model.final_norm.weight.main_grad.fill_(math.nan)
+        assert math.isnan(optimizer.sum_over_world(totals)[2])
+        optimizer.sum_over_world = lambda totals, stop: [math.nan, 1.0, 0.0, 2.0]
+        result = optimizer.step(0.1, totals)
+        assert (result.skipped, result.stop) == (True, True)
+
+
+@pytest.mark.parametrize("grad_norm, factor", [(4.0, 0.25), (0.5, 1.0)])
+def test_clipping_never_enlarges_a_gradient(grad_norm, factor):
+    with fake_world(0, 1):
+        _, _, optimizer, _ = build(tiny(1, clip_grad=1.0))
+        for bucket in optimizer.buckets:
+            bucket.own_grad.fill_(1.0)
+        optimizer.update(0.0, grad_norm, 3.0)
+        assert all(torch.allclose(bucket.own_grad, torch.tensor(3.0 * factor).double(), rtol=1e-5)
+                   for bucket in optimizer.buckets)
+
+
+def test_the_oldest_reduces_end_first():
+    waited, one = [], SimpleNamespace(kind=SimpleNamespace(replicas="dp"), partitions=1, partition=0,
+                                      shards_gradients=False)
+    optimizer = SimpleNamespace(trace=NO_TRACE, wait=lambda group, work: waited.append(work), reduces_in_flight=deque(
+        (one, torch.zeros(2), work, None) for work in "abc"))
+    ZeroOptimizer.finish_reduces(optimizer, max_in_flight=1)
+    assert waited == ["a", "b"] and len(optimizer.reduces_in_flight) == 1
+
+
+def test_the_squares_of_blocks_are_added_in_float64():
+    """1 + 2^-28 is 1 in fp32."""
+    flat = torch.zeros(3 << 18)
+    flat[0], flat[-1] = 1.0, 2.0 ** -14
+    assert sum_of_squares(flat) == 1 + 2.0 ** -28
 
 
 def accumulate_rank(config, data, times):
