@@ -119,9 +119,6 @@ class RowParallelLinear(nn.Module):
 class VocabParallelEmbedding(nn.Module):
     """Holds padded_vocab/t rows of the word embedding, from first_row on: num_words words, then padding.
 
-    A head multiplies by the first num_logits rows: num_words, rounded up to a multiple of 8, because matrix units need
-    aligned sizes and GPT-2's vocabulary of 50257 is odd. The loss ignores the logits of padding rows.
-
     declared: further arguments of parameter().
     """
 
@@ -133,7 +130,6 @@ class VocabParallelEmbedding(nn.Module):
         rows = config.padded_vocab_size // mesh.tp
         self.first_row = rows * mesh.tp_rank
         self.num_words = min(max(config.vocab_size - self.first_row, 0), rows)
-        self.num_logits = min(-(-self.num_words // 8) * 8, rows)
 
     def local_rows(self, tokens):
         """Return (row, is_local), both [b, s], for tokens [b, s].
@@ -153,8 +149,10 @@ class VocabParallelEmbedding(nn.Module):
         return reduce_from_tensor_parallel(self.partial_embeddings(tokens), self.group)
 
     def logits_weight(self):
-        """Return the matrix [num_logits, h] that a head multiplies by."""
-        return self.weight[:self.num_logits]
+        """Return the matrix [num_logits, h] that a head multiplies by: the words, and padding up to a multiple of 8 rows
+        if there is as much. Matrix units need aligned sizes, and GPT-2's vocabulary of 50257 is odd. The loss ignores
+        the logits of padding rows."""
+        return self.weight[:-(-self.num_words // 8) * 8]
 
 
 class GatherFromTensorParallel(torch.autograd.Function):

@@ -68,13 +68,14 @@ class Judge:
     """Ends a fork at the first red test or after the last green one. Fixtures are not torn down: it takes seconds, and
     processes that inherited each other's pipes would wait for each other."""
 
-    def __init__(self, screen: int, first: str):
-        self.screen, self.first = screen, first
+    def __init__(self, screen: int, start: str, left_out: set[str]):
+        self.screen, self.start, self.left_out = screen, start, left_out
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
-        names = [item.nodeid for item in items]
-        del items[:names.index(self.first) if self.first in names else 0]
+        while self.start and items[0].nodeid != self.start:
+            del items[0]
+        items[:] = [item for item in items if item.nodeid not in self.left_out]
 
     def pytest_runtest_logstart(self, nodeid):
         os.write(self.screen, f"\nRUNS {nodeid}\n".encode())
@@ -96,8 +97,8 @@ def end_forks(*_):
     os._exit(1)
 
 
-def run_tests(copy: Path, tests: list[str], log: Path, first: str) -> int:
-    """Run pytest from the test `first` on, in a fork of this process, in a copy of the tree. Returns its exit code; 1
+def run_tests(copy: Path, tests: list[str], log: Path, start: str, left_out: set[str]) -> int:
+    """Run pytest in a fork of this process, in a copy of the tree, from the test `start` on. Returns its exit code; 1
     after LIMIT seconds."""
     if not (pid := os.fork()):
         try:
@@ -113,7 +114,8 @@ def run_tests(copy: Path, tests: list[str], log: Path, first: str) -> int:
             sys.dont_write_bytecode = True
             from support import fork_server
             fork_server.context_with_imports = lambda: multiprocessing.get_context("fork")
-            os._exit(pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", *tests], plugins=[Judge(screen, first)]))
+            judge = Judge(screen, start, left_out)
+            os._exit(pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", *tests], plugins=[judge]))
         finally:
             os._exit(3)
     FORKS.add(pid)
@@ -136,31 +138,39 @@ def last_test(log: Path) -> str:
     return lines[-1].partition(" ")[2].split(" - ")[0] if lines else "tests"
 
 
-def plant(mutants: list[Mutant], tests: list[str], copies: SimpleQueue, first: str = "") -> str | None:
-    """Plant mutants in a copy of the tree, run tests from `first` on, and restore the files. Returns the red test, or
-    None."""
-    copy, start = copies.get(), time.monotonic()
+def plant(mutants: list[Mutant], tests: list[str], copies: SimpleQueue, start="", left_out=()) -> str | None:
+    """Plant mutants in a copy of the tree, run tests, and restore the files. Returns the red test, or None."""
+    copy, begin = copies.get(), time.monotonic()
     log, right = copy.with_suffix(".log"), {mutant.file: (copy / mutant.file).read_text() for mutant in mutants}
     for mutant in mutants:
         (copy / mutant.file).write_text((copy / mutant.file).read_text().replace(mutant.old, mutant.new))
-    red = last_test(log) if run_tests(copy, tests, log, first) else None
+    red = last_test(log) if run_tests(copy, tests, log, start, left_out) else None
     for file, text in right.items():
         (copy / file).write_text(text)
     copies.put(copy)
-    edits = "\n".join(f"{mutant.file}: {mutant.old} => {mutant.new}" for mutant in mutants)
-    print(f"{time.monotonic() - start:5.0f} s  {edits}\n         {red or 'SURVIVED'}", flush=True)
+    edits = f"{len(mutants)} mutants" if mutants[1:] else "{0.file}: {0.old} => {0.new}".format(*mutants)
+    print(f"{time.monotonic() - begin:5.0f} s  {edits}\n         {red or 'SURVIVED'}", flush=True)
     return red
 
 
+def culprit(suspects: list[Mutant], test: str, copies: SimpleQueue) -> Mutant | None:
+    """Return a mutant that turns a test red by itself, found by halving; or None."""
+    if not suspects or not plant(suspects, [test], copies):
+        return None
+    if len(suspects) == 1:
+        return suspects[0]
+    middle = len(suspects) // 2
+    return culprit(suspects[:middle], test, copies) or culprit(suspects[middle:], test, copies)
+
+
 def survivors_of_all(mutants: list[Mutant], copies: SimpleQueue) -> list[Mutant]:
-    """Return the mutants that no test of the default half finds, in one walk through the tests."""
-    red = ""
-    while mutants and (red := plant(mutants, ["tests"], copies, red)):
-        suspects = mutants
-        while len(suspects) > 1:
-            half = suspects[:len(suspects) // 2]
-            suspects = half if plant(half, [red], copies) else suspects[len(half):]
-        mutants = [mutant for mutant in mutants if mutant is not suspects[0]]
+    """Return the mutants that no test of the default half finds, in one walk through the tests. A test that is red, but
+    not by a single mutant, is left out."""
+    red, left_out = "", set()
+    while mutants and (red := plant(mutants, ["tests"], copies, red, left_out)):
+        found = culprit(mutants, red, copies)
+        mutants = [mutant for mutant in mutants if mutant is not found]
+        left_out |= set() if found else {red}
     return mutants
 
 

@@ -195,15 +195,18 @@ def test_a_tensors_chunks_are_freed_when_they_are_joined():
     assert [chunk() for chunk in chunks] == [None, None]
 
 
-def test_deferred_weight_gradients_keep_no_masks_and_attention_biases():
-    config = tiny(1, micro_batch_size=4, global_batch_size=4, slices=2, reset_attention_mask=True)
-    with fake_world(0, 1):
+def test_deferred_weight_gradients_keep_no_masks_attention_biases_and_received_hidden_states():
+    config = tiny(2, pipeline_model_parallel_size=2, micro_batch_size=4, global_batch_size=4, slices=2,
+                  reset_attention_mask=True)
+    with fake_world(1, 2):
         _, _, _, stage = build(config)
         batch = random_data(config, 1).batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
-        losses, tape = run_to_end(stage.forward(batch))
-        held = [weakref.ref(part) for slice in tape for part in (
-            slice.batch, slice.output, slice.masks_and_positions, slice.masks_and_positions.shared["attention_bias"])]
-        assert sum(part() is not None for part in held) == 8
+        hidden = torch.ones(4, config.seq_length, config.hidden_size).double()
+        losses, tape = run_to_end(stage.forward(batch, hidden))
+        held = [weakref.ref(hidden.untyped_storage()), *(weakref.ref(part) for slice in tape for part in (
+            slice.batch, slice.output, slice.masks_and_positions, slice.masks_and_positions.shared["attention_bias"]))]
+        del hidden
+        assert sum(part() is not None for part in held) == 9
         run_to_end(stage.backward(tape, torch.ones_like(losses), defer_weights=True))
     gc.collect()
     assert not any(part() for part in held)
