@@ -4,10 +4,10 @@
     python tests/mutants.py mesh zero           only the entries of these files
     python tests/mutants.py --all               survivors then meet the whole default half, all of them in one tree
 
-mutants.txt holds the entries. A line `== mesh.py: test_mesh.py` names a file of nanodomino/ (or train.py) and the paths
-under tests/ that run for its mutants, nearest first. The lines below it are mutants:
+mutants.txt holds the entries. A line `== mesh.py: test_mesh.py` names files of nanodomino/ (or train.py) and the paths
+under tests/ that run for their mutants, nearest first. The lines below it are mutants:
 
-    old => new ## note                          old occurs once in the file; a note says why a survivor is equivalent
+    old => new ## note                         old occurs once in the files; a note says why a survivor is equivalent
 
 Two workers each own a copy of the tree. This process imports torch and pytest once, and each mutant runs in a fork of
 it, which saves seconds. The pool's ranks are forks of that fork. The first red test ends a mutant. With `--all`, each
@@ -45,19 +45,20 @@ class Mutant(NamedTuple):
 
 
 def read_mutants(text: str) -> list[Mutant]:
-    """Return the entries of mutants.txt. Raises ValueError if an entry's old text does not occur once in its file."""
-    mutants, file, tests = [], "", []
+    """Return the entries of mutants.txt. Raises ValueError if an entry's old text does not occur once in its files."""
+    mutants, files, tests = [], [], []
     for line in filter(None, map(str.strip, text.splitlines())):
         if line.startswith("== "):
-            name, _, paths = line[3:].partition(":")
-            file = name if name == "train.py" else f"nanodomino/{name}"
+            names, _, paths = line[3:].partition(":")
+            files = [name if name == "train.py" else f"nanodomino/{name}" for name in names.split()]
             tests = [f"tests/{path}" for path in paths.split()]
             continue
         edit, _, note = line.partition(" ## ")
         old, _, new = edit.partition(" => ")
-        if (count := (ROOT / file).read_text().count(old)) != 1:
-            raise ValueError(f"{file} must contain the old text once, but contains it {count} times: {old!r}")
-        mutants.append(Mutant(file, tests, old, new.strip(), note.strip()))
+        found = [file for file in files for _ in range((ROOT / file).read_text().count(old))]
+        if len(found) != 1:
+            raise ValueError(f"{', '.join(files)} must contain the old text once, but contain it {found}: {old!r}")
+        mutants.append(Mutant(found[0], tests, old, new.strip(), note.strip()))
     return mutants
 
 
