@@ -116,7 +116,7 @@ def run_tests(copy: Path, tests: list[str], log: Path, start: str, left_out: set
             from support import fork_server
             fork_server.context_with_imports = lambda: multiprocessing.get_context("fork")
             judge = Judge(screen, start, left_out)
-            os._exit(pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", *tests], plugins=[judge]))
+            os._exit(pytest.main(["-q", "-s", "-n", "0", "-p", "no:cacheprovider", *tests], plugins=[judge]))
         finally:
             os._exit(3)
     FORKS.add(pid)
@@ -149,7 +149,7 @@ def plant(mutants: list[Mutant], tests: list[str], copies: SimpleQueue, start=""
     for file, text in right.items():
         (copy / file).write_text(text)
     copies.put(copy)
-    edits = f"{len(mutants)} mutants" if mutants[1:] else "{0.file}: {0.old} => {0.new}".format(*mutants)
+    edits = "{0.file}: {0.old} => {0.new}".format(*mutants) if len(mutants) == 1 else f"{len(mutants)} mutants"
     print(f"{time.monotonic() - begin:5.0f} s  {edits}\n         {red or 'SURVIVED'}", flush=True)
     return red
 
@@ -165,11 +165,11 @@ def culprit(suspects: list[Mutant], test: str, copies: SimpleQueue) -> Mutant | 
 
 
 def survivors_of_all(mutants: list[Mutant], copies: SimpleQueue) -> list[Mutant]:
-    """Return the mutants that no test of the default half finds, in one walk through the tests. A test that is red, but
-    not by a single mutant, is left out."""
+    """Return the mutants that no test of the default half finds, in one walk through the tests. A test that is red
+    without mutants, or only by several of them together, is left out."""
     red, left_out = "", set()
     while mutants and (red := plant(mutants, ["tests"], copies, red, left_out)):
-        found = culprit(mutants, red, copies)
+        found = None if plant([], [red], copies) else culprit(mutants, red, copies)
         mutants = [mutant for mutant in mutants if mutant is not found]
         left_out |= set() if found else {red}
     return mutants
