@@ -233,6 +233,7 @@ def test_in_1f1b_on_equal_stages_messages_delay_every_microbatch():
         assert step("1f1b", 2, m, 0.5) - step("1f1b", 2, m, 0) == 0.5 * max(2, m)
         assert step("gpipe", 2, m, 0.5) - step("gpipe", 2, m, 0) == 0.5 * 2
     assert step("1f1b", 4, 64, 0.5) - step("1f1b", 4, 64, 0) > 0.5 * 64
+    assert step("zb-v", 1, 4, 0.5) == step("zb-v", 1, 4, 0), "from chunk to chunk of a stage nothing is sent"
 
 
 def test_the_busiest_stage_sets_the_pace():
@@ -286,7 +287,8 @@ def test_layers_are_spread_evenly_over_stages_and_none_is_lost(layers, stages, d
 def sent_and_received(monkeypatch, stage: int, table: Timetable, works_per_batch):
     """Exchange the messages of one stage of the second of two pipelines, without processes. Return {sent or received:
     [(peer, tag)]}, and check what the communicator waits for, holds and posts first."""
-    mesh = replace(meta_mesh(4, 2, 1, pp_rank=stage, dp_rank=1), device=torch.device("cpu"))
+    stages = len(table.rows)
+    mesh = replace(meta_mesh(stages, 2, 1, pp_rank=stage, dp_rank=1), device=torch.device("cpu"))
     posted, waited, found = [], [], dict(isend=[], irecv=[])
 
     def post(batch):
@@ -311,7 +313,7 @@ def sent_and_received(monkeypatch, stage: int, table: Timetable, works_per_batch
         messages.post(done)
         in_flight = [tensor for _, tensor in messages.sends_in_flight]
         sends = [op.tensor for batch in posted for op in batch if op.op == "isend"]
-        assert list(map(id, in_flight)) == list(map(id, sends[-4:])), "the last four, whose tensors must live"
+        assert list(map(id, in_flight)) == list(map(id, sends[-stages:])), "one for each stage, whose tensors must live"
         assert waited[count:] == sorted(waited[count:]), "the oldest first"
         if sends:
             assert sends[-1].is_contiguous()
@@ -324,14 +326,28 @@ def sent_and_received(monkeypatch, stage: int, table: Timetable, works_per_batch
 
 
 @pytest.mark.parametrize("works_per_batch", [None, 1], ids=["gloo", "NCCL"])
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
-def test_each_message_has_one_send_and_one_receive_with_its_tag(monkeypatch, schedule, works_per_batch):
-    table = timetable(schedule, 4, 8, SCHEDULES[schedule].chunks[0])
-    found = [sent_and_received(monkeypatch, stage, table, works_per_batch) for stage in range(4)]
+@pytest.mark.parametrize("schedule, stages", [("1f1b", 4), ("interleaved", 2), ("interleaved", 4), ("zb-v", 4)])
+def test_each_message_has_one_send_and_one_receive_with_its_tag(monkeypatch, schedule, stages, works_per_batch):
+    table = timetable(schedule, stages, 8, SCHEDULES[schedule].chunks[0])
+    found = [sent_and_received(monkeypatch, stage, table, works_per_batch) for stage in range(stages)]
     for stage, other in [*table.placement.neighbours, *(pair[::-1] for pair in table.placement.neighbours)]:
         sent = [tag for peer, tag in found[stage]["isend"] if peer == other]
         received = [tag for peer, tag in found[other]["irecv"] if peer == stage]
         assert sent == received and len(set(sent)) == len(sent) > 0
+
+
+def test_connect_opens_each_link_of_a_ring_from_both_ends(monkeypatch):
+    """After an operation of the whole pipeline, but not of the world: NCCL sets a group up with all of its ranks."""
+    links = timetable("interleaved", 3, 3, 2).placement
+    assert len(links.neighbours) == 3
+    for stage in range(3):
+        log = []
+        monkeypatch.setattr(pipeline, "dist", SimpleNamespace(
+            isend="isend", irecv="irecv", P2POp=lambda op, tensor, peer, group: (op, peer, group),
+            all_reduce=lambda element, group: log.append(group), batch_isend_irecv=lambda ops: log.extend(ops) or []))
+        pipeline.connect(replace(meta_mesh(3, 2, 1, pp_rank=stage, dp_rank=1), groups={"pp": "pipeline"}), links)
+        assert log == ["pipeline", *((op, 2 * other + 1, "pipeline") for other in range(3) if other != stage
+                                     for op in ("isend", "irecv"))]
 
 
 def watched_rank(config, data):
