@@ -50,7 +50,7 @@ def test_shards_of_one_matrix_are_different(pool):
 
 
 def test_initial_weights_follow_gpt2(pool):
-    """Every matrix is drawn by itself, also the position embedding; GPT-2 divides row-parallel ones by sqrt(2 L) = 2."""
+    """Each matrix is drawn by itself, also the position embedding; GPT-2 divides row-parallel ones by sqrt(2 L) = 2."""
     weights, _ = drawn(pool, hidden_size=64, num_layers=2, num_attention_heads=4,
                        untie_embeddings_and_output_weights=True)
     assert len({weight[0, 0].item() for weight in weights.values() if weight.dim() == 2}) == 3 + 2 * 4

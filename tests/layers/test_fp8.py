@@ -65,16 +65,6 @@ def test_conversions_and_transposes_of_single_bytes_are_compiled():
     torch.testing.assert_close(turned.values.float() * turned.scale, x.t(), rtol=2.0**-3, atol=1e-3)
 
 
-def test_conversions_and_transposes_of_single_bytes_are_compiled():
-    """A GPU's own kernel for a transpose of single bytes is ten times slower than a compiled one."""
-    calls = []
-    recipe = Fp8Recipe.of("hybrid", "tensorwise", torch.float32,
-                          lambda function: lambda *given: calls.append(function) or function(*given))
-    turned = recipe.convert_transposed(x := normal(6, 64), recipe.gradient)
-    assert len(calls) == 2 and turned.values.is_contiguous() and turned.values.shape == (64, 6)
-    torch.testing.assert_close(turned.values.float() * turned.scale, x.t(), rtol=2.0**-3, atol=1e-3)
-
-
 # ---- the three matmuls
 
 @pytest.mark.parametrize("name, recipe", CASES)
