@@ -16,7 +16,7 @@ from nanodomino.checkpoint.tensor_index import Index
 from nanodomino.checkpoint.load import load_weights, read_box
 from nanodomino.checkpoint.manifest import read_manifest, verify
 from nanodomino.comm.world import LaunchInfo
-from nanodomino.config.config import Config
+from nanodomino.config.config import ALL_PRESETS, Config
 from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.data import TokenDataset
 from nanodomino.errors import UserError
@@ -24,7 +24,7 @@ from nanodomino.generate.__main__ import main as generate_main
 from nanodomino.huggingface import export_model as exporting, import_model as importing
 from nanodomino.huggingface.__main__ import main
 from nanodomino.huggingface.export_model import export_model, split_into_files
-from nanodomino.huggingface.families import FAMILIES, family_of, read_config, write_config
+from nanodomino.huggingface.families import FAMILIES, family_of, nearest_preset, read_config, write_config
 from nanodomino.huggingface.import_model import import_model
 from nanodomino.huggingface.safetensors_files import GENERATION
 from nanodomino.huggingface.tensor_mapping import LLAMA_MODULES, map_tensors
@@ -244,6 +244,9 @@ def test_tokenizer_files_and_special_tokens_are_copied_both_ways(folder, tmp_pat
     export_model(tmp_path / "imported", out)
     assert (out / "merges.txt").read_text() == "merges.txt" and not (out / "training_args.bin").exists()
     assert special.items() <= json.loads((out / "config.json").read_text()).items()
+    (changed / GENERATION).write_text('{"eos_token_id": 3}')
+    import_model(changed, tmp_path / "own")
+    assert (tmp_path / "own" / GENERATION).read_text() == '{"eos_token_id": 3}', "ids of the model's own file stay"
 
 
 # ---- runs
@@ -325,12 +328,23 @@ def test_every_preset_has_a_family_and_its_settings_come_back(choices):
 def test_files_end_between_parameters_and_are_as_full_as_possible(saved):
     config = read_config(json.loads((saved("llama")[1] / "config.json").read_text()), "config.json")
     mappings = map_tensors(config, LLAMA_MODULES)
-    for limit in (1, 30_000, LARGE):
+    exactly_two = 4 * sum(shape.numel() for mapping in mappings[:2] for shape in mapping.hf_shapes.values())
+    for limit in (1, 30_000, exactly_two, LARGE):
         files = split_into_files(mappings, torch.float32, limit)
         assert sum(files, []) == mappings and all(files)
         sizes = [[4 * sum(shape.numel() for shape in mapping.hf_shapes.values()) for mapping in file] for file in files]
         assert all(sum(file) <= limit or len(file) == 1 for file in sizes)
         assert all(sum(first) + second[0] > limit for first, second in zip(sizes, sizes[1:]))
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("settings, preset", [
+    (dict(hidden_size=1820), "llama3.2-1b"), (dict(hidden_size=3270), "gpt3-6.7b"),
+    ({setting: value for setting, value in ALL_PRESETS["qwen3-30b-a3b"].items()
+      if not setting.startswith(("num_experts", "moe_"))}, "llama3.2-1b")])
+def test_the_nearest_preset_is_the_nearest_by_ratio_and_has_experts_only_if_the_model_has(settings, preset):
+    """By difference, 1820 would be gpt2-xl's 1600, and 3270 gpt3-2.7b's 2560."""
+    assert nearest_preset(settings) == preset
 
 
 def test_missing_entries_have_the_defaults_of_transformers(transformers):
