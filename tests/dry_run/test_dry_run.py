@@ -13,10 +13,10 @@ from benchmarks import measured
 from benchmarks.collectives import comparable
 from benchmarks.runner import RandomTokens
 from nanodomino.config.config import ALL_SCHEDULES
-from nanodomino.dry_run.accounts import Accounts, ActionEnd, Launch, Operation, Wait, workspace
+from nanodomino.dry_run.accounts import Accounts, ActionEnd, Launch, Operation, Wait, operation_of, workspace
 from nanodomino.dry_run.clock import Clock, clock_of
-from nanodomino.dry_run.rank import dry_run
-from nanodomino.dry_run.stages import Stage, stage_memory, step_seconds
+from nanodomino.dry_run.rank import dry_run, kinds_of
+from nanodomino.dry_run.stages import Stage, fullest_rank_bytes, stage_memory, step_seconds
 from nanodomino.errors import UserError
 from nanodomino.schedules.definitions import SCHEDULES
 
@@ -167,6 +167,31 @@ def test_with_free_communication_there_is_only_the_bubble(schedule, least, most)
     assert sum(parts.values()) == pytest.approx(ideal + parts["bubble"])
 
 
+@pytest.mark.parametrize("microbatches", [96, 100])
+def test_a_schedule_is_extrapolated_to_many_microbatches_and_memory_without_the_hosts_decides(microbatches):
+    """The step of 96 or 100 microbatches on two stages from those of 32 and 64 and the rest."""
+    config = tiny(2, **PP2, **FULL, checkpoint_in_cpu=True, num_layers=8, hidden_size=64, device="cuda",
+                  dtype="bfloat16", global_batch_size=3 * microbatches)
+    one = machine(matmul_rate=1e12, inter_host_rate=1e9, ranks_per_host=1)
+    assert step_seconds(train, config, one) == pytest.approx(step_seconds.__wrapped__(train, config, one))
+    stages = [stage_memory(train, config, stage) for stage in (0, 1)]
+    assert stages[0] == pytest.approx(stage_memory.__wrapped__(train, config, 0)) and stages[0]["host"] > 0
+    assert fullest_rank_bytes(train, config) == max(sum(found.values()) - found["host"] for found in stages)
+
+
+def test_the_longest_end_of_a_step_counts_also_on_a_stage_that_is_not_the_busiest():
+    config = tiny(2, **PP2, global_batch_size=6)
+    ends = {0: 2.0, 1: 3.0}
+
+    def make_stage(program, config, stage, quick):
+        row = tuple(map(kinds_of, config.timetable.rows[stage]))
+        return SimpleNamespace(row=row, seconds=lambda machine: ({kinds: {"matmuls": 2.0 - stage} for kinds in row},
+                                                                 {"update": ends[stage]}))
+
+    parts = step_seconds(train, config, machine(), make_stage)
+    assert (parts["matmuls"], parts["update, at the end"]) == (2.0 * 2 * config.microbatches, 3.0)
+
+
 def test_messages_delay_every_turn_of_1f1b_but_only_the_ends_of_gpipe():
     """Two stages on two hosts, 16 microbatches. A message takes a twentieth of a forward, more than the head."""
     for schedule, messages in (("1f1b", 16), ("gpipe", 2)):
@@ -279,6 +304,13 @@ def test_a_matmul_without_rows_or_words_has_no_flops():
         for left, right in (((3, 0), (0, 5)), ((0, 3), (3, 5)), ((0, 2, 3), (0, 3, 5))):
             torch.ones(left) @ torch.ones(right)
     assert [event.flops for event in accounts.events if event.kind == "matmul"] == [0, 0, 0]
+
+
+def test_attention_within_documents_costs_as_many_flops_as_its_documents_one_by_one():
+    """Two documents of 8 tokens have 2 (8 * 8) / 2 pairs of query and key for each of 4 heads of size 16."""
+    q, starts = torch.empty(16, 4, 16, device="meta"), torch.empty(3, dtype=torch.int32, device="meta")
+    found = operation_of("_varlen_attn", dict(query=q, key=q, cu_seq_q=starts), [q], [q])
+    assert found.flops == 4 * 4 * (2 * 8 * 8 / 2) * 16
 
 
 def test_a_storage_counts_once_until_its_last_tensor_is_freed():
