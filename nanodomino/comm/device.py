@@ -48,8 +48,9 @@ def streams_of(device: torch.device):
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a GPU."""
-    return STAND_IN.get().capability if device.type == "meta" else torch.cuda.get_device_capability(device)
+    """Return the compute capability of a GPU. On a machine without GPUs, fake tensors on "cuda" stand for one, too."""
+    stands_in = device.type == "meta" or not torch.cuda.is_available()
+    return STAND_IN.get().capability if stands_in else torch.cuda.get_device_capability(device)
 
 
 def has_flash_attention(device: torch.device) -> bool:

@@ -13,6 +13,7 @@ from support.harness import (FAMILIES, build, count_documents, difference, full_
                              relative, tiny, train_rank)
 
 import train
+from nanodomino.comm.device import StandIn, standing_for
 from nanodomino.layers.varlen import find_starts, fits_varlen, uses_varlen
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -85,6 +86,6 @@ def test_what_the_kernel_can_compute(settings, fits):
     (CPU, True, (9, 0), False)])
 def test_which_devices_have_the_kernel(monkeypatch, device, built, capability, uses):
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: built)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert uses_varlen(tiny(1, dtype="bfloat16", kv_channels=8), device) == uses
+    with standing_for(StandIn(capability=capability)):
+        assert uses_varlen(tiny(1, dtype="bfloat16", kv_channels=8), device) == uses
     assert not uses_varlen(tiny(1, dtype="float32", kv_channels=8), device)
