@@ -91,15 +91,17 @@ class Fp8Tensor:
         return list(map(Fp8Tensor, values, self.scale.chunk(count) if cuts_scales else [self.scale] * len(values)))
 
 
-def to_8_bits(x, dtype, dim):
-    """Return (values, scale) of x [rows, k]. dim: the dimensions whose numbers share a scale, which has size 1 there.
+def to_8_bits(x, dtype, dim, transposed=False):
+    """Return (values, scale) of x [rows, k], or of x^T if `transposed`.
 
+    dim: the dimensions of x whose numbers share a scale. There the scale of x has size 1.
     If x holds inf or NaN, so do its products. So the step is skipped, as in the training type.
     """
     largest = torch.finfo(dtype).max
     scale = (x.abs().amax(dim, keepdim=True).float() / largest).clamp_(min=SMALLEST_SCALE)
     # clamp: x / scale can be rounded up to a number beyond the range, which some devices cast to NaN
-    return (x / scale).clamp_(-largest, largest).to(dtype), scale
+    values = (x / scale).clamp_(-largest, largest).to(dtype)
+    return (values.t().contiguous(), scale.view(-1, 1)) if transposed else (values, scale)
 
 
 def scaled_matmul(a: Fp8Tensor, b: Fp8Tensor, dtype, fast=False):
@@ -119,7 +121,7 @@ def returns_fp32(device: torch.device) -> bool:
 class Fp8Recipe:
     """Says how a sublayer multiplies in 8 bits.
 
-    weight, activation, gradient   the function that converts such a tensor: x, dim -> to_8_bits(x, type, dim)
+    weight, activation, gradient   the function that converts such a tensor: to_8_bits without `dtype`
     transpose                      x -> contiguous x^T; torch's own kernel copies bytes at a tenth of a GPU's rate
     rowwise                        whether each row has its own scale
     wgrad                          whether weight gradients are multiplied in 8 bits, too
@@ -137,25 +139,26 @@ class Fp8Recipe:
     def of(cls, name: str, recipe: str, dtype: torch.dtype, compiled, wgrad=True) -> "Fp8Recipe":
         """Return the recipe for --fp8-format `name` and --fp8-recipe `recipe`. compiled: see Sublayer.inside."""
         operand, gradient = FORMATS[name]
-        # one lambda each, because torch.compile keeps only 8 versions of a function; shapes of weights would add more
-        return cls(weight=lambda x, dim: to_8_bits(x, operand, dim),
-                   activation=compiled(lambda x, dim: to_8_bits(x, operand, dim)),
-                   gradient=compiled(lambda x, dim: to_8_bits(x, gradient, dim)),
+        # one lambda each, because torch.compile keeps only 8 versions of a function
+        return cls(weight=compiled(lambda x, dim, transposed: to_8_bits(x, operand, dim, transposed)),
+                   activation=compiled(lambda x, dim, transposed: to_8_bits(x, operand, dim, transposed)),
+                   gradient=compiled(lambda x, dim, transposed: to_8_bits(x, gradient, dim, transposed)),
                    transpose=compiled(lambda values: values.t().contiguous()),
                    rowwise=recipe == "rowwise", wgrad=wgrad, dtype=dtype)
 
-    def convert(self, x, to_8_bits, summed=1) -> Fp8Tensor:
-        """Convert x [.., k] for a sum over k or, if `summed` is 0, over the rows.
+    def convert(self, x, to_8_bits, transposed=False) -> Fp8Tensor:
+        """Convert x [.., k] for a sum over k or, if `transposed`, x^T [k, rows] for a sum over the rows.
 
         to_8_bits: self.weight, self.activation or self.gradient
         """
-        values, scale = to_8_bits(x.flatten(0, -2), summed if self.rowwise else (0, 1))
-        return Fp8Tensor(values.view(x.shape), scale)
+        values, scale = to_8_bits(x.flatten(0, -2), int(not transposed) if self.rowwise else (0, 1), transposed)
+        return Fp8Tensor(values if transposed else values.view(x.shape), scale)
 
     def convert_transposed(self, x, to_8_bits) -> Fp8Tensor:
         """Convert x [.., k] to x^T [k, rows], for a sum over the rows. x may be in 8 bits already."""
-        x = x if isinstance(x, Fp8Tensor) else self.convert(x, to_8_bits, summed=0)
-        return Fp8Tensor(self.transpose(x.values.flatten(0, -2)), x.scale.view(-1, 1))
+        if isinstance(x, Fp8Tensor):                           # its scales are the tensor's
+            return Fp8Tensor(self.transpose(x.values.flatten(0, -2)), x.scale)
+        return self.convert(x, to_8_bits, transposed=True)
 
 
 @dataclass(frozen=True, eq=False)
