@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from support.fake_world import fake_world
-from support.harness import FAMILIES, build, random_data, tiny
+from support.harness import EXPERTS, FAMILIES, build, random_data, tiny
 
 import train
 from nanodomino.domino import Domino
@@ -20,8 +20,10 @@ from nanodomino.options.recompute.tape_policy import GRANULARITIES
 # residual + norm: at the stage's start, after a sublayer; its backward: below the head, of a sublayer, at the start;
 # cross entropy: forward, backward
 GRAPHS = 7
-# the norms and rotations of q and k: forward, backward; SwiGLU: forward, backward
-FAMILY_GRAPHS = {"gpt2": GRAPHS, "mixed": GRAPHS + 2, "llama": GRAPHS + 4, "qwen2": GRAPHS + 4, "qwen3": GRAPHS + 4}
+# the norms and rotations of q and k: forward, backward; SwiGLU: forward, backward; a router: choice, weights, loss
+FAMILY_GRAPHS = {"gpt2": GRAPHS, "mixed": GRAPHS + 2, "llama": GRAPHS + 4, "qwen2": GRAPHS + 4, "qwen3": GRAPHS + 4,
+                 "experts": GRAPHS + 3}
+FAMILIES = FAMILIES | dict(experts=EXPERTS)
 
 
 def graphs(layers, micro_batch_size=4, **changes):
@@ -73,7 +75,7 @@ def test_compiled_cross_entropy_reads_the_logits_twice_and_writes_them_once(monk
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_gradients_are_the_uncompiled_ones_and_recomputation_gives_the_same_bits(family):
     from torch._dynamo.utils import counters
-    changes = FAMILIES[family] | dict(normalization="LayerNorm" if family in ("gpt2", "mixed") else "RMSNorm")
+    changes = FAMILIES[family] | dict(normalization="RMSNorm" if family in ("llama", "qwen2", "qwen3") else "LayerNorm")
     config = tiny(2, tensor_model_parallel_size=2, slices=2, micro_batch_size=4, global_batch_size=8, num_layers=2,
                   reset_position_ids=True, reset_attention_mask=True, **changes)
     data = random_data(config, 1)

@@ -238,9 +238,12 @@ class MoETape:
 class MoEInside(Inside):
     """Runs router, dispatch, experts and combine."""
 
-    def __init__(self, sublayer: MoE, ops):
+    def __init__(self, sublayer: MoE, ops, compiled):
+        """compiled: see Sublayer. Only the router is compiled, because the number of rows often changes."""
         super().__init__(sublayer)
         self.ops, self.router, self.activation = ops, sublayer.router, sublayer.activation
+        self.choose, self.weights, self.loss = map(compiled, (
+            self.router.choose, self.router.weights, self.router.loss))
         shared = sublayer.shared_expert
         self.ep, self.statistics = sublayer.ep, ops.statistics_of[self.site]
         self.w1, self.w2 = sublayer.experts.dense_h_to_4h, sublayer.experts.dense_4h_to_h
@@ -258,10 +261,18 @@ class MoEInside(Inside):
         with self.ops.trace.span("matmul", slice=slice.index, site=self.site):
             return function(*operands)
 
+    def route(self, h) -> Routing:
+        """Route h [b, s, h]. add_loss() computes the loss once the sum of the choices has arrived."""
+        logits = self.router.logits(h)
+        experts, *counted = self.choose(logits)
+        with torch.enable_grad():                              # also in an evaluation, so that it shares the graphs
+            logits = logits.detach().requires_grad_()
+            return Routing(logits, experts, self.weights(logits, experts), *counted)
+
     def forward(self, slice, h):
         ops, sublayer = self.ops, self.sublayer
         h = ops.wait(slice, self.site, h)
-        routing = self.matmul(slice, self.router.route, h, slice.training)
+        routing = self.matmul(slice, self.route, h)
         tokens_per_expert, each = routing.tokens_per_expert.view(self.ep, -1), [1] * self.ep
         flights = self.exchange(slice, tokens_per_expert, each, each, sublayer.counts_group)
         choices = self.router.choices(routing.logits, routing.experts) if slice.training else Flight(None)
@@ -293,7 +304,7 @@ class MoEInside(Inside):
     def add_loss(self, routing: Routing, choices):
         """Compute the loss of the router, and add it and the counts to the statistics."""
         with torch.enable_grad():
-            routing.loss = self.router.loss(routing.logits, choices)
+            routing.loss = self.loss(routing.logits, choices)
         if self.router.counts_here:
             self.statistics[:-1] += routing.tokens_per_expert
             self.statistics[-1] += routing.loss.detach()

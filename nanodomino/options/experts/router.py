@@ -50,8 +50,8 @@ def divide_by_sum(scores):
 
 @dataclass
 class Routing:
-    """Holds the router's decision for a slice of b samples of s tokens, and in training autograd's graph from the
-    logits to the weights and the loss."""
+    """Holds the router's decision for a slice of b samples of s tokens, and autograd's graph from the logits to the
+    weights and the loss."""
     logits: torch.Tensor         # [b, s, E], a leaf of autograd's graph
     experts: torch.Tensor        # [b, s, k]
     weights: torch.Tensor        # [b, s, k], with autograd's graph
@@ -131,15 +131,6 @@ class Router(nn.Module):
         balance = count * (choices / (self.sample_parts * s * self.topk) * probabilities.mean(dim=1)).sum()
         return (config.moe_aux_loss_coeff * s * balance
                 + config.moe_z_loss_coeff * logits.logsumexp(dim=-1).square().sum())
-
-    def route(self, h, training: bool) -> Routing:
-        """Route h [b, s, h]. Logits and weights are computed in fp32 or wider. If `training` is False, there is no
-        graph. MoEInside computes the loss once the sum of choices() has arrived."""
-        logits = self.logits(h)
-        experts, *counted = self.choose(logits)
-        with torch.set_grad_enabled(training):
-            logits = logits.detach().requires_grad_(training)
-            return Routing(logits, experts, self.weights(logits, experts), *counted)
 
     def backward(self, routing: Routing, grad_weights, h, loss_scale: float):
         """Return this rank's addend of the gradient of h, and add the gradients of Wr and of the expert bias.

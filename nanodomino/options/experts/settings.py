@@ -75,8 +75,8 @@ class Settings:
         return MoE if self.has_experts(layer) else super().mlp_class(layer)
 
     def inside(self, sublayer, mesh, ops, compiled):
-        if isinstance(sublayer, MoE):                          # not compiled, because the number of rows often changes
-            return MoEInside(sublayer, ops)
+        if isinstance(sublayer, MoE):
+            return MoEInside(sublayer, ops, compiled)
         return super().inside(sublayer, mesh, ops, compiled)
 
     @property
