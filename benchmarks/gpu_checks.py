@@ -74,7 +74,7 @@ def built(run: Run, **settings):
     """Return (config, mesh, optimizer, stage, data) of this rank, warmed up. settings: replace those of SMALL."""
     config = Config(**dict(SMALL, device=run.device.type, global_batch_size=8 * run.world_size) | settings)
     config = config.resolve(run.world_size).with_device(run.device).with_vocabulary(config.vocab_size)
-    choose_kernels(config)
+    choose_kernels(config, run.device)
     mesh = make_mesh(config.pp, config.dp, config.tp, run.device, **config.mesh_options,
                      thread_blocks=config.thread_blocks)
     model = train.model_builder(config, mesh)

@@ -10,19 +10,26 @@ must choose the same, or their copies of a parameter would drift apart (check_co
 
 **Attention.** On an H100 torch prefers cuDNN's attention to flash attention. With an attention bias, the backward of
 cuDNN's attention can return NaN if the sequence length modulo 128 is 64 (github.com/pytorch/pytorch/issues/196678).
+Attention within documents (varlen.py) and generation use flash attention also there: torch's own, which is version 2,
+or version 3 if the package is installed. Deterministic mode stays with version 2, because it is open whether the
+gradients of version 3 always have the same bits (github.com/Dao-AILab/flash-attention/issues/2244).
 """
 
 import os
+from importlib.util import find_spec
 
 import torch
 
+from nanodomino.comm.device import capability_of
 from nanodomino.config.config import Config
 
 
-def choose_kernels(config: Config):
+def choose_kernels(config: Config, device: torch.device):
     """Tell torch which kernels it may choose. Call this before the first matmul, because cuBLAS reads its variable only
     once."""
     torch.backends.cuda.enable_cudnn_sdp(not (config.deterministic_mode or config.uses_attention_bias))
+    if can_use_flash_attention_3(config, device):
+        torch.nn.attention.activate_flash_attention_impl("FA3")
     if config.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")      # 8 buffers of 4096 KiB
         torch.use_deterministic_algorithms(True)
@@ -32,6 +39,13 @@ def choose_kernels(config: Config):
 
         if hasattr(inductor, "deterministic"):                           # older versions of torch lack the option
             inductor.deterministic = True
+
+
+def can_use_flash_attention_3(config: Config, device: torch.device) -> bool:
+    """Return whether FlashAttention 3 is installed, and torch can call it on this GPU. It needs Hopper."""
+    return (device.type == "cuda" and capability_of(device)[0] == 9 and not config.deterministic_mode
+            and hasattr(torch.nn.attention, "activate_flash_attention_impl")         # older versions of torch lack it
+            and find_spec("flash_attn_interface") is not None)
 
 
 def in_words(config: Config, device: torch.device) -> str:

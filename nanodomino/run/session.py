@@ -82,7 +82,7 @@ def open_session(arguments: list[str], launch: LaunchInfo, program):
         if run.checkpoint:
             corpus.check_tokenizer_of(run.checkpoint)
 
-    choose_kernels(config)
+    choose_kernels(config, device)
     start_world(launch, device, config.timeout)
     mesh = make_mesh(config.pp, config.dp, config.tp, device, config.timeout, **config.mesh_options,
                      thread_blocks=config.thread_blocks)

@@ -7,6 +7,7 @@ import torch
 from support.harness import tiny
 from support.runs import TINY, main_on_rank, make_corpus
 
+from nanodomino.comm.device import StandIn, standing_for
 from nanodomino.run import kernels
 
 
@@ -40,8 +41,22 @@ def test_the_kernels_of_a_run(pool, tmp_path, flags, changes):
 def test_the_compiler_chooses_the_same_kernels_on_each_tensor_parallel_rank(layout, deterministic):
     from torch._inductor import config as inductor
     with inductor.patch(deterministic=False):
-        kernels.choose_kernels(tiny(2, compile=True, **layout))
+        kernels.choose_kernels(tiny(2, compile=True, **layout), torch.device("cpu"))
         assert inductor.deterministic == deterministic
+
+
+@pytest.mark.parametrize("device, capability, installed, used", [
+    ("cuda", (9, 0), True, True), ("cuda", (8, 0), True, False), ("cuda", (10, 0), True, False),
+    ("cuda", (9, 0), False, False), ("cpu", (9, 0), True, False)])
+def test_flash_attention_3_is_used_where_it_runs(monkeypatch, device, capability, installed, used):
+    """On Hopper, without --deterministic-mode. Only a GPU shows whether its numbers are right."""
+    activated = []
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
+    monkeypatch.setattr(kernels, "find_spec", lambda name: name if installed else None)
+    with standing_for(StandIn(capability=capability)):
+        kernels.choose_kernels(tiny(1), torch.device(device))
+        assert not kernels.can_use_flash_attention_3(tiny(1, deterministic_mode=True), torch.device(device))
+    assert activated == ["FA3"] * used and "FA3" in torch.nn.attention.list_flash_attention_impls()
 
 
 def test_gathered_keys_need_a_bias_if_heads_are_too_large_for_varlen_attention():
