@@ -9,6 +9,7 @@ An activation works element by element, so each rank applies it to its own ffn/t
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -25,14 +26,6 @@ class Activation:
     function: Callable
     backward: Callable
     inputs: int
-
-
-def gelu(x):
-    return F.gelu(x, approximate="tanh")
-
-
-def gelu_backward(gradient, x):
-    return torch.ops.aten.gelu_backward(gradient, x, approximate="tanh")
 
 
 def swiglu(c):
@@ -54,5 +47,6 @@ def swiglu_backward(gradient, c):
     return grad_c
 
 
-ACTIVATIONS = {"gelu": Activation(gelu, gelu_backward, inputs=1),
+ACTIVATIONS = {"gelu": Activation(partial(F.gelu, approximate="tanh"),
+                                  partial(torch.ops.aten.gelu_backward, approximate="tanh"), inputs=1),
                "swiglu": Activation(swiglu, swiglu_backward, inputs=2)}

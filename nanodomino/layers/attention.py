@@ -144,12 +144,6 @@ def fused_attention(q, k, v, bias):
 
     Without a bias, attention is causal if m = s. In generation m is 1: the only query is the last token, which attends
     to all s tokens.
-    """
-    return F.scaled_dot_product_attention(**fused_arguments(q, k, v, bias))
-
-
-def fused_arguments(q, k, v, bias) -> dict:
-    """Return the arguments of torch's scaled_dot_product_attention for fused_attention()'s arguments.
 
     On CUDA, only flash attention and cuDNN's attention handle groups without repeating k and v. They need 16-bit
     inputs, and flash attention takes no bias. In other cases torch would silently use a kernel that stores all scores,
@@ -157,8 +151,9 @@ def fused_arguments(q, k, v, bias) -> dict:
     """
     if on_gpu(q) and (bias is not None or q.element_size() > 2):
         k, v = repeat_kv(q, k, v)
-    return dict(query=q, key=k, value=v, attn_mask=bias, is_causal=bias is None and q.size(2) == k.size(2),
-                enable_gqa=k.size(1) < q.size(1))
+    return F.scaled_dot_product_attention(
+        query=q, key=k, value=v, attn_mask=bias, is_causal=bias is None and q.size(2) == k.size(2),
+        enable_gqa=k.size(1) < q.size(1))
 
 
 def repeat_kv(q, k, v):

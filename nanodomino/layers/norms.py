@@ -94,9 +94,7 @@ class Norm(nn.Module):
         super().__init__()
         self.normalization, self.epsilon = NORMALIZATIONS[config.normalization], config.layernorm_epsilon
         self.weight = parameter((size,), config, mesh, value=1.0, **declared)
-        self.bias = None
-        if self.normalization.has_bias:
-            self.bias = parameter((size,), config, mesh, **declared)
+        self.bias = parameter((size,), config, mesh, **declared) if self.normalization.has_bias else None
 
     @property
     def weights(self):

@@ -85,6 +85,5 @@ def inverse_rotation(rotary):
 
 
 def to_device(x, device: torch.device):
-    """Return a tensor of the host's memory on `device`. A GPU copies it from pinned memory, so the host does not wait.
-    """
+    """Copy a tensor from the host's memory to `device`: to a GPU from pinned memory, so that the host does not wait."""
     return x.pin_memory().to(device, non_blocking=True) if kind_of(device) == "cuda" else x

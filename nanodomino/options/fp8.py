@@ -92,9 +92,8 @@ class Fp8Tensor:
 
 
 def to_8_bits(x, dtype, dim, transposed=False):
-    """Return (values, scale) of x [rows, k], or of x^T if `transposed`.
+    """Return (values, scale) of x [rows, k], or of x^T if `transposed`. dim: the dimensions of x that share a scale.
 
-    dim: the dimensions of x whose numbers share a scale. There the scale of x has size 1.
     If x holds inf or NaN, so do its products. So the step is skipped, as in the training type.
     """
     largest = torch.finfo(dtype).max
@@ -111,8 +110,7 @@ def scaled_matmul(a: Fp8Tensor, b: Fp8Tensor, dtype, fast=False):
 
 
 def returns_fp32(device: torch.device) -> bool:
-    """Return whether a matmul with rowwise scales can return fp32: on Hopper, where cuBLAS 12.9 or later computes it.
-    On other GPUs it returns only bfloat16."""
+    """Return whether a matmul with rowwise scales can return fp32, not only bfloat16: on Hopper from CUDA 12.9 on."""
     return kind_of(device) == "cpu" or (
         capability_of(device)[0] == 9 and TorchVersion(torch.version.cuda or "12.9") >= "12.9")
 

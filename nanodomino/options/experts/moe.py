@@ -241,10 +241,9 @@ class MoEInside(Inside):
     def __init__(self, sublayer: MoE, ops, compiled):
         """compiled: see Sublayer. Only the router is compiled, because the number of rows often changes."""
         super().__init__(sublayer)
-        self.ops, self.router, self.activation = ops, sublayer.router, sublayer.activation
-        self.choose, self.weights, self.loss = map(compiled, (
-            self.router.choose, self.router.weights, self.router.loss))
-        shared = sublayer.shared_expert
+        self.ops, self.activation, shared = ops, sublayer.activation, sublayer.shared_expert
+        self.router = router = sublayer.router
+        self.choose, self.weights, self.loss = map(compiled, (router.choose, router.weights, router.loss))
         self.ep, self.statistics = sublayer.ep, ops.statistics_of[self.site]
         self.w1, self.w2 = sublayer.experts.dense_h_to_4h, sublayer.experts.dense_4h_to_h
         self.shared = (shared.dense_h_to_4h.weight, shared.dense_4h_to_h.weight) if shared else None

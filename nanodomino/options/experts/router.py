@@ -50,8 +50,7 @@ def divide_by_sum(scores):
 
 @dataclass
 class Routing:
-    """Holds the router's decision for a slice of b samples of s tokens, and autograd's graph from the logits to the
-    weights and the loss."""
+    """Holds the router's decision for a slice, and autograd's graph from the logits to the weights and the loss."""
     logits: torch.Tensor         # [b, s, E], a leaf of autograd's graph
     experts: torch.Tensor        # [b, s, k]
     weights: torch.Tensor        # [b, s, k], with autograd's graph
@@ -70,6 +69,7 @@ class Router(nn.Module):
     def __init__(self, config, mesh):
         super().__init__()
         self.config, self.num_experts, self.topk = config, config.num_experts, config.moe_router_topk
+        self.scores = SCORE_FUNCTIONS[config.moe_router_score_function]      # logits [.., E] -> scores [.., E]
         self.counts_here = mesh.tp_rank == 0                   # only tp rank 0 adds losses and counts
         self.sample_parts, self.sample_group = config.sample_parts, mesh.groups.get("cp")
         self.weight = parameter((config.num_experts, config.hidden_size), config, mesh, std=config.init_method_std,
@@ -77,9 +77,6 @@ class Router(nn.Module):
         self.expert_bias = (parameter((config.num_experts,), config, mesh, addends=("tp",), update="sign",
                                       dtype=torch.promote_types(config.params_dtype, torch.float32))
                             if config.moe_router_enable_expert_bias else None)
-
-    def scores(self, logits):
-        return SCORE_FUNCTIONS[self.config.moe_router_score_function](logits)
 
     def logits(self, h):
         """Return the logits [b, s, E] of h [b, s, h], in fp32 or wider."""
