@@ -17,19 +17,14 @@ from nanodomino.layers.dropout_and_positions import AttentionInputs
 def engine_runs(monkeypatch):
     """Return a list that grows by one entry each time autograd's engine runs."""
     runs, run = [], torch.autograd._engine_run_backward
-
-    def counted(*arguments, **options):
-        runs.append(1)
-        return run(*arguments, **options)
-
-    monkeypatch.setattr(torch.autograd, "_engine_run_backward", counted)
+    monkeypatch.setattr(torch.autograd, "_engine_run_backward", lambda *arguments, **options: (
+        runs.append(1) or run(*arguments, **options)))
     return runs
 
 
 @pytest.mark.parametrize("dropout, runs", [(0.0, 0), (0.3, 1)], ids=["fused", "by-hand"])
 def test_attentions_gradient_is_autograds_with_the_engine_and_without(engine_runs, dropout, runs):
-    config = tiny(2, tensor_model_parallel_size=2)
-    generator = torch.Generator().manual_seed(1)
+    config, generator = tiny(2, tensor_model_parallel_size=2), torch.Generator().manual_seed(1)
     with fake_world(0, 2):
         _, model, _, _ = build(config)
     attention = model.chunks[0].sublayers[0]
@@ -45,8 +40,7 @@ def test_attentions_gradient_is_autograds_with_the_engine_and_without(engine_run
         forward, backward = attention.kernels(lambda function: function)
         activation, kept = attention.core_forward(forward, qkv.detach(), inputs, training=True)
         found = attention.core_backward(backward, gradient, kept)
-    assert len(engine_runs) == runs
-    assert torch.equal(activation, expected)
+    assert len(engine_runs) == runs and torch.equal(activation, expected)
     assert torch.allclose(found, expected_gradient, rtol=1e-13, atol=1e-15)
 
 

@@ -60,12 +60,12 @@ def test_conversions_and_transposes_of_single_bytes_are_compiled():
     calls = []
     recipe = Fp8Recipe.of("hybrid", "tensorwise", torch.float32,
                           lambda function: lambda *given: calls.append(function) or function(*given))
-    x, to_8_bits = normal(6, 64), recipe.gradient
-    both = recipe.convert_transposed(x, to_8_bits), recipe.convert_transposed(recipe.convert(x, to_8_bits), to_8_bits)
-    assert len(calls) == 3                                     # a tensor in the training type takes one function
-    for turned in both:
+    x, gradient = normal(6, 64), recipe.gradient
+    turned_at_once, converted = recipe.convert_transposed(x, gradient), recipe.convert(x, gradient)
+    for turned in (turned_at_once, recipe.convert_transposed(converted, gradient)):
         assert turned.values.is_contiguous() and turned.values.shape == (64, 6)
         torch.testing.assert_close(turned.values.float() * turned.scale, x.t(), rtol=2.0**-3, atol=1e-3)
+    assert len(calls) == 3
 
 
 # ---- the three matmuls

@@ -13,14 +13,15 @@ from nanodomino.domino import run_to_end
 from nanodomino.options.experts import moe
 
 
-def gradients(config):
-    """Return the gradients of one microbatch on one process."""
+def microbatch(config, training=True):
+    """Run one microbatch on one process. Return the model's counts and its weights."""
     with fake_world(0, 1):
         _, model, _, stage = build(config)
         batch = random_data(config, 1).batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
-        losses, tape = run_to_end(stage.forward(batch))
-        run_to_end(stage.backward(tape, torch.ones_like(losses)))
-    return [weight.main_grad for weight in model.parameters()]
+        losses, tape = run_to_end(stage.forward(batch, training=training))
+        if training:
+            run_to_end(stage.backward(tape, torch.ones_like(losses)))
+    return model.statistics, model.parameters()
 
 
 def test_the_grouped_kernel_is_called_as_torch_defines_it(monkeypatch):
@@ -33,12 +34,12 @@ def test_the_grouped_kernel_is_called_as_torch_defines_it(monkeypatch):
         return experts, experts.flatten().bincount(minlength=4), experts.flatten().argsort(stable=True)
 
     monkeypatch.setattr(moe.Router, "choose", choose)
-    loop = gradients(config)
+    _, loop = microbatch(config)
     monkeypatch.setattr(moe, "has_grouped_kernel", lambda x, weights: calls.append(len(x)) or True)
-    kernel = gradients(config)
+    _, kernel = microbatch(config)
     assert len(calls) == 4 * config.num_layers                # twice forward, twice backward
     for one, other in zip(loop, kernel):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(one.main_grad, other.main_grad, rtol=1e-4, atol=1e-5)
 
 
 def test_in_bfloat16_small_steps_of_the_expert_bias_add_up_and_decide(pool):
@@ -58,11 +59,8 @@ def test_in_bfloat16_small_steps_of_the_expert_bias_add_up_and_decide(pool):
 def test_an_evaluation_computes_no_routing_losses(monkeypatch):
     config = tiny(num_experts=4, disable_bias_linear=True)
     monkeypatch.setattr(moe.Router, "loss", None)
-    with fake_world(0, 1):
-        _, model, _, stage = build(config)
-        batch = random_data(config, 1).batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
-        run_to_end(stage.forward(batch, training=False))
-    assert not model.statistics.any()
+    counts, _ = microbatch(config, training=False)
+    assert not counts.any()
 
 
 def test_the_rows_are_gathered_before_the_host_waits_for_their_numbers(monkeypatch):
@@ -79,7 +77,7 @@ def test_the_rows_are_gathered_before_the_host_waits_for_their_numbers(monkeypat
     read = moe.RowCounts.read
     monkeypatch.setattr(moe.RowCounts, "read", lambda *given: calls.append("the host waits") or read(*given))
     with Calls():
-        gradients(config)
+        microbatch(config)
     assert ("index", (rows, config.hidden_size)) in calls[:calls.index("the host waits")]
 
 

@@ -7,8 +7,7 @@ from nanodomino.layers.activations import ACTIVATIONS
 from nanodomino.layers.norms import NORMALIZATIONS
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-13), (torch.bfloat16, 0.05),
-                                              (torch.float16, 0.05 / 8)])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-13), (torch.bfloat16, 5e-2), (torch.float16, 6e-3)])
 @pytest.mark.parametrize("name", [*NORMALIZATIONS, *ACTIVATIONS])
 def test_what_training_runs_is_what_the_definition_says(name, dtype, tolerance):
     """The hand-written forward and backward against the definition and autograd."""
@@ -62,5 +61,4 @@ def test_compiled_code_never_rounds_the_gradients_of_a_norms_weights_to_bfloat16
     found = compiled(gradient, x, [one.float() for one in statistics], weight, bias)
     assert found[0].dtype == torch.bfloat16
     for ours, theirs in zip(found[1:], exact):
-        assert (ours is None) == (theirs is None)
-        assert ours is None or torch.allclose(ours.double(), theirs, rtol=1e-4, atol=1e-4)
+        assert ours is theirs is None or torch.allclose(ours.double(), theirs, rtol=1e-4, atol=1e-4)

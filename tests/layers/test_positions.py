@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -27,10 +28,9 @@ def test_frequencies_are_those_of_transformers_bit_for_bit(kind, options):
     transformers = pytest.importorskip("transformers",
                                        reason="compares with Transformers: pip install -r requirements-extra.txt")
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-    parameters = {"rope_type": kind, "rope_theta": options.get("rotary_base", 10_000.0)}
-    parameters |= {"linear": {"factor": 4.0}, "default": {}, "llama3": {
-        "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192}}[kind]
+    parameters = {"rope_type": kind, "rope_theta": options.get("rotary_base", 10_000.0)} | dict(
+        default={}, linear=dict(factor=4.0), llama3=dict(
+            factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192))[kind]
     theirs = LlamaRotaryEmbedding(transformers.LlamaConfig(hidden_size=256, num_attention_heads=2,
                                                            max_position_embeddings=20_000, rope_parameters=parameters))
     config = tiny(1, hidden_size=256, num_attention_heads=2, position_embedding_type="rope",
@@ -114,13 +114,8 @@ def test_a_packed_sample_is_its_documents_one_by_one(family, attention):
         _, model, optimizer, stage = build(config, weights)
         batch = batch_of(rows, reset_position_ids=True, reset_attention_mask=True)
         packed, expected = losses_and_gradients(stage, optimizer, model, [batch])
-        alone = []
-        for row in rows:
-            start = 0
-            for end in [*(i + 1 for i in range(len(row) - 1) if row[i] == END_OF_TEXT and i + 2 < len(row)),
-                        len(row) - 1]:
-                alone.append(Batch.from_rows(row[None, start:end + 1], [0]))
-                start = end
+        alone = [Batch.from_rows(row[None, start:end + 1], [0]) for row in rows for start, end in pairwise(
+                     [0, *(i + 1 for i in range(len(row) - 2) if row[i] == END_OF_TEXT), len(row) - 1])]
         assert len(alone) > 9
         one_by_one, gradients = losses_and_gradients(stage, optimizer, model, alone)
     assert torch.allclose(packed, one_by_one, rtol=1e-9)

@@ -21,8 +21,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 def test_the_starts_of_documents_are_those_counted_by_hand():
     found = find_starts(torch.tensor([[0, 0, 0, 1], [0, 0, 0, 0], [0, 1, 2, 2]]), CPU)
-    assert found.starts.tolist() == [0, 3, 4, 8, 9, 10, 12] and found.longest == 4
-    assert found.starts.dtype == torch.int32
+    assert found.starts.tolist() == [0, 3, 4, 8, 9, 10, 12] and found.longest == 4 and found.starts.dtype == torch.int32
     _, documents = count_documents(torch.randint(0, 5, (20, 30), generator=torch.Generator().manual_seed(1)))
     lengths = [len(list(tokens)) for row in documents.tolist() for _, tokens in itertools.groupby(row)]
     found = find_starts(documents, CPU)
@@ -36,10 +35,7 @@ def train_by_varlen(config, *arguments):
     return outcome, len(sequences)
 
 
-STEPS = 2
-
-
-DOCUMENTS = dict(reset_position_ids=True, reset_attention_mask=True)
+STEPS, DOCUMENTS = 2, dict(reset_position_ids=True, reset_attention_mask=True)
 
 
 @pytest.mark.parametrize("layout", [
@@ -87,5 +83,5 @@ def test_what_the_kernel_can_compute(settings, fits):
 def test_which_devices_have_the_kernel(monkeypatch, device, built, capability, uses):
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: built)
     with standing_for(StandIn(capability=capability)):
-        assert uses_varlen(tiny(1, dtype="bfloat16", kv_channels=8), device) == uses
-    assert not uses_varlen(tiny(1, dtype="float32", kv_channels=8), device)
+        found = [uses_varlen(tiny(1, dtype=dtype, kv_channels=8), device) for dtype in ("bfloat16", "float32")]
+    assert found == [uses, False]
