@@ -201,11 +201,12 @@ class Domino:
         Returns (output, slices). output: hidden states [b, s, h], or from the last chunk the loss of each token [b, s].
         slices: the tape, for backward(). If the stream is sharded, all hidden states are [b, s/t, h].
         """
-        hiddens = [None] * self.slices if hidden is None else hidden.tensor_split(self.slices)
+        count = min(self.slices, len(batch.sample_ids))
+        hiddens = [None] * count if hidden is None else hidden.tensor_split(count)
         slices = [Slice(index, self.model.chunks[chunk], samples, hidden, self.masks_and_positions(samples, training),
-                        training) for index, (samples, hidden) in enumerate(zip(batch.split(self.slices), hiddens))]
+                        training) for index, (samples, hidden) in enumerate(zip(batch.split(count), hiddens))]
         yield from interleave([self.staggered(slice, self.forward_slice(slice)) for slice in slices], self.trace)
-        return slices[0].output if self.slices == 1 else torch.cat([slice.output for slice in slices]), slices
+        return slices[0].output if count == 1 else torch.cat([slice.output for slice in slices]), slices
 
     def masks_and_positions(self, batch: Batch, training) -> MasksAndPositions:
         """Return the object that makes dropout masks, rotary positions and attention bias for a slice."""
