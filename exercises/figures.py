@@ -83,7 +83,7 @@ def grid(world=8, tp=2, pp=2, cp=1, ep=1, rank=0) -> Figure:
     mesh, _ = lay_out(min(rank, world - 1), sizes, torch.device("meta"), config.more_groups)
     partners = {name: ranks for name in GROUPS
                 if (ranks := [one for one in mesh.rows.get(name, ()) if one != mesh.rank])}
-    held = sum(weight.numel() for weight in meta_stage(config, mesh.pp_rank, mesh.tp_rank).parameters())
+    held = sum(weight.numel() for weight in meta_stage(config, mesh.pp_rank).parameters())
     stages = [describe_stage(config, stage) for stage in range(pp)]
 
     groups, side, gap, left, per_row = {"this rank": [mesh.rank], **partners}, 34, 14, 76, world // pp

@@ -220,9 +220,9 @@ class GPT(nn.Module):
 # ---- models on torch's meta device, which allocates no memory: estimates and checkpoints need only names and shapes
 
 @lru_cache(maxsize=1024)
-def meta_stage(config, pp_rank=0, tp_rank=0) -> GPT:
-    """Return the stage that the rank with these coordinates holds, with shapes but without values."""
-    return GPT(config, meta_mesh(config.pp, config.dp, config.tp, pp_rank, tp_rank=tp_rank, **config.mesh_options))
+def meta_stage(config, pp_rank=0) -> GPT:
+    """Return the first shard of a stage, with shapes but without values."""
+    return GPT(config, meta_mesh(config.pp, config.dp, config.tp, pp_rank, **config.mesh_options))
 
 
 def meta_model(config) -> GPT:

@@ -17,7 +17,7 @@ import train
 from nanodomino import pipeline
 from nanodomino.config.config import ALL_SCHEDULES
 from nanodomino.mesh import meta_mesh
-from nanodomino.model import stage_layers
+from nanodomino.model import meta_stage, stage_layers
 from nanodomino.schedules import actions, definitions, simulation
 from nanodomino.schedules.actions import Backward, Forward, Pair
 from nanodomino.schedules.definitions import SCHEDULES
@@ -280,6 +280,8 @@ def test_layers_are_spread_evenly_over_stages_and_none_is_lost(layers, stages, d
     held = [stage_layers(layers, stage, stages, depths) for stage in range(stages)]
     assert list(map(len, held)) == expected
     assert [layer for of_stage in held for layer in of_stage] == list(range(layers))
+    config = tiny(stages, num_layers=layers, pipeline_model_parallel_size=stages, mtp_num_layers=depths)
+    assert [len(meta_stage(config, stage).layers) for stage in range(stages)] == expected
 
 
 # ---- the runner

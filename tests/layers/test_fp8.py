@@ -131,13 +131,15 @@ def test_a_weight_is_converted_twice_a_step_and_an_activation_once_for_both_of_i
     an activation and a gradient; only attention's output, which stays in the training type, is converted again."""
     config, converted, convert = tiny(1, **FP32, fp8_format="hybrid"), [], Fp8Recipe.convert
     monkeypatch.setattr(Fp8Recipe, "convert", lambda self, x, *given, **options: (
-        converted.append(x.dim()) or convert(self, x, *given, **options)))
+        converted.append(x.shape) or convert(self, x, *given, **options)))
     with fake_world(0, 1):
         mesh, _, optimizer, stage = build(config)
         train.train_step(1, stage, optimizer, random_data(config, 1), config, mesh)
         assert not any(bucket.derived for bucket in optimizer.buckets)
-    assert config.microbatches > 1 and converted.count(2) == 2 * 4 * config.num_layers
-    assert converted.count(3) == (2 * 4 + 1) * config.num_layers * config.microbatches
+    layers, sizes = config.num_layers * config.microbatches, [len(shape) for shape in converted]
+    assert config.microbatches > 1 and sizes.count(2) == 2 * 4 * config.num_layers
+    assert sizes.count(3) == (2 * 4 + 1) * layers
+    assert sum(len(shape) == 3 and shape[-1] == config.ffn_hidden_size for shape in converted) == 2 * layers
 
 
 @pytest.mark.parametrize("options, attentions, mlps", [
