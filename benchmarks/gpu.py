@@ -18,12 +18,12 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu_checks import CHECKS
+from benchmarks.gpu_checks import CHECKS, ranks_here
 from benchmarks.gpu_kernels import Run
 from benchmarks.runner import BENCH
 from benchmarks.slow_network import exit_on_signals
 from nanodomino.comm.world import start_world
-from nanodomino.errors import counted, require
+from nanodomino.errors import require
 from nanodomino.files import make_folder, open_regular_file, read_file, write_file
 
 ROUNDS = False               # no --repeats: a check gives --repeats to the questions that it asks
@@ -36,19 +36,15 @@ def add_flags(parser):
                         help=f"run only these checks: {', '.join(CHECKS)}")
     parser.add_argument("--report", type=Path, metavar="DIR", default=Path("runs/gpu-report"),
                         help="folder of the report (default runs/gpu-report)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda",
-                        help="cpu: run the checks that need no GPU (default cuda)")
-    parser.add_argument("--run", choices=CHECKS, metavar="NAME",
-                        help="run one check in this process, without a limit and a report")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: run what needs no GPU")
+    parser.add_argument("--run", choices=CHECKS, metavar="NAME", help="run one check, without a limit and a report")
 
 
 def processes(flags) -> int:
     """Return 1, or with --run the largest number of processes that the check allows on these GPUs (on CPUs: two)."""
-    gpus = torch.cuda.device_count()
-    require(flags.device == "cpu" or gpus, "bench.py gpu needs a GPU that torch can see, and there is none; try "
-            "--device cpu, which runs the checks that need none")
-    choices = (1, *(CHECKS[flags.run].ranks if flags.run else ()))
-    return max(ranks for ranks in choices if ranks <= (gpus if flags.device == "cuda" else 2))
+    require(flags.device == "cpu" or torch.cuda.is_available(), "bench.py gpu needs a GPU that torch can see, and "
+            "there is none; try --device cpu, which runs the checks that need none")
+    return ranks_here(flags.device == "cuda", CHECKS[flags.run].ranks or 1) if flags.run else 1
 
 
 def answer(flags, launch):
@@ -56,24 +52,12 @@ def answer(flags, launch):
         with exit_on_signals():
             return run_checks(flags)
     check, device = CHECKS[flags.run], torch.device(flags.device, launch.local_rank if flags.device == "cuda" else None)
-    if flags.device == "cuda" and check.capability > torch.cuda.get_device_capability():     # occupies memory of a GPU
-        reason = f"needs a GPU of compute capability {'.'.join(map(str, check.capability))} or higher"
-        return reason, {"verdict": "skipped", "message": reason}
     if check.ranks:
         start_world(launch, device, timeout=120)
     run = Run(device, flags.quick, launch.world_size)
-    check.function(run)
-    return f"{flags.run} passed", {"verdict": "passed", "numbers": run.numbers}
-
-
-def why_skipped(check, flags) -> str:
-    """Return why a check does not run, or ''."""
-    if flags.quick and not check.quick:
-        return "--quick leaves it out"
-    gpus = torch.cuda.device_count() if flags.device == "cuda" else 0
-    if check.gpus > gpus and (gpus or check.needs_gpu):
-        return f"needs {counted(check.gpus, 'GPU')}, and there {'is' if gpus == 1 else 'are'} {gpus}"
-    return ""
+    reason = check.function(run, *check.arguments)
+    verdict, slow = "skipped" if reason else "passed", f"below the floor: {', '.join(run.slow)}" if run.slow else ""
+    return f"{flags.run} {verdict}", {"verdict": verdict, "message": reason or slow, "numbers": run.numbers}
 
 
 def run_checks(flags):
@@ -91,25 +75,28 @@ def run_checks(flags):
             write_file(flags.report / "report.md", markdown(report).encode())
         print(f"[{number}/{len(flags.only)}] {name}: {found['verdict']} {again}after {found['seconds']:.0f} s"
               f"{' - ' * bool(found['message'])}{found['message']}", flush=True)
-    verdicts = [report["checks"][name]["verdict"] for name in flags.only]
-    counts = [f"{verdicts.count(verdict)} {verdict}" for verdict in ("passed", "skipped", "failed")]
-    failed = [name for name, verdict in zip(flags.only, verdicts) if verdict == "failed"]
-    return f"{', '.join(counts)}; see {flags.report / 'report.md'}", {"failed": failed}
+    names = {verdict: [name for name in flags.only if report["checks"][name]["verdict"] == verdict]
+             for verdict in ("passed", "skipped", "failed")}
+    counts = ", ".join(f"{len(found)} {verdict}" for verdict, found in names.items())
+    return f"{counts}; see {flags.report / 'report.md'}", {"failed": names["failed"]}
 
 
 def run_check(name: str, flags) -> dict:
     """Run one check in a process of its own. Returns its entry of the report."""
-    if reason := why_skipped(CHECKS[name], flags):
-        return {"verdict": "skipped", "message": reason, "numbers": {}, "seconds": 0.0}
+    check, gpus = CHECKS[name], torch.cuda.device_count() if flags.device == "cuda" else 2
+    if check.gpus > gpus or flags.quick and not check.quick:
+        return {"verdict": "skipped", "numbers": {}, "seconds": 0.0, "message":
+                f"needs {check.gpus} GPUs" if check.gpus > gpus else "--quick leaves it out"}
     command = [sys.executable, str(BENCH), "gpu", "--run", name, "--device", flags.device, *["--quick"] * flags.quick]
-    log, start, limit = (flags.report / f"{name}.log").resolve(), time.monotonic(), CHECKS[name].limit
+    log, start, limit = (flags.report / f"{name}.log").resolve(), time.monotonic(), check.limit
     with open_regular_file(log, "wb") as file:         # beside it NCCL's recorder writes what was in flight in a hang
         process = subprocess.Popen(command, stdout=file, stderr=file, cwd=BENCH.parent, start_new_session=True, env={
             **os.environ, "TORCH_FR_DUMP_TEMP_FILE": str(log.with_suffix(".in-flight-"))})
     code = end(process, limit)
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     records = [json.loads(line) for line in lines if line.startswith('{"question": "gpu"')]
-    reason = f"did not end within {limit} s" if code is None else (lines or [f"exit code {code}"])[-1]
+    errors = [line for line in lines if line.startswith("error: ")] + lines[-1:] + [f"exit code {code}"]
+    reason = f"did not end within {limit} s" if code is None else errors[0]
     found = records[-1] if code == 0 and records else {"verdict": "failed", "message": reason, "numbers": {
         "end of the log": "\n" + "\n".join(lines[-40:])}}
     return {"message": "", "numbers": {}, **found, "seconds": time.monotonic() - start,
@@ -118,8 +105,7 @@ def run_check(name: str, flags) -> dict:
 
 
 def end(process: subprocess.Popen, limit: float) -> int | None:
-    """Wait for a process. Returns its exit code, or None if it exceeds `limit` seconds. In each case, and after Ctrl-C,
-    what is left of its process group gets SIGTERM, and after GRACE seconds SIGKILL."""
+    """Return a process's exit code, or None after `limit` seconds. Ends its group, after GRACE seconds by SIGKILL."""
     try:
         return process.wait(limit)
     except subprocess.TimeoutExpired:

@@ -4,7 +4,9 @@ A check takes a Run and adds its numbers. It raises UserError if the machine com
 every rank must raise it. What the tests or other questions of bench.py already answer is started here as a command.
 """
 
+import gc
 import json
+import os
 import random
 import subprocess
 import sys
@@ -14,114 +16,100 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import train
-from benchmarks.gpu_kernels import (Run, attention, documents, expert_matmuls, fp8_matmuls, machine,
-                                    weight_gradients)
-from benchmarks.runner import BENCH, RandomTokens, gathered
+from benchmarks import plan
+from benchmarks.gpu_kernels import Run, attention, expert_matmuls, fp8_matmuls, machine, weight_gradients
+from benchmarks.runner import BENCH, RandomTokens, bytes_text, config_of, gathered, parse, seconds_text
+from benchmarks.throughput import OurTraining
+from benchmarks.timeline import record
+from nanodomino.analysis.hardware import peak_memory
 from nanodomino.comm import scatter_and_gather
 from nanodomino.config.config import Config
-from nanodomino.domino import Domino
 from nanodomino.errors import require
-from nanodomino.mesh import make_mesh
+from nanodomino.mesh import Mesh, make_mesh
 from nanodomino.options.fp8 import RECIPES
 from nanodomino.run.check_copies import checksum
 from nanodomino.run.kernels import choose_kernels
-from nanodomino.zero import ZeroOptimizer
+from nanodomino.timeline.merged_trace import table
 
 LAUNCHES = [(dist, name) for name in ("all_reduce", "all_to_all_single", "batch_isend_irecv")] + [
     (scatter_and_gather, name) for name in ("exchange", "native_reduce_scatter", "native_all_gather")]
 SMALL = dict(num_layers=4, hidden_size=128, num_attention_heads=8, seq_length=64, vocab_size=250, micro_batch_size=4,
-             make_vocab_size_divisible_by=64, lr_warmup_fraction=0.0, tensor_model_parallel_size=1,
-             pipeline_model_parallel_size=1, dtype="bfloat16", bucket_size=20_000, compile=False)
+             lr_warmup_fraction=0.0, tensor_model_parallel_size=1, pipeline_model_parallel_size=1, dtype="bfloat16",
+             bucket_size=20_000, compile=False)
 TP2 = dict(tensor_model_parallel_size=2, slices=2)
 # {feature: its settings on 2 ranks; on more, data parallelism takes the rest}
 FEATURES = dict(
     slices=dict(TP2, columns=2), pipeline=dict(pipeline_model_parallel_size=2, schedule="zb-v"),
-    experts=dict(num_experts=4, moe_ffn_hidden_size=128, disable_bias_linear=True, expert_model_parallel_size=2,
-                 slices=2),
-    sequence_parallel=dict(TP2, sequence_parallel=True, recompute_granularity="selective"), zero_2=dict(zero_stage=2),
-    llama=dict(TP2, swiglu=True, position_embedding_type="rope", num_query_groups=2, qk_layernorm=True,
-               recompute_granularity="full"),
+    experts=dict(num_experts=4, disable_bias_linear=True, expert_model_parallel_size=2, slices=2),
+    sequence_parallel=dict(TP2, sequence_parallel=True, recompute_granularity="selective"),
+    llama=dict(TP2, swiglu=True, position_embedding_type="rope", num_query_groups=2, qk_layernorm=True),
     context=dict(context_parallel_size=2), context_a2a=dict(context_parallel_size=2, cp_comm_type="a2a"),
-    documents=dict(TP2, reset_position_ids=True, reset_attention_mask=True), depths=dict(TP2, mtp_num_layers=1))
+    zero_2=dict(zero_stage=2, recompute_granularity="full"), depths=dict(TP2, mtp_num_layers=1),
+    documents=dict(TP2, reset_position_ids=True, reset_attention_mask=True))
 
 
 @dataclass(frozen=True)
 class Check:
-    """Says what a check needs. ranks: the possible numbers of processes, () for one without a process group; gpus:
-    the number of GPUs; capability: a GPU's least compute capability; needs_gpu: whether it can't run on CPUs; quick:
-    whether --quick includes it; limit: seconds."""
+    """Says what a check needs. function: returns None, or why it can't run on this machine; arguments: the function's
+    after the Run; ranks: most processes, 0 for none that communicate; gpus: fewest; limit: seconds."""
     part: str
-    function: Callable[[Run], None]
-    ranks: tuple = ()
+    function: Callable
+    arguments: tuple = ()
+    ranks: int = 0
     gpus: int = 1
-    capability: tuple = (0, 0)
-    needs_gpu: bool = False
     quick: bool = True
-    limit: int = 600
+    limit: int = 1800
 
 
-def built(run: Run, **settings):
-    """Return (config, mesh, optimizer, stage, data) of this rank, warmed up. settings: replace those of SMALL."""
-    config = Config(**dict(SMALL, device=run.device.type, global_batch_size=8 * run.world_size) | settings)
-    config = config.resolve(run.world_size).with_device(run.device).with_vocabulary(config.vocab_size)
+def joined(run: Run, config: Config) -> tuple[Config, Mesh]:
+    """Return the Config with its device, and the mesh of all ranks."""
+    config = replace(config, device=run.device.type).with_device(run.device)
     choose_kernels(config, run.device)
-    mesh = make_mesh(config.pp, config.dp, config.tp, run.device, **config.mesh_options,
-                     thread_blocks=config.thread_blocks)
-    model = train.model_builder(config, mesh)
-    optimizer, stage = ZeroOptimizer(model, config, mesh), Domino(model, config.slices, config.columns, config.compiler)
-    train.warm_up(stage, optimizer, config, mesh)
-    return config, mesh, optimizer, stage, RandomTokens(config, run.device)
+    return config, make_mesh(config.pp, config.dp, config.tp, run.device, **config.mesh_options,
+                             thread_blocks=config.thread_blocks)
+
+
+def built(run: Run, **settings) -> OurTraining:
+    """Return this rank's part of a small training run, warmed up. settings: replace those of SMALL."""
+    config = Config(**dict(SMALL, global_batch_size=8 * run.world_size) | settings).resolve(run.world_size)
+    config, mesh = joined(run, config.with_vocabulary(config.vocab_size))
+    ours = OurTraining(config, mesh, RandomTokens(config, run.device))
+    train.warm_up(ours.stage, ours.optimizer, config, mesh)
+    return ours
 
 
 def same_bits(run: Run, name: str, disturbances, **settings) -> list[float]:
-    """Train once within each of these context managers, from the same start. Returns the losses.
-    Raises UserError on every rank unless losses and all ranks' weights are equal, bit for bit."""
+    """Train once within each of these context managers, from the same start. Returns the losses. Raises
+    UserError on every rank unless losses and all ranks' weights are equal, bit for bit."""
     found = []
     for disturbance in disturbances:
         with disturbance:
-            config, mesh, optimizer, stage, data = built(run, deterministic_mode=True, **settings)
-            losses = [train.train_step(step, stage, optimizer, data, config, mesh).loss for step in (1, 2, 3)]
-        found.append((losses, gathered([int(checksum(weight)) for weight in stage.model.parameters()])))
+            ours = built(run, deterministic_mode=True, **settings)
+            for _ in range(3):
+                ours.step()
+        found.append((ours.losses, gathered([int(checksum(weight)) for weight in ours.model.parameters()])))
     require(all(one == found[0] for one in found), f"{name}: the losses {[losses for losses, _ in found]} or the "
             "weights of a rank differ, but each run must give the same bits")
-    return losses
-
-
-def features_here(run: Run) -> dict:
-    """Return {feature: its settings}: all on GPUs, three on CPUs, one with --quick."""
-    return dict(list(FEATURES.items())[:1 if run.quick else None if run.cuda else 3])
-
-
-def features(run: Run):
-    """Each feature in bfloat16 and fp8 is as close to fp32 as rounding allows, and its second run has the same bits."""
-    for name, settings in features_here(run).items():
-        expected = same_bits(run, name, [nullcontext()], **settings | dict(dtype="float32"))
-        fp8 = RECIPES if run.has_fp8 and not run.quick and name != "experts" else ()      # experts have none
-        for case, more in {"bf16": {}, **{each: dict(fp8_format="hybrid", fp8_recipe=each) for each in fp8}}.items():
-            losses = same_bits(run, f"{name} {case}", [nullcontext(), nullcontext()], **settings, **more)
-            error = run.numbers[f"{name} {case}"] = max(abs(a / b - 1) for a, b in zip(losses, expected))
-            require(error <= 0.02, f"{name} {case}: losses {losses}, but {expected} in fp32; at most 2 % may differ")
+    return ours.losses
 
 
 @contextmanager
 def delays(run: Run, seed: int):
-    """Delay every launch of a collective by a random time. On GPUs the stream that launches it sleeps; the other ranks'
-    collectives then wait for this rank's, while their own kernels go on. On CPUs the process sleeps."""
+    """Delay every launch of a collective by a random time. On GPUs the stream that launches it sleeps."""
     draw = random.Random(seed)
 
     def late(launch, *arguments, **options):
-        seconds = draw.random() / 100
-        torch.cuda._sleep(int(seconds * 1e9)) if run.cuda else time.sleep(seconds)      # cycles, at about 1 GHz
+        torch.cuda._sleep(int(1e7 * draw.random())) if run.cuda else time.sleep(draw.random() / 100)     # 1e9 cycles/s
         return launch(*arguments, **options)
 
     with ExitStack() as stack:
@@ -130,32 +118,34 @@ def delays(run: Run, seed: int):
         yield
 
 
-def races(run: Run):
-    """Random delays before each collective, different on each rank, change no bit of losses and weights."""
-    for name, settings in features_here(run).items():
-        late = [delays(run, 1000 * number + dist.get_rank()) for number in range(1 if run.quick else 3)]
-        run.numbers[name] = same_bits(run, f"{name} with delays", [nullcontext(), *late], **settings)
+def features(run: Run):
+    """Each feature is as close to fp32 as rounding allows; random delays before each collective change no bit."""
+    for name, settings in list(FEATURES.items())[:1 if run.quick else None if run.cuda else 3]:
+        expected = same_bits(run, name, [nullcontext()], **settings | dict(dtype="float32"))
+        fp8 = RECIPES if run.has_fp8 and run.large and name != "experts" else ()          # experts have none
+        for case, more in {"bf16": {}, **{each: dict(fp8_format="hybrid", fp8_recipe=each) for each in fp8}}.items():
+            late = [delays(run, 1000 * number + dist.get_rank()) for number in range(1 if run.quick else 3)]
+            losses = same_bits(run, f"{name} {case}", [nullcontext(), *late], **settings, **more)
+            error = run.numbers[f"{name} {case}"] = max(abs(a / b - 1) for a, b in zip(losses, expected))
+            require(error <= 0.02, f"{name} {case}: losses {losses}, but {expected} in fp32; at most 2 % may differ")
 
 
 def third_step(run: Run, microbatches: int) -> Counter:
-    """Train three steps. Return how often the third compiled, called cudaMalloc, and waited for the GPU, by place; on
-    CPUs a call of item() counts as a wait."""
+    """Train three steps. Return how often the third compiled, allocated, and waited, by place; on CPUs item() waits."""
     from torch._dynamo.utils import counters                   # imported here, because it takes longer than torch
 
     def state():
         mallocs = torch.cuda.memory_stats(run.device)["num_device_alloc"] if run.cuda else 0
         return Counter({"graphs compiled": counters["stats"]["unique_graphs"], "cudaMalloc": mallocs})
 
-    config, mesh, optimizer, stage, data = built(run, global_batch_size=4 * microbatches, compile=run.cuda)
-    reads, item = [], torch.Tensor.item
-    for step in (1, 2, 3):
-        before, _ = state(), reads.clear()
-        with (warnings.catch_warnings(record=True) as warned,
-              mock.patch.object(torch.Tensor, "item", lambda tensor: reads.append(1) or item(tensor))):
-            warnings.simplefilter("always")
-            if run.cuda:
-                torch.cuda.set_sync_debug_mode("warn" if step == 3 else "default")
-            train.train_step(step, stage, optimizer, data, config, mesh)
+    ours, reads, item = built(run, global_batch_size=4 * microbatches, compile=run.cuda), [], torch.Tensor.item
+    ours.step(), ours.step()
+    before = state()
+    with (warnings.catch_warnings(record=True) as warned,
+          mock.patch.object(torch.Tensor, "item", lambda tensor: reads.append(1) or item(tensor))):
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn") if run.cuda else None
+        ours.step()
     waits = [f"{Path(one.filename).name}:{one.lineno}" for one in warned if "synchroniz" in str(one.message)]
     return state() - before + Counter(waits if run.cuda else {"item()": len(reads)})
 
@@ -170,24 +160,25 @@ def silence(run: Run):
 
 
 def command(words: str) -> str:
-    """Run `python WORDS` in the repository. Returns its standard output. Raises UserError if it fails."""
-    done = subprocess.run([sys.executable, *words.split()], cwd=BENCH.parent, stdout=subprocess.PIPE, text=True)
+    """Return the output of `python WORDS` in the repository, outside of this world. Raises UserError if it fails."""
+    done = subprocess.run([sys.executable, *words.split()], cwd=BENCH.parent, stdout=subprocess.PIPE, text=True, env={
+        name: value for name, value in os.environ.items() if not name.endswith(("RANK", "WORLD_SIZE"))})
     require(done.returncode == 0, f"{done.stdout[-3000:]}python {words} ended with exit code {done.returncode}")
     return done.stdout
 
 
-def ask(run: Run, *questions: str):
-    """Add the numbers of `python bench.py QUESTION` on this device. Raises UserError if it says that they are wrong."""
-    for question in questions:
-        here = "" if question.startswith("plan") else f" --device {run.device.type}" + " --dtype bfloat16" * run.cuda
-        record = json.loads(command(f"bench.py {question}{here}").splitlines()[-1])
-        require(record.get("exact", True), f"bench.py {question}: a real step is not its dry run's: {record}")
-        run.numbers[question] = {name: value for name, value in record.items() if isinstance(value, float)}
+def ask(run: Run, question: str) -> dict:
+    """Add the numbers of `python bench.py QUESTION` here, and return them. Raises UserError if it calls them wrong."""
+    here = "" if question.startswith("plan") else f" --device {run.device.type}" + " --dtype bfloat16" * run.cuda
+    record = json.loads(command(f"bench.py {question}{here}").splitlines()[-1])
+    require(record.get("exact", True), f"bench.py {question}: a real step is not its dry run's: {record}")
+    run.numbers[question] = {name: value for name, value in record.items() if isinstance(value, (float, bool, dict))}
+    return record
 
 
-def ranks_here(run: Run, most=8) -> int:
+def ranks_here(cuda: bool, most=8) -> int:
     """Return a power of two: as many ranks as there are GPUs, or 2 on CPUs, but at most `most`."""
-    return 1 << min(most, torch.cuda.device_count() if run.cuda else 2).bit_length() - 1
+    return 1 << min(most, torch.cuda.device_count() if cuda else 2).bit_length() - 1
 
 
 def exactness(run: Run):
@@ -206,76 +197,92 @@ def interruptions(run: Run):
 
 def traffic_and_memory(run: Run):
     """The collectives and the bytes of a real step are those of the dry run on which every estimate rests."""
-    tp = ranks_here(run, 2)
-    layout = f"--tp {tp} --pp {ranks_here(run, 4) // tp} --dp 1 --slices 2"
-    ask(run, f"collectives {layout}", f"memory {layout}")
+    for each in ("collectives", "memory"):
+        ask(run, f"{each} --tp {ranks_here(run.cuda, 2)} --pp {max(1, ranks_here(run.cuda, 4) // 2)} --dp 1 --slices 2")
 
 
 def throughput(run: Run):
-    """The speed of one process, beside that of the same model in plain torch.nn."""
+    """Speed beside that of the same model in plain torch.nn, in Transformers, and in torch's DDP and FSDP2."""
     sizes = "--model gpt2 --micro-batch-size 16" if run.cuda else "--num-layers 2 --micro-batch-size 4"
-    ask(run, f"throughput {sizes} --global-batch-size 16 --repeats 3")
+    others = "plain transformers" if find_spec("transformers") and not run.quick else "plain"
+    ask(run, f"throughput {sizes} --global-batch-size 16 --repeats 3 --against {others}")
+    if ranks_here(run.cuda) > 1 and not run.quick:
+        sizes = " --num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 50304"
+        ask(run, f"zero --dp {ranks_here(run.cuda)} --repeats 3" + sizes * run.cuda)
 
 
 def overlap(run: Run):
     """The share of tensor parallelism's communication that Domino hides on this machine's links."""
-    hidden, heads, length = (4096, 32, 4096) if run.cuda else (128, 4, 64)
-    ask(run, *[f"overlap --tp {ranks_here(run)} --hidden-size {hidden} --num-attention-heads {heads} --seq-length "
-               f"{length} --micro-batch-size 2 --slices {slices} --repeats 3" for slices in (1, 2)])
+    sizes = "--hidden-size 4096 --num-attention-heads 32 --seq-length 4096" if run.cuda else "--hidden-size 128"
+    for more in ("1", "2", *[f"2 --tp-max-ctas {count}" for count in (4, 8, 16)] * run.cuda):
+        ask(run, f"overlap --tp {ranks_here(run.cuda)} {sizes} --micro-batch-size 2 --repeats 3 --slices {more}")
 
 
-def launched(run: Run, ranks: int, *flags: str, metric="loss") -> list:
-    """Run train.py under torchrun once for each of `flags`, in one folder: each launch resumes from the previous one.
-    Returns the values of one metric."""
+def steps(run: Run, model: str, *variants: str) -> str | None:
+    """The time, the memory and the exposed communication of a step stand beside the estimates of `bench.py plan`."""
+    model = model if run.large else f"--model nano --num-layers 2 --global-batch-size 4 --tp {run.world_size}"
+    for variant in [each for each in variants if run.has_fp8 or "fp8" not in each] if run.large else SLICES[1:]:
+        words = f"plan --gpus {run.world_size} --gpu {run.gpu or 'H100'} {model} --pp 1 {variant}"
+        planned = gathered(ask(run, words) if dist.get_rank() == 0 else None)[0]
+        if not planned["fits"]:
+            return f"{words} does not fit"
+        gc.collect()                                           # frees the previous model
+        torch.cuda.reset_peak_memory_stats(run.device) if run.cuda else None
+        flags = parse(plan, words.split())
+        plan.processes(flags)                                  # gives the model the vocabulary of its published weights
+        found = record(*joined(run, config_of(flags, run.world_size)), variant, repeats=5)
+        if found:                                              # on rank 0, whose numbers are in the report
+            run.numbers[f"step of {words}"] = "\n".join([
+                f"{seconds_text((found.end - found.begin) / 1e9)}, {bytes_text(peak_memory(run.device))}; planned "
+                f"{seconds_text(planned['step_s'])}, {bytes_text(sum(planned['memory'][0].values()))}", *table(found)])
+
+
+def launched(run: Run, ranks: int, *flags: str) -> list[float]:
+    """Run train.py once with each of `flags`, and return the losses. Each launch resumes from the previous one."""
     with tempfile.TemporaryDirectory() as folder:
         for more in flags:
             command(f"-m torch.distributed.run --standalone --nproc_per_node {ranks} train.py --run-dir {folder}/run "
                     f"--device {run.device.type} --bf16 --log-interval 1 --sample-tokens 0 {more}")
         lines = map(json.loads, Path(folder, "run", "metrics.jsonl").read_text().splitlines())
-        return [line[metric] for line in lines if metric in line]
-
-
-def steps(run: Run):
-    """The time of a step of train.py, beside the estimate of bench.py plan."""
-    gpus, gpu = torch.cuda.device_count(), "A100" if "A100" in torch.cuda.get_device_name() else "H100"
-    llama = "--model llama3-8b --tp 8 --sequence-parallel"
-    models = [llama, *[f"{llama} --fp8-format hybrid --fp8-recipe {recipe}" for recipe in RECIPES]] * (gpus >= 8)
-    for flags in [f"{model} --pp 1 --micro-batch-size 2 --global-batch-size 32 --slices {slices}"
-                  for model in ("--model gpt2-xl --tp 1", *models) for slices in (1, 2)]:
-        ask(run, f"plan --gpus {gpus} --gpu {gpu} {flags}")
-        run.numbers[f"{flags}, tokens/s"] = median(launched(
-            run, gpus, f"{flags} --train-iters 12 --eval-interval 100 --eval-iters 1", metric="tokens_per_second")[4:])
+        return [line["loss"] for line in lines if "loss" in line]
 
 
 def learning(run: Run):
     """The losses of bfloat16 and fp8 agree, and so do those of a run that changes its layout halfway."""
-    ranks, last = ranks_here(run, 2), 400 if run.cuda else 20
+    ranks, last = ranks_here(run.cuda, 2), 400 if run.cuda else 20
     flags = f"--pp 1 --eval-interval {last} --eval-iters 4 --train-iters {last}" + (
         " --model gpt2 --global-batch-size 64 --micro-batch-size 8" * run.cuda)
     wide = f"{flags} --tp {ranks} --dp 1"
-    halves = f"{wide} --exit-interval {last // 2} --save-interval {last // 2}", f"{flags} --tp 1 --dp {ranks}"
-    for name, given in {"bf16": [wide], "fp8": [f"{wide} --fp8-format hybrid"] * run.has_fp8, "halves": halves}.items():
-        if given:
-            loss = run.numbers[name] = launched(run, ranks, *given)[-1]
-            require(abs(loss / run.numbers["bf16"] - 1) < 0.03, f"after {last} steps the losses are {run.numbers}; "
-                    f"{name}'s differs by more than 3 % from bf16's")
+    halves = [f"{wide} --exit-interval {last // 2} --save-interval {last // 2}", f"{flags} --tp 1 --dp {ranks}"]
+    fp8 = {"fp8": [f"{wide} --fp8-format hybrid"]} if run.has_fp8 else {}
+    for name, launches in {"bf16": [wide], "halves": halves, **fp8}.items():
+        loss = run.numbers[name] = launched(run, ranks, *launches)[-1]
+        require(abs(loss / run.numbers["bf16"] - 1) < 0.03, f"after {last} steps the losses are {run.numbers}; "
+                f"{name}'s differs by more than 3 % from bf16's")
 
 
+BATCH, SLICES = "--micro-batch-size 2 --global-batch-size 32", ("--slices 1", "--slices 2")
+FP8 = [f"--slices 2 --fp8-format hybrid --fp8-recipe {recipe}" for recipe in RECIPES]
+LARGE = dict(ranks=8, gpus=8, quick=False)
 CHECKS = {
-    "machine": Check("machine", machine, limit=120),
+    "machine": Check("machine", machine),
     "weight-gradients": Check("kernels", weight_gradients),
-    "fp8-matmuls": Check("kernels", fp8_matmuls, capability=(8, 9)),
+    "fp8-matmuls": Check("kernels", fp8_matmuls),
     "expert-matmuls": Check("kernels", expert_matmuls),
     "attention": Check("kernels", attention),
-    "documents": Check("kernels", documents, capability=(8, 0), needs_gpu=True),
-    "exactness": Check("exactness", exactness, gpus=2, limit=1800),
-    "features": Check("exactness", features, ranks=(2, 4, 8), gpus=2, limit=1800),
-    "races": Check("races", races, ranks=(2, 4, 8), gpus=2),
-    "interruptions": Check("races", interruptions, gpus=2, quick=False, limit=1200),
-    "silence": Check("silence", silence, ranks=(1,)),
+    "exactness": Check("exactness", exactness, gpus=2),
+    "features": Check("exactness", features, ranks=8, gpus=2),
+    "interruptions": Check("interruptions", interruptions, gpus=2, quick=False),
+    "silence": Check("silence", silence, ranks=1),
     "traffic-and-memory": Check("speed", traffic_and_memory, quick=False),
     "throughput": Check("speed", throughput),
-    "overlap": Check("speed", overlap, gpus=2, quick=False, limit=1800),
-    "steps": Check("speed", steps, needs_gpu=True, quick=False, limit=3600),
+    "overlap": Check("speed", overlap, gpus=2, quick=False),
+    "steps": Check("speed", steps, (f"--model gpt2-xl --tp 1 {BATCH}", *SLICES, *FP8), ranks=8),
+    "steps-tp": Check("speed", steps, (f"--model llama3-8b --tp 8 --sequence-parallel {BATCH}", *SLICES,
+                                       "--slices 2 --columns 2", *FP8), **LARGE),
+    "steps-ep": Check("speed", steps, (f"--model qwen3-30b-a3b --num-layers 16 --ep 8 --tp 1 {BATCH}",
+                                       *SLICES), **LARGE),
+    "steps-cp": Check("speed", steps, ("--model llama3-8b --seq-length 131072 --cp 8 --tp 1 --global-batch-size 2 "
+                                       "--recompute-granularity full", "--slices 1"), **LARGE),
     "learning": Check("learning", learning, quick=False, limit=3600),
 }

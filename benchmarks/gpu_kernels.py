@@ -2,12 +2,14 @@
 
 Each kernel is called through nanodomino's own function and compared with the same mathematics in float64. A result
 rounded to bfloat16 errs by up to 2^-9, a number in 8 bits by 2^-4 (e4m3) or 2^-3 (e5m2), and a wrong scale by more.
+
+The floor of a kernel's speed is FLOOR times the speed that `bench.py plan` assumes. The report names a kernel
+below its floor. It fails no check: its result is right, and the GPU may lack power, or plan may assume too much.
 """
 
 import importlib.metadata
 import os
 import subprocess
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
@@ -17,6 +19,10 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 from torch.utils.benchmark import Timer
 
+from benchmarks import plan
+from benchmarks.runner import parse
+from nanodomino.analysis.hardware import GPUS
+from nanodomino.dry_run.accounts import Accounts
 from nanodomino.errors import require
 from nanodomino.layers.attention import fused_attention
 from nanodomino.layers.autograd_segment import run_segment
@@ -26,27 +32,20 @@ from nanodomino.options.experts.moe import grouped_linear
 from nanodomino.options.fp8 import FORMATS, RECIPES, Fp8Recipe, Fp8Weight
 
 BF16 = 2.0**-8               # bound for a result in bfloat16; attention also rounds its probabilities: twice that
+FLOOR = 0.5                  # the least share of the assumed speed
+MEASURABLE = 1e-4            # seconds; a kernel that takes less has no floor, because launching it takes as long
 
 
-@dataclass(frozen=True)
 class Run:
-    """Says where a check runs, and holds the numbers that it finds. quick: small sizes; world_size: its processes."""
-    device: torch.device
-    quick: bool
-    world_size: int = 1
-    numbers: dict = field(default_factory=dict)
+    """Says where a check runs, and holds what it finds. quick: small sizes; gpu: the GPU's key in GPUS, or None."""
 
-    @property
-    def cuda(self) -> bool:
-        return self.device.type == "cuda"
-
-    @property
-    def large(self) -> bool:
-        return self.cuda and not self.quick          # whether to include the sizes of real models
-
-    @property
-    def has_fp8(self) -> bool:
-        return self.cuda and torch.cuda.get_device_capability(self.device) >= (8, 9)     # CPUs take minutes for a step
+    def __init__(self, device: torch.device, quick: bool, world_size=1):
+        self.device, self.cuda, self.quick, self.world_size = device, device.type == "cuda", quick, world_size
+        self.large = self.cuda and not quick                   # whether to include the sizes of real models
+        self.has_fp8 = self.cuda and torch.cuda.get_device_capability(device) >= (8, 9)    # a CPU needs minutes
+        name = torch.cuda.get_device_name(device) if self.cuda else ""
+        self.gpu = max((key for key in GPUS if key in name), key=len, default=None)
+        self.numbers, self.slow = {}, []                       # slow: the kernels below their floors
 
     def normal(self, *shape, seed=0, dtype=torch.bfloat16):
         """Return normal random numbers whose columns differ in size by up to 100, so that a wrong scale shows."""
@@ -58,27 +57,33 @@ class Run:
         found, expected = found.detach().double(), expected.detach().double()
         error = self.numbers[case] = ((found - expected).norm() / expected.norm().clamp(min=1e-300)).item()
         require(error <= bound,                      # false for NaN
-                f"{case}: relative error {error:.2e}, but at most {bound:.1e} is allowed; a kernel or a function that "
-                "calls it is wrong on this machine; please send the report")
+                f"{case}: relative error {error:.2e}, but at most {bound:.1e} is allowed; please send the report")
 
-    def speed(self, case: str, function, flops: float):
-        timed = Timer("function()", globals={"function": function}).timeit(10 if self.cuda else 1)
-        self.numbers[f"{case}, TFLOP/s"] = flops / timed.mean / 1e12
+    def speed(self, case: str, function):
+        """Add the speed of a kernel, in TFLOP/s or, if it multiplies no matrices, in GB/s."""
+        with Accounts({}, host_counts=not self.cuda) as work, torch.compiler.set_stance("force_eager"):
+            function()
+        flops, size = (sum(getattr(each, name) for each in work.events) for name in ("flops", "bytes"))
+        amount, unit = (flops / 1e12, "TFLOP/s") if flops else (size / 1e9, "GB/s")
+        speed = amount / Timer("function()", globals={"function": function}).timeit(10 if self.cuda else 1).mean
+        floor, flags = 0.0, parse(plan, ["plan"])
+        if self.gpu:
+            machine = plan.machine_of(flags, self.gpu, flags.network, flags.gpus_per_host)
+            assumed = sum(map(machine.operation_seconds, work.events))
+            floor = FLOOR * amount / assumed if assumed > MEASURABLE else 0.0
+        self.numbers[f"{case}, {unit}"] = f"{speed:.3g}" + f", floor {floor:.3g}" * (floor > 0)
+        self.slow.extend([case] * (speed < floor))
 
 
 def machine(run: Run):
     """The hardware, driver, libraries and variables to which the other figures belong."""
-    prefixes = ("NCCL_", "CUDA_", "TORCH_", "PYTORCH_", "OMP_", "CUBLAS")
     run.numbers.update(
         torch=torch.__config__.show(), packages={one.name: one.version for one in importlib.metadata.distributions()},
-        variables={name: value for name, value in os.environ.items() if name.startswith(prefixes)})
+        variables={name: value for name, value in os.environ.items() if name.startswith(
+            ("NCCL_", "CUDA_", "TORCH_", "PYTORCH_", "OMP_", "CUBLAS"))})
     for command in ["lscpu", "numactl --hardware"] + ["nvidia-smi topo -m", "nvidia-smi --format=csv --query-gpu=name,"
             "driver_version,memory.total,clocks.sm,clocks.max.sm,clocks.mem,power.limit,pci.bus_id"] * run.cuda:
-        try:
-            done = subprocess.run(command.split(), capture_output=True, text=True, timeout=60)
-            run.numbers[command] = f"\n{done.stdout}{done.stderr}".rstrip()
-        except OSError as error:
-            run.numbers[command] = error.strerror
+        run.numbers[command] = f"\n{subprocess.getoutput(command)}"
 
 
 def weight_gradients(run: Run):
@@ -93,12 +98,14 @@ def weight_gradients(run: Run):
         name = f"{tokens} x {outputs} x {inputs}"
         run.equal(name, total, expected, 1e-5 if run.cuda else BF16)        # CPUs round the product to bfloat16
         run.equal(f"{name}, padding rows", total[outputs:], expected[outputs:], 0.0)
-    run.speed(name, lambda: add_weight_gradient(total, gradient, x), 2 * tokens * outputs * inputs)
+    run.speed(name, lambda: add_weight_gradient(total, gradient, x))
 
 
-def fp8_matmuls(run: Run):
+def fp8_matmuls(run: Run) -> str:
     """The three fp8 matmuls equal those in float64 up to 8-bit rounding; they keep zeros and hide no inf or NaN."""
-    h = 4096 if run.large else 128
+    if run.cuda and not run.has_fp8:
+        return "needs a GPU of compute capability 8.9 or higher"
+    h = 4096 if run.large else 64
     for form, recipe, tokens in product(FORMATS, RECIPES, (16, 128, *[8192] * run.large)):
         x, gradient = run.normal(1, tokens, h), run.normal(1, tokens, 2 * h, seed=1)
         parameter = torch.nn.Parameter(run.normal(2 * h, h, seed=2))
@@ -114,17 +121,21 @@ def fp8_matmuls(run: Run):
         run.equal(f"{name} chunks of W", torch.cat([part.multiply(x) for part in weight.chunk(2, 0)], -1), y, BF16)
         run.equal(f"{name} zeros", weight.multiply(torch.zeros_like(x)), torch.zeros_like(y), 0.0)
         if run.cuda:
-            run.speed(name, partial(weight.multiply, weight.convert(x)), 4 * tokens * h * h)
+            run.speed(name, partial(weight.multiply, weight.convert(x)))
         for bad in (torch.inf, -torch.inf, torch.nan):
             x[0, 3, 5] = bad
             finite = weight.multiply(x)[0, 3].isfinite()
             run.equal(f"{name} finite results of {bad}", finite, torch.zeros_like(finite), 0.0)
+    recipe = Fp8Recipe.of(form, recipe, torch.bfloat16, torch.compile if run.cuda else lambda function: function)
+    values = torch.zeros(8 * h, 8 * h, dtype=FORMATS[form][0], device=run.device)
+    run.speed("transpose", partial(recipe.transpose, values))
 
 
 def expert_matmuls(run: Run):
     """The experts' grouped matmul equals one matmul per expert, with experts of no rows, one row and many rows."""
-    h, ffn = 512, 256
-    for counts in [(0, 0, 5, 1), (7, 0, 0, 9), (3, 40, 1, 0), (0, 0, 0, 1), (300, 1, 0, 211)]:
+    h, ffn = (2048, 768) if run.large else (512, 256)
+    for counts in [(0, 0, 5, 1), (7, 0, 0, 9), (3, 40, 1, 0), (0, 0, 0, 1), (300, 1, 0, 211),
+                   *[(4096,) * 8] * run.large]:
         ends = torch.tensor(counts).cumsum(0)
         dispatch = SimpleNamespace(ends=ends.tolist(), offsets=ends.to(run.device, torch.int32))
         x, w = run.normal(sum(counts), h), run.normal(len(counts), ffn, h, seed=1)
@@ -133,39 +144,33 @@ def expert_matmuls(run: Run):
             expected = [part.double() @ weight.double().t() for part, weight in zip(rows.split(counts), weights)]
             run.equal(f"experts {name} with {counts} rows", grouped_linear(rows, weights, dispatch),
                       torch.cat(expected), BF16)
-    run.speed(f"{counts} rows", lambda: grouped_linear(x, w, dispatch), 2 * len(x) * h * ffn)
-
-
-def compare_attention(run: Run, name, function, definition, b, s, heads, groups, d):
-    """Check an attention function's output and gradients. definition: the same in float64, with other kernels."""
-    q, k, v, gradient = (run.normal(b, s, n, d, seed=seed).transpose(1, 2)         # strided as training has them
-                         for seed, n in enumerate((heads, groups, groups, heads)))
-    output, segment = run_segment(function, q, k, v)
-    inputs = [x.double().requires_grad_() for x in (q, k, v)]
-    expected = definition(*inputs)
-    for part, *pair in zip(("output", "gradient of q", "gradient of k", "gradient of v"),
-                           (output, *segment.backward(gradient)),
-                           (expected, *torch.autograd.grad(expected, inputs, gradient.double()))):
-        run.equal(f"{name}, {heads}/{groups} heads of {d}, {s} tokens: {part}", *pair, 2 * BF16)
-    return q, k, v
+    run.speed(f"{counts} rows", lambda: grouped_linear(x, w, dispatch))
 
 
 def attention(run: Run):
-    """The attention that torch chooses, and the direct call of its backward node, equal attention in float64."""
-    function = partial(fused_attention, bias=None)
-    definition = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
-    for sizes in [(2, 192, 8, 2, 64), (2, 320, 4, 1, 128), (2, 128, 4, 4, 64), *[(1, 4096, 32, 32, 128)] * run.large]:
-        q, k, v = compare_attention(run, "attention", function, definition, *sizes)
-    backend = SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True)).name
-    run.speed(f"forward, {backend}", lambda: function(q, k, v), 2 * q.numel() * q.size(2))
-
-
-def documents(run: Run):
-    """Flash attention within documents equals attention with a bias, also for documents of one token."""
-    ends = torch.rand(2, 128, generator=torch.Generator().manual_seed(1)) < 0.3
-    numbers = F.pad(ends, (1, -1)).long().cumsum(1)             # many documents have one token
-    function = partial(varlen_attention, documents=find_starts(numbers, run.device))
-    bias = attention_bias(numbers.to(run.device), torch.float64)
-    definition = partial(F.scaled_dot_product_attention, attn_mask=bias, enable_gqa=True)
-    for heads, groups in ((4, 4), (8, 2)):
-        compare_attention(run, "documents", function, definition, 2, 128, heads, groups, 64)
+    """The attention that torch chooses, flash attention within documents, and their direct backward equal float64's."""
+    causal = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+    cases = [(partial(fused_attention, bias=None), causal, sizes) for sizes in (
+        (2, 192, 8, 2, 64), (2, 320, 4, 1, 128), (2, 128, 4, 4, 64), *[(1, 4096, 32, 32, 128)] * run.large)]
+    if run.cuda and torch.cuda.get_device_capability(run.device) >= (8, 0):
+        ends = torch.rand(2, 128, generator=torch.Generator().manual_seed(1)) < 0.3
+        numbers = F.pad(ends, (1, -1)).long().cumsum(1)         # many documents have one token
+        bias = attention_bias(numbers.to(run.device), torch.float64)
+        cases += [(partial(varlen_attention, documents=find_starts(numbers, run.device)),
+                   partial(F.scaled_dot_product_attention, attn_mask=bias, enable_gqa=True), sizes)
+                  for sizes in ((2, 128, 4, 4, 64), (2, 128, 8, 2, 64))]
+    for function, definition, (b, s, heads, groups, d) in cases:
+        name = f"{function.func.__name__}, {heads}/{groups} heads of {d}, {s} tokens"
+        q, k, v, gradient = (run.normal(b, s, n, d, seed=seed).transpose(1, 2)         # strided as training has them
+                             for seed, n in enumerate((heads, groups, groups, heads)))
+        output, segment = run_segment(function, q, k, v)
+        inputs = [x.double().requires_grad_() for x in (q, k, v)]
+        expected = definition(*inputs)
+        for part, *pair in zip(("output", "gradient of q", "gradient of k", "gradient of v"),
+                               (output, *segment.backward(gradient)),
+                               (expected, *torch.autograd.grad(expected, inputs, gradient.double()))):
+            run.equal(f"{name}: {part}", *pair, 2 * BF16)
+        run.speed(f"{name}: forward and backward", lambda function=function, inputs=(q, k, v), gradient=gradient:
+                  run_segment(function, *inputs)[1].backward(gradient))
+        backend = torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=True)
+        run.numbers[f"{name}: torch chooses"] = SDPBackend(backend).name

@@ -80,7 +80,7 @@ from nanodomino.zero import ZeroOptimizer
 FLAGS = ("tensor_model_parallel_size", "slices", "columns", "sequence_parallel", "num_layers", "hidden_size",
          "ffn_hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "vocab_size", "dtype", "device",
          "num_experts", "expert_model_parallel_size", "moe_router_topk", "moe_ffn_hidden_size",
-         "moe_shared_expert_intermediate_size", "context_parallel_size", "cp_comm_type")
+         "moe_shared_expert_intermediate_size", "context_parallel_size", "cp_comm_type", "tp_max_ctas")
 RATIOS = (0.25, 0.5, 0.8, 1.0, 1.25, 2.0)             # wires / work
 
 
@@ -118,7 +118,7 @@ def config_for(flags):
     ep, cp = flags.expert_model_parallel_size, flags.context_parallel_size
     return config_here(flags, flags.tensor_model_parallel_size * ep * cp,
                        global_batch_size=flags.micro_batch_size * flags.microbatches * ep, compile=flags.compile,
-                       pipeline_model_parallel_size=1, data_parallel_size=ep,
+                       pipeline_model_parallel_size=1, data_parallel_size=ep, tp_max_ctas=flags.tp_max_ctas,
                        disable_bias_linear=True if flags.num_experts else None)
 
 

@@ -69,9 +69,10 @@ def record(config, mesh, caption: str, repeats: int) -> Recording | None:
     trace, recordings = Trace(mesh.device), []
     model = train.model_builder(config, mesh)
     optimizer = ZeroOptimizer(model, config, mesh, trace)
-    stage = Domino(model, config.slices, config.columns, trace=trace)
+    stage = Domino(model, config.slices, config.columns, config.compiler, trace)
+    train.warm_up(stage, optimizer, config, mesh)
     for step in range(1, repeats + 2):
-        train.train_step(step, stage, optimizer, RandomTokens(config), config, mesh)
+        train.train_step(step, stage, optimizer, RandomTokens(config, mesh.device), config, mesh)
         recordings.append(gather(trace, mesh))
     if recordings[0] is None:
         return None

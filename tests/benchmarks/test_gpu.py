@@ -13,10 +13,10 @@ from support.runs import wait_until
 
 import train
 from bench import QUESTIONS
-from benchmarks import gpu, gpu_checks, gpu_kernels
+from benchmarks import gpu, gpu_checks, gpu_kernels, plan
 from benchmarks.gpu_checks import CHECKS
 from benchmarks.gpu_kernels import Run
-from benchmarks.runner import main
+from benchmarks.runner import main, parse
 from nanodomino.errors import UserError
 from nanodomino.options import fp8
 
@@ -49,8 +49,27 @@ def test_a_check_that_exceeds_its_limit_ends_with_all_its_processes(monkeypatch)
 def test_without_a_gpu_one_sentence_says_what_to_do(capsys):
     assert main(QUESTIONS, "", ["gpu"]) == 2
     assert "needs a GPU that torch can see, and there is none; try --device cpu" in capsys.readouterr().err
-    quick = SimpleNamespace(device="cpu", quick=True)
-    assert gpu.why_skipped(CHECKS["documents"], quick) == "needs 1 GPU, and there are 0"
+    flags = SimpleNamespace(device="cpu", quick=True)
+    assert gpu.run_check("steps-tp", flags)["message"] == "needs 8 GPUs"
+
+
+def test_the_report_names_a_kernel_below_its_floor(monkeypatch):
+    """An H100 would copy the 2 MB in 3.57 us: 2 for the start, the rest at 80 % of 3.35 TB/s."""
+    monkeypatch.setattr(gpu_kernels, "MEASURABLE", 2e-6)
+    run = Run(torch.device("cpu"), quick=True)
+    run.gpu = "H100"
+    run.speed("copy", torch.ones(2**20, dtype=torch.bfloat16).clone)
+    assert run.numbers["copy, GB/s"].endswith(", floor 588") and run.slow == ["copy"]
+
+
+@pytest.mark.exhaustive
+def test_the_models_whose_steps_are_measured_fit_on_eight_h100():
+    """In dry runs on a CUDA device that is not there."""
+    for model, *variants in [check.arguments for check in CHECKS.values() if check.arguments]:
+        for variant in variants:
+            flags = parse(plan, f"plan --gpus 8 --gpu H100 {model} --pp 1 {variant}".split())
+            plan.processes(flags)                            # raises UserError if a flag is wrong
+        assert plan.answer(flags, None)[1]["fits"]
 
 
 @pytest.mark.table
@@ -78,20 +97,22 @@ FAULTS = {                                      # {check: (where, what, the faul
         x, w, SimpleNamespace(ends=[min(end + 1, len(x)) for end in dispatch.ends])), "experts W with"),
     "attention": (gpu_kernels, "fused_attention", lambda q, *kv, bias, right=gpu_kernels.fused_attention: right(
         1.15 * q, *kv, bias), "output: relative error"),
-    **dict.fromkeys(("exactness", "interruptions"), (gpu_checks, "subprocess", FAILING, "ended with exit code 1")),
+    **dict.fromkeys(("exactness", "interruptions", "throughput", "overlap", "steps"), (
+        gpu_checks, "subprocess", FAILING, "ended with exit code 1")),
     "features": (train, "loss_func", lambda mask, losses: (losses.sum() * torch.rand(()), mask.sum()), "slices bf16"),
-    "races": (dist, "all_reduce", without_wait, "slices with delays"),
+    "features: races": (dist, "all_reduce", without_wait, "weights of a rank differ"),
     "silence": (train, "forward_step", reading_step, "the host waits for the device"),
     "traffic-and-memory": (gpu_checks, "command", lambda words: '{"exact": false}', "is not its dry run's"),
     "learning": (gpu_checks, "launched", lambda *given: [5.0 if "--tp 1" in given[-1] else 3.0], "halves's differs")}
-RANKS = {"silence": 1, "features": 2, "races": 2}                  # of the pool; the other checks run here
+RANKS = {"silence": 1, "steps": 1, "features": 2, "features: races": 2}      # of the pool; other checks run here
 
 
 def check_fault(name):
     where, what, fault, says = FAULTS[name]
     with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match=says):
         patch.setattr(where, what, fault)
-        CHECKS[name].function(Run(torch.device("cpu"), quick=True, world_size=RANKS.get(name, 1)))
+        check = CHECKS[name.partition(":")[0]]
+        check.function(Run(torch.device("cpu"), quick=True, world_size=RANKS.get(name, 1)), *check.arguments)
 
 
 @pytest.mark.parametrize("name", [
