@@ -23,9 +23,8 @@ from nanodomino.options import fp8
 
 def test_checks_are_reported_and_those_that_passed_are_skipped_the_next_time(tmp_path, capsys, monkeypatch):
     run_check, verdicts = gpu.run_check, {"machine": "passed", "attention": "failed"}
-    monkeypatch.setattr(gpu, "run_check", lambda name, flags: dict(
-        verdict=verdicts[name], message="why", numbers={}, seconds=1.0, commit="", time="") if name in verdicts
-        else run_check(name, flags))
+    monkeypatch.setattr(gpu, "run_check", lambda name, flags: run_check(name, flags) if name not in verdicts else dict(
+        verdict=verdicts[name], message="why", numbers={}, seconds=1.0))
     command = f"gpu --device cpu --quick --report {tmp_path} --only machine attention".split()
     assert main(QUESTIONS, "", [*command, "weight-gradients"]) == 1
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["failed"] == ["attention"]
@@ -49,8 +48,7 @@ def test_a_check_that_exceeds_its_limit_ends_with_all_its_processes(monkeypatch)
 def test_without_a_gpu_one_sentence_says_what_to_do(capsys):
     assert main(QUESTIONS, "", ["gpu"]) == 2
     assert "needs a GPU that torch can see, and there is none; try --device cpu" in capsys.readouterr().err
-    flags = SimpleNamespace(device="cpu", quick=True)
-    assert gpu.run_check("steps-tp", flags)["message"] == "needs 8 GPUs"
+    assert gpu.run_check("steps-tp", SimpleNamespace(device="cpu", quick=True))["message"] == "needs 8 GPUs"
 
 
 def test_the_report_names_a_kernel_below_its_floor(monkeypatch):
@@ -59,17 +57,18 @@ def test_the_report_names_a_kernel_below_its_floor(monkeypatch):
     run = Run(torch.device("cpu"), quick=True)
     run.gpu = "H100"
     run.speed("copy", torch.ones(2**20, dtype=torch.bfloat16).clone)
-    assert run.numbers["copy, GB/s"].endswith(", floor 588") and run.slow == ["copy"]
+    monkeypatch.setattr(gpu, "Run", lambda *_: run)
+    monkeypatch.setitem(CHECKS, "machine", gpu_checks.Check("machine", lambda run: None))
+    found = gpu.answer(SimpleNamespace(run="machine", device="cpu", quick=True), SimpleNamespace(world_size=1))[1]
+    assert found["message"] == "below the floor: copy" and found["numbers"]["copy, GB/s"].endswith(", floor 588")
 
 
 @pytest.mark.exhaustive
 def test_the_models_whose_steps_are_measured_fit_on_eight_h100():
-    """In dry runs on a CUDA device that is not there."""
+    """In dry runs on a CUDA device that is not there. processes() raises UserError if a flag is wrong."""
     for model, *variants in [check.arguments for check in CHECKS.values() if check.arguments]:
-        for variant in variants:
-            flags = parse(plan, f"plan --gpus 8 --gpu H100 {model} --pp 1 {variant}".split())
-            plan.processes(flags)                            # raises UserError if a flag is wrong
-        assert plan.answer(flags, None)[1]["fits"]
+        flags = [parse(plan, f"plan --gpus 8 --pp 1 {model} {variant}".split()) for variant in variants]
+        assert set(map(plan.processes, flags)) == {1} and plan.answer(flags[-1], None)[1]["fits"]
 
 
 @pytest.mark.table
@@ -79,16 +78,9 @@ def test_the_docs_say_what_each_part_proves():
 
 def without_wait(*arguments, async_op=False, right=dist.all_reduce, **options):
     work = right(*arguments, async_op=async_op, **options)
-    return work and SimpleNamespace(wait=lambda: KEPT.append(work), get_future=work.get_future)
+    return work and SimpleNamespace(wait=lambda: None, get_future=work.get_future)
 
 
-def reading_step(*arguments, right=train.forward_step):
-    output, tape, loss = yield from right(*arguments)
-    output.sum().item()                         # makes the host wait for the device in each microbatch
-    return output, tape, loss
-
-
-KEPT = []                                       # works in flight
 FAILING = SimpleNamespace(run=lambda *_, **__: SimpleNamespace(returncode=1, stdout=""), PIPE=None)
 FAULTS = {                                      # {check: (where, what, the fault, what the error says)}
     "weight-gradients": (gpu_kernels, "add_weight_gradient", lambda total, *_: None, "1 x 48 x 32: relative error"),
@@ -101,17 +93,16 @@ FAULTS = {                                      # {check: (where, what, the faul
         gpu_checks, "subprocess", FAILING, "ended with exit code 1")),
     "features": (train, "loss_func", lambda mask, losses: (losses.sum() * torch.rand(()), mask.sum()), "slices bf16"),
     "features: races": (dist, "all_reduce", without_wait, "weights of a rank differ"),
-    "silence": (train, "forward_step", reading_step, "the host waits for the device"),
+    "silence": (train, "loss_func", lambda mask, losses: (losses.sum(), int(mask.sum().item())), "the host waits"),
     "traffic-and-memory": (gpu_checks, "command", lambda words: '{"exact": false}', "is not its dry run's"),
     "learning": (gpu_checks, "launched", lambda *given: [5.0 if "--tp 1" in given[-1] else 3.0], "halves's differs")}
 RANKS = {"silence": 1, "steps": 1, "features": 2, "features: races": 2}      # of the pool; other checks run here
 
 
 def check_fault(name):
-    where, what, fault, says = FAULTS[name]
+    (where, what, fault, says), check = FAULTS[name], CHECKS[name.partition(":")[0]]
     with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match=says):
         patch.setattr(where, what, fault)
-        check = CHECKS[name.partition(":")[0]]
         check.function(Run(torch.device("cpu"), quick=True, world_size=RANKS.get(name, 1)), *check.arguments)
 
 
