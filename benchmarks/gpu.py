@@ -53,7 +53,7 @@ def answer(flags, launch):
             return run_checks(flags)
     check, device = CHECKS[flags.run], torch.device(flags.device, launch.local_rank if flags.device == "cuda" else None)
     if check.ranks:
-        start_world(launch, device, timeout=120)
+        start_world(launch, device, timeout=300)
     run = Run(device, flags.quick, launch.world_size)
     reason = check.function(run, *check.arguments)
     verdict, slow = "skipped" if reason else "passed", f"below the floor: {', '.join(run.slow)}" if run.slow else ""

@@ -203,7 +203,7 @@ def traffic_and_memory(run: Run):
 
 def throughput(run: Run):
     """Speed beside that of the same model in plain torch.nn, in Transformers, and in torch's DDP and FSDP2."""
-    sizes = "--model gpt2 --micro-batch-size 16" if run.cuda else "--num-layers 2 --micro-batch-size 4"
+    sizes = "--model gpt2 --micro-batch-size 16" if run.cuda else "--num-layers 1 --seq-length 64 --micro-batch-size 4"
     others = "plain transformers" if find_spec("transformers") and not run.quick else "plain"
     ask(run, f"throughput {sizes} --global-batch-size 16 --repeats 3 --against {others}")
     if ranks_here(run.cuda) > 1 and not run.quick:
