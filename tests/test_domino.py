@@ -4,10 +4,12 @@ import gc
 import weakref
 from collections import Counter
 from contextlib import ExitStack
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.delayed_collectives import delayed_collectives
 from support.fake_world import fake_world
 from support.harness import (EXPERTS, build, difference, random_data, reference_for, relative, tiny, train_rank,
@@ -17,7 +19,8 @@ import train
 from nanodomino.comm.trace import Trace
 from nanodomino.domino import run_to_end
 from nanodomino.dry_run.rank import dry_run
-from nanodomino.overlap.flight import Flight, result_of
+from nanodomino.overlap.flight import (Flight, prepare_all_gather, prepare_all_reduce, prepare_all_to_all,
+                                       prepare_reduce_scatter, result_of)
 
 TP2 = dict(tensor_model_parallel_size=2, micro_batch_size=4, global_batch_size=4, num_layers=2)
 DROPOUT = dict(hidden_dropout=0.2, attention_dropout=0.2)
@@ -193,6 +196,26 @@ def test_a_tensors_chunks_are_freed_when_they_are_joined():
     chunks = [weakref.ref(flight.tensor) for flight in flights]
     assert result_of(flights).tolist() == result_of(flights).tolist() == [1, 1, 0]
     assert [chunk() for chunk in chunks] == [None, None]
+
+
+@pytest.mark.table
+def test_a_flight_carries_the_name_of_its_group():
+    group, x = SimpleNamespace(size=lambda: 2, rank=lambda: 1), torch.ones(4)
+    flights = (prepare_all_reduce(x, group, name="cp"), prepare_all_gather(x, (8,), group, "cp"),
+               prepare_reduce_scatter(x, (2,), group, "cp"), prepare_all_to_all(x, [1, 3], [2, 2], group, "cp"))
+    assert [flight.group for flight in flights] == ["cp"] * 4
+
+
+def largest_rank():
+    flight = prepare_all_reduce(torch.tensor([2.0 + dist.get_rank()]), dist.group.WORLD, dist.ReduceOp.MAX)
+    flight.launch()
+    flight.work.wait()
+    return flight.result().item()
+
+
+def test_an_all_reduce_may_take_the_largest(pool):
+    """As the cross entropy does, which would be right with any other number, until exp() overflows."""
+    assert pool.run(largest_rank, world_size=2) == [3.0, 3.0]
 
 
 def test_deferred_weight_gradients_keep_no_masks_attention_biases_and_received_hidden_states():

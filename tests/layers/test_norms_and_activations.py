@@ -1,10 +1,16 @@
-"""Norms and activations: their hand-written forward and backward against their definitions and autograd."""
+"""Norms and activations: their hand-written forward and backward against their definitions and autograd. What 16-bit
+training computes in fp32."""
 
 import pytest
 import torch
 
+from support.harness import tiny
+
 from nanodomino.layers.activations import ACTIVATIONS
+from nanodomino.layers.dropout_and_positions import MasksAndPositions
+from nanodomino.layers.main_grad import add_weight_gradient
 from nanodomino.layers.norms import NORMALIZATIONS
+from nanodomino.overlap.residual_norm import residual_backward
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-13), (torch.bfloat16, 5e-2), (torch.float16, 6e-3)])
@@ -62,3 +68,15 @@ def test_compiled_code_never_rounds_the_gradients_of_a_norms_weights_to_bfloat16
     assert found[0].dtype == torch.bfloat16
     for ours, theirs in zip(found[1:], exact):
         assert ours is theirs is None or torch.allclose(ours.double(), theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.table
+def test_gradients_of_biases_are_summed_in_fp32_and_masks_are_fp32():
+    """In bfloat16 301 rounds to 300 and 1/(1 - 0.1) to 1.109. A bias is added before dropout, so its gradient has the
+    mask."""
+    gradient, mask, total = torch.ones(1, 602, 4).bfloat16(), torch.tensor([0.0, 1.0])[:, None], torch.zeros(4)
+    assert residual_backward(gradient, mask.repeat(301, 4), True)[2].tolist() == [301.0] * 4
+    add_weight_gradient(total, gradient[:, :301], None)
+    assert total.tolist() == [301.0] * 4
+    masks = MasksAndPositions(tiny(1), None, [0]).draw_masks("site", (64,), 0.1, gradient)
+    assert masks.unique().tolist() == [0.0, 1 / torch.tensor(0.9)]
