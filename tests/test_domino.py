@@ -140,16 +140,16 @@ def test_collectives_that_complete_late_or_early_give_the_same_bits(pool, world_
 
 def both_ways_rank(config, weights, data):
     """Return (losses, gradients) of one microbatch on this rank by Domino, and by the definition: GPT.forward with
-    blocking collectives, and autograd."""
+    blocking collectives, and autograd. Domino's gradients are scaled as in fp16, the losses of the router included."""
     mesh, model, _, stage = build(config, weights)
     batch = data.batch(0, 0, mesh.dp_rank, mesh.dp, config.micro_batch_size, config.global_batch_size)
     losses, tape = run_to_end(stage.forward(batch))
-    run_to_end(stage.backward(tape, batch.loss_mask.to(losses.dtype)))
+    run_to_end(stage.backward(tape, 4.0 * batch.loss_mask.to(losses.dtype), loss_scale=4.0))
     plain = model(batch.tokens, batch.positions, batch.labels, sample_ids=batch.sample_ids)
     routing = sum(layer.mlp.auxiliary_loss for layer in model.layers.values()) if config.num_experts else 0.0
     ((plain * batch.loss_mask).sum() + routing).backward()
     trained = {name: weight for name, weight in model.named_parameters() if not name.endswith("expert_bias")}
-    return ((losses, {name: weight.main_grad for name, weight in trained.items()}),
+    return ((losses, {name: weight.main_grad / 4.0 for name, weight in trained.items()}),
             (plain.detach(), {name: weight.grad for name, weight in trained.items()}))
 
 

@@ -1,5 +1,7 @@
 """The parts of an expert layer that other tests do not reach on a CPU."""
 
+import math
+
 import pytest
 import torch
 from support.fake_world import fake_world
@@ -10,7 +12,10 @@ import train
 from nanodomino.comm.device import StandIn, standing_for
 from nanodomino.comm.trace import Trace
 from nanodomino.domino import run_to_end
+from nanodomino.mesh import meta_mesh
+from nanodomino.model import meta_stage
 from nanodomino.options.experts import moe
+from nanodomino.options.experts.router import Router
 
 
 def microbatch(config, training=True):
@@ -98,3 +103,23 @@ def test_the_experts_hide_the_sum_of_choices_of_ranks_that_share_samples():
              and event.args.get("group") in (None, "cp")]
     launched = kinds.index("all_reduce")
     assert kinds[launched:kinds.index("wait", launched)].count("matmul") == 2
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("function, pre_softmax, topk, weights", [
+    ("softmax", False, 1, [1.0]), ("softmax", True, 1, [0.75]), ("softmax", True, 2, [0.75, 0.25]),
+    ("sigmoid", False, 1, [0.75]), ("sigmoid", False, 2, [0.6, 0.4])])
+def test_the_weights_of_the_chosen_experts(function, pre_softmax, topk, weights):
+    """A single expert's sigmoid stays; several are divided by their sum."""
+    config = tiny(1, num_experts=2, disable_bias_linear=True, moe_router_topk=topk,
+                  moe_router_score_function=function, moe_router_pre_softmax=pre_softmax)
+    router = Router(config, meta_mesh(1, 1, 1))
+    logits = torch.tensor([[[0.0, math.log(3)]]])
+    assert router.weights(logits, torch.tensor([[[1, 0][:topk]]])).flatten().tolist() == pytest.approx(weights)
+
+
+@pytest.mark.table
+def test_an_experts_second_matrix_is_drawn_like_a_row_parallel_one():
+    config = tiny(1, num_experts=2, disable_bias_linear=True, num_layers=8, moe_shared_expert_intermediate_size=8)
+    found = {weight.spec.std for name, weight in meta_stage(config).named_parameters() if "4h_to_h" in name}
+    assert found == {config.init_method_std / 4}

@@ -9,7 +9,8 @@ from support.harness import tiny
 from nanodomino.layers.activations import ACTIVATIONS
 from nanodomino.layers.dropout_and_positions import MasksAndPositions
 from nanodomino.layers.main_grad import add_weight_gradient
-from nanodomino.layers.norms import NORMALIZATIONS
+from nanodomino.layers.norms import NORMALIZATIONS, Norm
+from nanodomino.mesh import meta_mesh
 from nanodomino.overlap.residual_norm import residual_backward
 
 
@@ -80,3 +81,9 @@ def test_gradients_of_biases_are_summed_in_fp32_and_masks_are_fp32():
     assert total.tolist() == [301.0] * 4
     masks = MasksAndPositions(tiny(1), None, [0]).draw_masks("site", (64,), 0.1, gradient)
     assert masks.unique().tolist() == [0.0, 1 / torch.tensor(0.9)]
+
+
+@pytest.mark.table
+def test_a_norms_bias_is_summed_over_the_same_ranks_as_its_weight():
+    norm = Norm(tiny(2, tensor_model_parallel_size=2), meta_mesh(1, 1, 2), 8, addends=("tp",))
+    assert norm.weight.spec.kind == norm.bias.spec.kind and norm.bias.spec.kind.addends == ("tp",)
