@@ -107,7 +107,7 @@ def test_the_experts_hide_the_sum_of_choices_of_ranks_that_share_samples():
 
 @pytest.mark.table
 @pytest.mark.parametrize("function, pre_softmax, topk, weights", [
-    ("softmax", False, 1, [1.0]), ("softmax", True, 1, [0.75]), ("softmax", True, 2, [0.75, 0.25]),
+    ("softmax", False, 2, [0.75, 0.25]), ("softmax", True, 1, [0.75]), ("softmax", True, 2, [0.75, 0.25]),
     ("sigmoid", False, 1, [0.75]), ("sigmoid", False, 2, [0.6, 0.4])])
 def test_the_weights_of_the_chosen_experts(function, pre_softmax, topk, weights):
     """A single expert's sigmoid stays; several are divided by their sum."""
