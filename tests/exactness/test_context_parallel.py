@@ -6,7 +6,7 @@ import torch
 from support.harness import count_documents, tiny
 
 from nanodomino.mesh import meta_mesh
-from nanodomino.options.context_parallel.attention import queries_and_keys
+from nanodomino.options.context_parallel.attention import bias_and_keys, queries_and_keys
 from nanodomino.options.context_parallel.places import by_rank, in_order
 
 
@@ -39,3 +39,10 @@ def test_sequences_of_queries_and_their_keys_are_those_counted_by_hand():
         assert starts.keys.starts.tolist() == [[0, 1, 2, 6], [0, 3, 5]][rank]
         gathered = torch.tensor([0, 1, 6, 7, 2, 3, 4, 5])               # the places of rank 0, then of rank 1
         assert gathered[found["keys"]].tolist() == [keys]
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("documents, biases", [([[0] * 8, [0] * 8], 1), ([[0] * 8, [0] * 4 + [1] * 4], 2)])
+def test_one_bias_serves_all_samples_only_if_each_is_one_document(documents, biases):
+    found = bias_and_keys(tiny(1), torch.tensor(documents), mesh_of(2, 0), torch.device("cpu"))
+    assert len(found["attention_bias"]) == biases
