@@ -1,12 +1,15 @@
 """Checks which places and keys each rank has with context parallelism. test_layouts.py compares whole training steps on
 every layout."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support.harness import count_documents, tiny
 
+from nanodomino.layers.dropout_and_positions import MasksAndPositions
 from nanodomino.mesh import meta_mesh
-from nanodomino.options.context_parallel.attention import bias_and_keys, queries_and_keys
+from nanodomino.options.context_parallel.attention import ExchangedHeads, bias_and_keys, queries_and_keys
 from nanodomino.options.context_parallel.places import by_rank, in_order
 
 
@@ -46,3 +49,16 @@ def test_sequences_of_queries_and_their_keys_are_those_counted_by_hand():
 def test_one_bias_serves_all_samples_only_if_each_is_one_document(documents, biases):
     found = bias_and_keys(tiny(1), torch.tensor(documents), mesh_of(2, 0), torch.device("cpu"))
     assert len(found["attention_bias"]) == biases
+
+
+@pytest.mark.table
+def test_after_an_all_to_all_each_rank_drops_scores_of_its_own_heads():
+    """Tensor parallelism cuts the heads first, and the exchange cuts each part."""
+    config, masks = tiny(4, tensor_model_parallel_size=2, attention_dropout=0.5, num_attention_heads=8), []
+    for tp_rank in range(2):
+        for rank in range(2):
+            mesh = meta_mesh(1, 1, 2, tp_rank=tp_rank, inner_axes=dict(cp=2), cp=rank)
+            inside = SimpleNamespace(config=config, mesh=mesh, ranks=2, site="layers.0.attention")
+            shared = MasksAndPositions(config, mesh, [7])
+            masks.append(ExchangedHeads.inputs(inside, shared, torch.zeros(1, 4, 1)).dropout_mask)
+    assert torch.equal(torch.cat(masks, dim=1), shared.attention_dropout_mask("layers.0.attention", 8, masks[0]))
