@@ -203,9 +203,13 @@ def test_a_folder_is_read_in_order_without_hidden_and_binary_files(tmp_path):
 # Splits
 
 def test_copies_never_reach_a_second_split(tmp_path):
-    """The same text can come as several documents."""
-    texts = [f"document {i % 100} of a hundred" for i in range(1000)]
-    quietly(write_lines(tmp_path / "a.jsonl", texts), tmp_path / "out", split=(6, 3, 1))
+    """The same text can come as several documents, also of different kinds of files."""
+    texts, folder = [f"document № {i % 100} of a hundred" for i in range(1000)], tmp_path / "in"
+    folder.mkdir()
+    write_lines(folder / "a.jsonl", texts[100:])
+    for i, text in enumerate(texts[:100]):
+        (folder / f"{i}.txt").write_text(text)
+    quietly(folder, tmp_path / "out", split=(6, 3, 1))
     found = [documents_in(tmp_path / "out", split) for split in SPLITS]
     assert sorted(sum(found, [])) == sorted(texts)
     assert [len(set(part)) for part in found] == [len(part) / 10 for part in found] and min(map(len, found)) > 0
