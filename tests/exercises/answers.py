@@ -51,7 +51,8 @@ STACKED = BY_STEPS.replace("    yield from all_reduce(stage, total)\n", "").repl
 CROSS_ENTROPY = [
     (STACKED, None),
     (BY_STEPS, "but 3 all-reduces follow each other where two suffice"),
-    (STACKED.replace("[total, mine]", "[total, mine, mine, mine]").replace("total, mine = both", "total, mine = both[:2]"),
+    (STACKED.replace("[total, mine]", "[total, mine, mine, mine]").replace("total, mine = both",
+                                                                           "total, mine = both[:2]"),
      "each rank sends 5 numbers per token"),
     (BY_STEPS.replace("logits.max(-1).values", "logits.max(-1).values * 0"), "not finite"),
     (BY_STEPS.replace("    yield from all_reduce(stage, total)\n", "    work = dist.all_reduce(total, "
