@@ -138,15 +138,11 @@ def test_chunks_tokenize_like_the_whole(tmp_path, monkeypatch, gpt2, text):
 
 def test_short_documents_are_tokenized_many_at_a_time(tmp_path, monkeypatch, gpt2):
     """With one call for each document all threads but one have nothing to do."""
-    tokenizer, sizes = build_tokenizer("gpt2"), []
-    texts = [f"{i} {PROSE[i % 70:]}" for i in range(1000)] + ["", " ", f"special? {END_OF_TEXT}"]
-    ids = [tokenizer.encode(text).tolist() for text in texts]
-    assert [part.tolist() for part in tokenizer.encode_batch(texts)] == ids
+    sizes, encode_batch = [], TiktokenTokenizer.encode_batch
     monkeypatch.setattr(TiktokenTokenizer, "encode_batch",
-                        lambda tokenizer, texts: sizes.append(len(texts)) or list(map(tokenizer.encode, texts)))
-    quietly(write_lines(tmp_path / "a.jsonl", texts), tmp_path / "out", split=(1, 0, 0), tokenizer="gpt2")
-    assert sizes == [1002] and row(tmp_path / "out") == [
-        token for part in ids if part for token in (*part, tokenizer.end_of_text)]
+                        lambda tokenizer, texts: sizes.append(len(texts)) or encode_batch(tokenizer, texts))
+    quietly(write_lines(tmp_path / "a.jsonl", [PROSE] * 999), tmp_path / "out", tokenizer="gpt2")
+    assert sizes == [999]
 
 
 def test_memory_does_not_grow_with_the_document(tmp_path, monkeypatch):
@@ -270,15 +266,9 @@ def test_a_text_of_one_token_leaves_a_split_empty(tmp_path):
     assert corpus.bits_per_byte("train", math.log(2)) == 1 and corpus.bits_per_byte("test", 2.0) is None
 
 
-def test_the_same_input_gives_the_same_files(tmp_path, corpus):
-    assert quietly(corpus.path.parent / "text.jsonl", tmp_path / "out")["sha256"] == corpus.sha256
-
-
 # Outputs
 
-def test_meta_says_what_is_there(corpus):
-    assert corpus.vocab_size == 257 and corpus.end_of_text == BYTE_END and corpus.tokenizer_name == "byte"
-    assert corpus.meta["source"].endswith("text.jsonl")
+def test_bits_per_byte_count_the_text_without_ends_of_documents(corpus):
     assert corpus.bits_per_byte("valid", math.log(2)) == pytest.approx(corpus.tokens["valid"] / corpus.bytes["valid"])
     assert corpus.bits_per_byte("valid", math.log(2), eod_mask_loss=True) == pytest.approx(1), "a token is a byte"
 
@@ -338,7 +328,7 @@ MISTAKES = [     # (arguments, message)
     ("textless.jsonl --output out", "textless.jsonl, line 2, is no JSON object with a text field"),
     ("a.gz --output out", "a.gz is not UTF-8 text; convert or decompress it first"),
     ("a.txt", "--input needs --output"), ("a.txt --output out --split 9,-1,2", "but is 9,-1,2"),
-    ("a.txt --output out --split a,b,c", "but is a,b,c"), ("a.txt --output out --split 0,1,1", "the first above 0"),
+    ("a.txt --output out --split 1,nan,1", "but is 1,nan,1"), ("a.txt --output out --split 0,1,1", "the first above 0"),
     ("a.txt --output out --special-tokens", "--special-tokens is for Hugging Face tokenizers, but the tokenizer is")]
 
 
@@ -368,16 +358,6 @@ def whole_step(dataset, step, dp, micro, batch_size=24, shuffle=True):
     return sum((part.sample_ids for part in parts), []), torch.cat([part.tokens for part in parts])
 
 
-def test_a_batch_has_the_shapes_and_labels_that_it_promises(corpus):
-    batch = TokenDataset(corpus, "train", 16, seed=1).batch(3, 1, 1, 2, 4, 16)
-    for tensor in (batch.tokens, batch.labels, batch.loss_mask, batch.positions):
-        assert tensor.shape == (4, 16)
-        assert tensor.dtype == (torch.float32 if tensor is batch.loss_mask else torch.int64)
-    assert batch.sample_ids == [3 * 16 + 8 + 4 + i for i in range(4)]
-    assert batch.positions.tolist() == [list(range(16))] * 4 and batch.loss_mask.min() == 1
-    assert torch.equal(batch.tokens[:, 1:], batch.labels[:, :-1])
-
-
 def test_to_a_gpu_goes_one_copy_of_the_rows_and_the_host_does_not_wait(corpus, monkeypatch):
     copies = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda rows: copies.append(("pinned", tuple(rows.shape))) or rows)
@@ -401,15 +381,6 @@ def test_a_chunk_between_embedding_and_head_reads_no_tokens_but_knows_its_sample
     assert middle.tokens is middle.labels is middle.loss_mask is middle.positions is None
     assert middle.sample_ids == ends.sample_ids and ends.tokens.shape == (4, 16)
     assert [part.sample_ids for part in middle.split(3)] == [part.sample_ids for part in ends.split(3)]
-
-
-def test_a_split_of_exactly_one_window_is_enough(tmp_path):
-    (tmp_path / "a.txt").write_text("12345678")
-    quietly(tmp_path / "a.txt", tmp_path / "out", split=(1, 0, 0))      # nine tokens with end-of-text
-    batch = TokenDataset(load_corpus(tmp_path / "out"), "train", 8, 0).batch(5, 0, 0, 1, 1, 1)
-    assert batch.labels.tolist() == [[*b"2345678", BYTE_END]]
-    with pytest.raises(UserError, match="has 9 tokens, but one sample needs seq-length . 1 = 10; lower --seq-length"):
-        TokenDataset(load_corpus(tmp_path / "out"), "train", 9, 0)
 
 
 def test_an_epoch_shows_every_window_once_in_an_order_of_its_own(corpus):
