@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of
-from nanodomino.checkpoint.tensor_index import Index
-from nanodomino.checkpoint.load import load_weights, read_box
-from nanodomino.checkpoint.manifest import read_manifest, verify
+from nanodomino.checkpoint.load import load_weights
+from nanodomino.checkpoint.manifest import verify
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.config.config import ALL_PRESETS, Config
 from nanodomino.corpus.prepared_folder import load_corpus
@@ -174,13 +173,6 @@ def test_tensors_of_several_dtypes_are_imported_in_a_dtype_that_holds_them_all(f
     mixed = folder("gpt2")
     change_tensors(mixed, mix)
     assert "in float32" in import_model(mixed, tmp_path / "imported")
-
-
-def test_the_rows_that_pad_the_vocabulary_are_zeros(saved, tmp_path):
-    import_model(saved("gpt2")[1], tmp_path / "imported")
-    index = Index(tmp_path / "imported", read_manifest(tmp_path / "imported"))
-    words = read_box("weight.embedding.word_embeddings.weight", (384, 48), index)
-    assert not words[VOCABULARY:].any() and words[:VOCABULARY].any(dim=1).all()
 
 
 # ---- files of other writers
