@@ -1,7 +1,6 @@
 """bench.py: the record of each question is consistent; the slow wire is slow and is removed. The sizes are tiny: the
 tests check the arithmetic around the times, not the times."""
 
-import json
 import os
 import signal
 import subprocess
@@ -12,14 +11,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import ROOT
-from support.benchmark import ask, within
+from support.benchmark import ask, here, within
 from support.harness import tiny
 
-from bench import QUESTIONS
 from benchmarks import checkpoint, collectives, throughput
-from benchmarks.runner import Figure, Times, compare, main, parse, ratios, require_same_work
+from benchmarks.runner import Figure, Times, compare, parse, ratios, require_same_work
 from benchmarks.overlap import figures_of
-from benchmarks.slow_network import LARGEST_PACKET, build, parse_rate, slow_wire
+from benchmarks.slow_network import LARGEST_PACKET, parse_rate, slow_wire
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.errors import UserError
 from nanodomino.options.recompute.tape_policy import GRANULARITIES
@@ -124,15 +122,6 @@ SMALL = ["--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "2
          "30", "--micro-batch-size", "2", "--global-batch-size", "4", "--tp", "1", "--pp", "1", "--dp", "1"]
 
 
-def here(capsys, *arguments):
-    """Run bench.py in this process. Returns (text, record)."""
-    threads = torch.get_num_threads()
-    assert main(QUESTIONS, "", list(arguments)) == 0
-    torch.set_num_threads(threads)
-    *text, last = capsys.readouterr().out.splitlines()
-    return "\n".join(text), json.loads(last)
-
-
 @pytest.mark.exhaustive
 def test_comm():
     record = ask("collectives", *SMALL, "--tp", "2")
@@ -147,13 +136,13 @@ def test_timeline(tmp_path):
 
 
 def test_memory(capsys):
-    text, record = here(capsys, "memory", *SMALL)
+    _, text, record, _ = here(capsys, "memory", *SMALL)
     assert record["exact"] is True and record["activations_error"] == record["peak_error"] == 0
     assert "optimizer equal the dry run's" in text
 
 
 def test_recompute(capsys):
-    text, record = here(capsys, "recompute", *SMALL, "--hidden-dropout", "0.1", "--repeats", "2")
+    _, text, record, _ = here(capsys, "recompute", *SMALL, "--hidden-dropout", "0.1", "--repeats", "2")
     assert record["none_products"] == 1 < record["selective_products"] < record["full_products"] < 1.34
     assert all(record[f"{one}_activations_error"] <= 1e-3 for one in GRANULARITIES)
     assert record["none_activations"] > record["selective_activations"] > record["full_activations"] > 0
@@ -186,13 +175,25 @@ def test_a_count_that_differs_is_found_and_all_to_alls_are_compared_in_total():
     (["pipeline", "--pp", "1"], "--pp must be at least 2"),
     (["pipeline", "--microbatches", "8", "1"], "--microbatches must be at least --pp 2"),
     (["pipeline", "--microbatches", "7"], "--microbatches 7 must be divisible by the 3 rounds"),
-    (["collectives", "--tp", "3"], "num-attention-heads 8 must be divisible by tensor-model-parallel-size 3"),
     (["zero", "--dp", "1"], "--dp must be at least 2"),
-    (["zero", "--dtype", "float16"], "--dtype must not be float16, because the other implementations")])
+    (["zero", "--dtype", "float16"], "--dtype must not be float16, because the other implementations"),
+    (["plan", "--gpus", "63", "--tp", "8", "--pp", "4"], "world size 63 must equal tensor x pipeline x data parallel"),
+    (["plan", "--gpu", "abacus"], "invalid choice: 'abacus'"),
+    (["plan", "--reserve", "2"], "--reserve must be from 0 to 0.9, but is 2.0"),
+    (["plan", "--dtype", "float32"], "--gpu H100 needs --dtype bfloat16 or float16"),
+    (["plan", "--gpu", "A100", "--fp8-format", "hybrid"], "--fp8-format needs a GPU with fp8"),
+    (["plan", "--checkpoint-in-cpu"], "--checkpoint-in-cpu needs --recompute-granularity full"),
+    (["plan", "--published", "--search", "--gpus", "8"], "--published has no use for --gpus, --search; leave that out"),
+    (["plan", "--search", "--dtype", "float32"], "needs --dtype bfloat16"),
+    (["plan", "--search", "--gpus", "6", "--tp", "4"], "no layout for --gpus 6 obeys the rules together with the given "
+     "flags; the first that was tried breaks this one: world size 6 must equal tensor x pipeline x data parallel = 4"),
+    (["plan", "--search", "--model", "nano-moe", "--ep", "3"], "expert-model-parallel-size 3 must divide num-experts"),
+    (["plan", "--search", "--ep", "2"], "--expert-model-parallel-size 2 needs --num-experts to have an effect")])
 def test_bad_input_is_refused_in_one_sentence(capsys, arguments, rule):
-    assert main(QUESTIONS, "", arguments) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and err.startswith("error: ") and rule in err
+    code, text, record, error = here(capsys, *arguments)
+    assert code == 2 and not text and not record
+    *progress, sentence = error.splitlines()
+    assert sentence.startswith("error: ") and rule in sentence and len(progress) <= ("--search" in arguments)
 
 
 # ---- the slow wire
@@ -205,16 +206,6 @@ def test_a_rate_is_read_as_tc_reads_it_or_refused(text, bits):
     else:
         with pytest.raises(UserError, match="must be a rate from 1mbit to 100gbit"):
             parse_rate(text)
-
-
-@pytest.mark.parametrize("rate, burst", [(500_000_000, 2 * LARGEST_PACKET), (8_000_000_000, 1_000_000)])
-def test_every_rank_gets_a_limit_of_its_own(rate, burst):
-    """A burst takes a millisecond but holds two packets, and a queue takes a tenth of a second."""
-    commands = build("hub", ["a", "b", "c"], rate)
-    limits = [line for line in commands if line.startswith("tc ")]
-    assert [line.split()[2] for line in limits] == ["a", "b", "c"]
-    assert all(f"tbf rate {rate}bit burst {burst} limit {burst + rate // 80}" in line for line in limits)
-    assert len({line.split()[5] for line in commands if "address add" in line}) == 3
 
 
 RECEIVE = """

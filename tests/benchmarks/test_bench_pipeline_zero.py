@@ -2,7 +2,6 @@
 check the arithmetic around the times, not the times."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +13,6 @@ from benchmarks import pipeline, zero
 from benchmarks.runner import parse
 from nanodomino.comm.trace import Event
 from nanodomino.dry_run.rank import dry_run
-from nanodomino.errors import UserError
-from nanodomino.mesh import make_mesh
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.schedules.placement_and_messages import timetable
 from nanodomino.schedules.simulation import bubble, simulate, step_time
@@ -74,24 +71,6 @@ def test_waits_are_not_part_of_an_actions_duration():
     assert pipeline.work_of(events) == {("forward", 0): [2.0], ("pair", 0): [4.0], ("backward", 0): [1.0]}
 
 
-class Side:
-    """A side with this loss and this gradient."""
-
-    def __init__(self, loss, gradient, placement=""):
-        self.step, self.gradients = lambda: loss, lambda: [torch.tensor([gradient])]
-        self.parts = SimpleNamespace(placement=placement)
-
-
-@pytest.mark.parametrize("other", [(5.01, 3.0), (5.0, 3.01)])
-def test_pipeline_refuses_to_compare_different_work(monkeypatch, other):
-    """Gradients may differ between placements of the layers."""
-    monkeypatch.setattr(pipeline, "gathered", lambda value: [value])
-    sides = {("1f1b", "domino"): Side(5.0, 3.0), ("zb-v", "domino"): Side(5.0, 2.0, "folded")}
-    pipeline.check_same_work(tiny(dtype="float32"), sides)
-    with pytest.raises(UserError, match="of 1f1b torch are .* those of 1f1b domino"):
-        pipeline.check_same_work(tiny(dtype="float32"), sides | {("1f1b", "torch"): Side(*other)})
-
-
 # ---- zero
 
 @pytest.mark.exhaustive
@@ -122,22 +101,3 @@ def test_storages_are_counted_once():
 def test_expected_bytes_of_state_per_parameter(dtype, expected):
     config = tiny(4, data_parallel_size=4, dtype=dtype)
     assert [zero.formula_bytes(name, config) for name in zero.SIDES] == expected
-
-
-def losses_of(config):
-    """Train three steps on each of two sides, and return their losses, averaged over the replicas."""
-    mesh, losses = make_mesh(1, config.dp, 1, torch.device("cpu")), {}
-    for name in ("zero-1", "ddp"):
-        side = zero.SIDES[name][1](config, mesh)
-        for _ in range(3):
-            side.step()
-        losses[name] = zero.mean_over_replicas(side.losses)
-    return losses
-
-
-def test_the_plain_side_trains_as_nanodomino_does_on_replicas_with_several_microbatches(pool):
-    config = tiny(2, dtype="float32", global_batch_size=12, device="cpu", compile=False, lr_decay_style="constant",
-                  lr_warmup_fraction=0.0)
-    assert config.microbatches == 2
-    losses = pool.run(losses_of, config, world_size=2)[0]
-    assert losses["ddp"] == pytest.approx(losses["zero-1"], rel=1e-5) and losses["ddp"][2] < losses["ddp"][0]

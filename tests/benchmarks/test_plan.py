@@ -1,13 +1,12 @@
 """bench.py plan: its tables, what it proposes, and what it refuses."""
 
-import json
 import re
 
 import pytest
-import torch
+from support.benchmark import here
 
 from benchmarks import plan
-from benchmarks.runner import config_of, main, parse
+from benchmarks.runner import config_of, parse
 from nanodomino.analysis.formulas import parameter_count
 from nanodomino.analysis.machine import Machine
 from nanodomino.dry_run.rank import dry_run
@@ -16,16 +15,6 @@ import train
 
 SMALL = ("--model gpt2 --gpus 8 --num-layers 4 --seq-length 256 --global-batch-size 16 --vocab-size 512 "
          "--columns 1").split()
-
-
-def bench(capsys, *arguments):
-    """Run bench.py plan in this process and return (exit code, text before the last line, record, stderr)."""
-    threads = torch.get_num_threads()
-    code = main(("plan",), "", ["plan", *map(str, arguments)])
-    torch.set_num_threads(threads)
-    printed, error = capsys.readouterr()
-    *text, last = printed.splitlines() or [""]
-    return code, "\n".join(text), json.loads(last or "{}"), error
 
 
 @pytest.mark.parametrize("model, parameters", [
@@ -52,7 +41,7 @@ def test_a_gpu_reaches_the_rates_of_its_data_sheet_times_the_efficiencies():
 def test_a_plan_has_the_bytes_and_collectives_of_a_whole_dry_run(capsys):
     """Both stages; the plan itself runs only a few layers and microbatches."""
     layout = ["--tp", "2", "--pp", "2", "--num-layers", "12"]
-    code, text, record, _ = bench(capsys, *SMALL, *layout)
+    code, text, record, _ = here(capsys, "plan", *SMALL, *layout)
     assert code == 0 and record["fits"] is True and sum(record["parts_s"].values()) == pytest.approx(record["step_s"])
     flags = parse(plan, ["plan", *SMALL, *layout])
     plan.processes(flags)
@@ -70,21 +59,8 @@ def test_a_plan_has_the_bytes_and_collectives_of_a_whole_dry_run(capsys):
     (["--tp", 4, "--pp", 1, "--micro-batch-size", 16, "--gpu", "A100"], "activations [0-9.]+ GB and "),
     (["--tp", 8, "--pp", 1, "--zero-stage", 0, "--gpu", "A10"], "optimizer [0-9.]+ GB and gradients")])
 def test_a_plan_that_does_not_fit_says_why(capsys, flags, terms):
-    code, text, record, _ = bench(capsys, *flags)
+    code, text, record, _ = here(capsys, "plan", *flags)
     assert code == 0 and record["fits"] is False
     most = max(sum(need.values()) for need in record["memory"])
     told = re.search(rf"fit: stage \d needs [\d.]+ GB, ([\d.]+) GB too much; the largest terms are {terms}", text)
     assert float(told[1]) == pytest.approx((most - record["usable_bytes"]) / 1e9, rel=0.01)
-
-
-@pytest.mark.parametrize("arguments, words", [
-    (["--gpus", 63, "--tp", 8, "--pp", 4], "world size 63 must equal tensor x pipeline x data parallel"),
-    (["--gpu", "abacus"], "invalid choice: 'abacus'"),
-    (["--reserve", 2], "--reserve must be from 0 to 0.9, but is 2.0"),
-    (["--dtype", "float32"], "--gpu H100 needs --dtype bfloat16 or float16"),
-    (["--gpu", "A100", "--fp8-format", "hybrid"], "--fp8-format needs a GPU with fp8"),
-    (["--checkpoint-in-cpu"], "--checkpoint-in-cpu needs --recompute-granularity full")])
-def test_wrong_flags_are_refused_in_one_sentence(capsys, arguments, words):
-    code, text, record, error = bench(capsys, *arguments)
-    assert code == 2 and not text and not record
-    assert error.startswith("error: ") and words in error and error.count("\n") == 1

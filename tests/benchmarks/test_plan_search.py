@@ -1,14 +1,13 @@
 """bench.py plan --search: its estimates are those of dry runs; the results fit, and train.py accepts them."""
 
-import json
 import re
 
 import pytest
-import torch
+from support.benchmark import here
 
 import train
 from benchmarks import plan
-from benchmarks.runner import about, bytes_text, main, parse, seconds_text
+from benchmarks.runner import about, bytes_text, parse, seconds_text
 from benchmarks.plan_search import CONNECTION_BYTES, Costs, communicator_bytes, needed_bytes
 from nanodomino.config.config import Config
 from nanodomino.dry_run.stages import step_seconds
@@ -54,18 +53,9 @@ FLAGS = ("--model gpt2 --gpus 8 --gpus-per-host 4 --gpu A100 --global-batch-size
          "--columns 2").split()
 
 
-def bench(capsys, *arguments):
-    """Run bench.py plan --search in this process and return (text before the last line, record)."""
-    threads = torch.get_num_threads()
-    assert main(("plan",), "", ["plan", "--search", *map(str, arguments)]) == 0
-    torch.set_num_threads(threads)
-    *text, last = capsys.readouterr().out.splitlines()
-    return "\n".join(text), json.loads(last)
-
-
 def test_train_accepts_each_command_and_the_table_shows_its_layout(capsys):
     """And each share of its step."""
-    text, record = bench(capsys, *FLAGS)
+    _, text, record, _ = here(capsys, "plan", "--search", *FLAGS)
     rows, lines = record["layouts"], text.splitlines()
     assert len(rows) == 10 and lines[-1] == rows[0]["command"]
     assert [row["step_s"] for row in rows] == sorted(row["step_s"] for row in rows)
@@ -87,13 +77,15 @@ def test_train_accepts_each_command_and_the_table_shows_its_layout(capsys):
 
 
 def test_a_search_in_too_little_memory_says_so(capsys):
-    text, record = bench(capsys, *"--model gpt3-13b --gpu A10 --seq-length 128 --schedule 1f1b --gpus 1".split())
+    flags = "--model gpt3-13b --gpu A10 --seq-length 128 --schedule 1f1b --gpus 1".split()
+    _, text, record, _ = here(capsys, "plan", "--search", *flags)
     assert record["layouts"] == [] and "\n" not in text
     assert text.startswith("nothing fits into the usable 22.8 GB per GPU, even with full recomputation; try more")
 
 
 def test_sequence_parallelism_is_not_tried_if_tp_does_not_divide_the_sequence(capsys):
-    rows = bench(capsys, *"--model gpt2 --num-layers 2 --seq-length 128 --gpus 3 --tp 3".split())[1]["layouts"]
+    flags = "--model gpt2 --num-layers 2 --seq-length 128 --gpus 3 --tp 3".split()
+    rows = here(capsys, "plan", "--search", *flags)[2]["layouts"]
     assert rows and not any(row["sequence_parallel"] for row in rows)
 
 
@@ -101,23 +93,10 @@ def test_sequence_parallelism_is_not_tried_if_tp_does_not_divide_the_sequence(ca
 def test_a_search_keeps_a_given_schedule(capsys, flags, chunks):
     """Even if the chunks do not divide the layers, or if schedule and optimizer come from options."""
     flags = f"--model nano --num-layers 6 --gpus 2 --tp 1 --pp 2 --schedule {flags}".split()
-    assert [row["virtual_stages"] for row in bench(capsys, *flags)[1]["layouts"][:1]] == [chunks]
+    assert [row["virtual_stages"] for row in here(capsys, "plan", "--search", *flags)[2]["layouts"][:1]] == [chunks]
 
 
 def test_a_flag_is_given_even_if_its_value_is_the_default():
     """The search keeps given values, so `--ep 1` must not end in ep 8."""
     flags = parse(plan, ["plan", "--search", "--ep", "1", "--zero-stage", "1", "--no-checkpoint-in-cpu"])
     assert set(flags.given) == {"search", "expert_model_parallel_size", "zero_stage", "checkpoint_in_cpu"}
-
-
-@pytest.mark.parametrize("flags, words", [
-    (["--dtype", "float32"], "needs --dtype bfloat16"),
-    (["--gpus", "6", "--tp", "4"], "no layout for --gpus 6 obeys the rules together with the given flags; the first "
-     "that was tried breaks this one: world size 6 must equal tensor x pipeline x data parallel = 4 x 1 x 1"),
-    (["--model", "nano-moe", "--ep", "3"], "expert-model-parallel-size 3 must divide num-experts 8"),
-    (["--ep", "2"], "--expert-model-parallel-size 2 needs --num-experts to have an effect"),
-    (["--checkpoint-in-cpu", "--recompute-granularity", "selective"],
-     "--checkpoint-in-cpu needs --recompute-granularity full to have an effect")])
-def test_a_search_that_cannot_start_is_refused(capsys, flags, words):
-    assert main(("plan",), "", ["plan", "--search", *flags]) == 2
-    assert words in capsys.readouterr().err

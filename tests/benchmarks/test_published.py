@@ -11,18 +11,12 @@ from benchmarks.runner import parse
 from benchmarks.published import RUNS, as_megatron, seconds
 from nanodomino.analysis.formulas import parameter_count
 from nanodomino.dry_run.accounts import Launch, Operation, Wait
-from nanodomino.errors import UserError
 
 EVERY = [(paper, run) for paper, runs in RUNS.items() for run in runs]
 
 
 def machine(gpu="H100", network=3200.0):
     return plan.machine_of(parse(plan, ["plan", "--published"]), gpu, network, 8)
-
-
-def test_a_flag_that_published_runs_do_not_use_is_refused():
-    with pytest.raises(UserError, match="--published has no use for --gpus, --search; leave that out"):
-        plan.processes(parse(plan, ["plan", "--published", "--search", "--gpus", "8"]))
 
 
 @pytest.mark.parametrize("paper, run", EVERY, ids=[f"{paper}-{run.name}-{run.recomputed}-{run.figure}"
@@ -81,11 +75,3 @@ def test_every_ratio_is_within_its_bounds_and_is_printed():
     for row, line in zip(record["rows"], text.splitlines()[2:]):
         assert row["ratio"] == row["predicted"] / row["published"] and 0.8 <= row["ratio"] <= 1.2
         assert line.startswith(f"{row['paper']}: {row['name']} ") and line.endswith(f" {row['ratio']:.2f}")
-
-
-def test_the_assumptions_are_printed_with_the_flags_values():
-    flags = parse(plan, "plan --published --product-efficiency 0.51 --wire-efficiency 0.73 --latency 21 "
-                  "--overlap-slowdown 0.17".split())
-    text = published.assumptions(flags)
-    for said in ("reach 51% of the peak", "reach 73% of the data", "21 us", "takes 17% of the GPU", "not looked up"):
-        assert said in " ".join(" ".join(text).split())

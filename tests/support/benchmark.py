@@ -1,10 +1,14 @@
-"""Run bench.py as a user would, and check what it prints."""
+"""Run bench.py as a user would, or in this process, and read what it prints."""
 
 import json
 import subprocess
 import sys
 
+import torch
 from support import ROOT
+
+from bench import QUESTIONS
+from benchmarks.runner import main
 
 
 def ask(*arguments) -> dict:
@@ -13,6 +17,16 @@ def ask(*arguments) -> dict:
                           timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def here(capsys, *arguments) -> tuple[int, str, dict, str]:
+    """Run bench.py in this process. Return (exit code, text before the last line, the last line's JSON, stderr)."""
+    threads = torch.get_num_threads()
+    code = main(QUESTIONS, "", [*map(str, arguments)])
+    torch.set_num_threads(threads)
+    printed, error = capsys.readouterr()
+    *text, last = printed.splitlines() or [""]
+    return code, "\n".join(text), json.loads(last or "{}"), error
 
 
 def within(value, spread) -> bool:
