@@ -1,7 +1,6 @@
 """Any layout resumes from the checkpoint of any other, and the same layout with the same bits."""
 
 import dataclasses
-import json
 import math
 from itertools import product
 from pathlib import Path
@@ -10,14 +9,13 @@ import pytest
 import torch
 
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of
-from nanodomino.checkpoint.tensor_index import Index, slices
+from nanodomino.checkpoint.tensor_index import slices
 from nanodomino.checkpoint.load import full_weights, load_weights, restore
-from nanodomino.checkpoint.manifest import read_manifest
 from nanodomino.checkpoint.save import allocate_host_copies
 from nanodomino.checkpoint.shards import boxes_of_range, local_boxes
 from nanodomino.errors import UserError
 from support.checkpoints import (DP2, EXPERTS, LAYOUTS, LLAMA, ONE_RANK, TP2, TP2_PP2_DP2, UNEVEN, config_for,
-                                 make_saver, train_from)
+                                 train_from)
 from support.harness import (Outcome, build, difference, full_tensors, reference_for, relative, shard_spec, sizes_of,
                              weights_and_data)
 from support.reference import full_shapes
@@ -175,30 +173,6 @@ def test_ranks_divide_the_work_and_save_each_element_once(pool, tp, pp, dp, zero
 
 
 # ---- what a checkpoint holds
-
-def test_a_checkpoint_holds_global_names_a_tied_matrix_once_and_the_counters(saved):
-    """The first and the last stage both hold the tied matrix, and must not both write it."""
-    run_dir, _, config = saved
-    folder = checkpoints_of(run_dir)[0]
-    assert {name: tensor.shape for name, tensor in Index(folder, read_manifest(folder)).tensors.items()} == {
-        f"{state}.{name}": tuple(shape) for state in STATES for name, shape in full_shapes(sizes_of(config)).items()}
-    manifest = json.loads((checkpoints_of(run_dir)[0] / "manifest.json").read_text())
-    assert (manifest["step"], manifest["adam_steps"], manifest["skipped_in_a_row"]) == (3, 3, 0)
-    assert manifest["config"]["hidden_size"] == 16
-
-
-def skipped_after_restore(config, folder):
-    """Save with three skipped steps in a row, and return the number that another optimizer reads back."""
-    assert make_saver(config, folder)[2](5, skipped_in_a_row=3) is None
-    mesh, model, optimizer, _ = build(config)
-    restore(checkpoints_of(Path(folder))[0], model, optimizer, mesh)
-    return optimizer.skipped_in_a_row
-
-
-def test_a_resumed_run_continues_to_count_skipped_steps(pool, tmp_path):
-    """Otherwise a diverged run that is restarted again and again would never end."""
-    assert pool.run(skipped_after_restore, config_for(*ONE_RANK), str(tmp_path), world_size=1) == [3]
-
 
 @pytest.mark.parametrize("layout, family", [(TP2_PP2_DP2, {}), (TP2, LLAMA)], ids=["gpt", "llama"])
 def test_the_full_weights_of_a_checkpoint_are_the_models(pool, tmp_path, layout, family):

@@ -157,19 +157,6 @@ def test_every_family_generates_what_the_plain_model_does_within_documents(pool,
     assert len(set(map(tuple, (text[-3:] for text in expected)))) > 2, "a text that repeats itself would show nothing"
 
 
-def show_rank(config, weights):
-    mesh, model, _, _ = build(config, weights)
-    shown = []
-    return generate(model, mesh, [1, 2], 12, 20, 1.0, 0, seed=3, show=shown.append), shown
-
-
-def test_each_token_is_shown_on_every_rank(pool):
-    weights, _ = weights_and_data(tiny(1), 1)
-    config = tiny(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
-    for whole, shown in pool.run(show_rank, config, weights, world_size=4):
-        assert whole == [1, 2, *shown] and len(whole) == 14
-
-
 # ---- the characters
 
 def test_incomplete_characters_are_never_shown(monkeypatch):

@@ -294,17 +294,6 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(pool, tmp_path)
     assert all(loss < 6 for step, loss in metric_points(tmp_path / "run", "loss") if step not in (2, 4))
 
 
-def test_the_last_good_checkpoint_outlives_any_number_of_skipped_steps(pool, tmp_path):
-    """Step 2 is the last good one; three launches save skipped steps after it. Too many in a row end the run."""
-    make_corpus(tmp_path)
-    command = ("--run-dir", tmp_path / "run", "--train-iters", 20, "--save-interval", 1, "--keep-last", 1,
-               "--max-skipped-steps", 6)
-    for at_once in (4, 1, 1, 9):
-        ended = train_in_pool(pool, tmp_path, *command, "--exit-interval", at_once, bad_steps=range(3, 20))
-    assert ended.code == 2 and "6 steps in a row, up to step 8, had a loss or gradient that" in ended.output
-    assert saved_steps(tmp_path / "run") == [7, 6, 5, 4, 3, 2]
-
-
 @pytest.mark.parametrize("bad, last", [((1, 3, 5), None), ((2, 4, 5), 5)], ids=["here and there", "in a row"])
 def test_consecutive_skipped_steps_are_counted_across_restarts(pool, tmp_path, bad, last):
     """Occasional skipped steps are no divergence. But a run that restarts every few steps must not continue forever

@@ -145,41 +145,6 @@ def test_the_bytes_of_a_traced_step_are_those_of_a_dry_run(pool):
         assert found == {key: size for key, (_, size) in expected.items() if key[1] in COLLECTIVES}
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1])
-def test_collectives_of_the_optimizer(pool, zero_stage):
-    """Buckets are reduced during backward; weights are gathered once, after the update."""
-    recording = record(pool, 4, tensor_model_parallel_size=2, data_parallel_size=2, zero_stage=zero_stage,
-                       bucket_size=500)
-    for events in recording.ranks:
-        reduces = [event for event in of(events, "reduce_scatter" if zero_stage else "all_reduce")
-                   if event.args["group"] == "dp"]
-        last_backward, update = of(events, "backward")[-1], of(events, "optimizer")
-        assert len(reduces) >= 5, "the buckets are too big for this test"
-        assert all(last_backward.begin < event.begin < last_backward.end for event in reduces)
-        assert of(events, "weight_gradient")[-3].begin > reduces[2].begin, "they must not wait for all of backward"
-        assert all(event.begin < event.end for event in reduces)
-        gathers, waited = of(events, "all_gather"), [one for one in of(events, "wait") if one.args["group"] == "dp"]
-        assert len(waited) == len(reduces) + len(gathers), "to add up what has arrived is work, not a wait"
-        assert len(gathers) == (len(reduces) if zero_stage else 0)
-        assert all(update[-1].end <= event.begin < event.end for event in gathers)
-        (of_the_world,) = [event for event in of(events, "all_reduce") if event.args["group"] == "world"]
-        assert update[0].end <= of_the_world.begin <= update[-1].begin
-
-
-def test_zero_2_reduces_each_microbatchs_gradients_during_its_backward(pool):
-    """They are waited for during later backwards: two may be in flight."""
-    recording = record(pool, 4, tensor_model_parallel_size=2, data_parallel_size=2, zero_stage=2, bucket_size=500)
-    for events in recording.ranks:
-        backwards, reduces = of(events, "backward"), of(events, "reduce_scatter")
-        counts = [sum(one.begin < event.begin < one.end for event in reduces) for one in backwards]
-        assert len(set(counts)) == 1 and counts[0] >= 5 and sum(counts) == len(reduces)
-        turns = [event.kind for event in events if event.kind == "reduce_scatter" or event.kind == "wait"
-                 and event.args["group"] == "dp"]
-        gathers = len(of(events, "all_gather"))
-        assert turns == ["reduce_scatter"] * 2 + ["wait",
-                                                  "reduce_scatter"] * (len(reduces) - 2) + ["wait"] * (2 + gathers)
-
-
 EVERYTHING = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2, micro_batch_size=2,
                   global_batch_size=8)
 
