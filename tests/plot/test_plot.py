@@ -4,19 +4,16 @@ import json
 import math
 import random
 import re
-from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-import torch
 from support import ROOT
-from support.harness import corpus_without_files, tiny
+from support.harness import report_without_a_run
 from support.runs import TINY, make_corpus
 
 from nanodomino.plot.curves import DOT, RESULTS, Curve, mean_around, picture, polyline, thinned, without_spikes
 from nanodomino.plot.svg import ticks
-from nanodomino.run.report import Report
 import nanodomino.run.report
 
 LIMIT = 120              # seconds for a short run; it takes two
@@ -64,15 +61,9 @@ def test_a_run_leaves_its_curve(fork_server, corpus, tmp_path):
     assert (run_dir / "metrics.jsonl").read_text().count("unigram_entropy") == 1
 
 
-@pytest.fixture
-def report(tmp_path):
-    """The Report of rank 0, without a run."""
-    place = SimpleNamespace(device=torch.device("cpu"), pp=1, picture=lambda held: "")
-    return Report(tiny(1), corpus_without_files(tmp_path), place, tmp_path, 0, True)
-
-
-def test_a_failure_to_draw_is_a_warning(report, tmp_path, capsys, monkeypatch):
+def test_a_failure_to_draw_is_a_warning(tmp_path, capsys, monkeypatch):
     """Neither an unwritable file nor a bug."""
+    report = report_without_a_run(tmp_path)
     (tmp_path / "loss.svg").mkdir()
     report.losses(1, "valid", 2.5)
     assert "warning: loss.svg can't be drawn: [Errno 21] Is a directory" in capsys.readouterr().out

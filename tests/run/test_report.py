@@ -1,17 +1,18 @@
 """What a run prints before the first step, within a slow step and when it is stopped; metrics.jsonl."""
 
 import dataclasses
-import json
 import math
 import os
 import re
 import signal
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from support.harness import corpus_without_files, tiny
+from support.harness import report_without_a_run, tiny
+from support.runs import metrics
 
 import train
 from nanodomino.analysis.formulas import flops_per_token, parameter_count
@@ -20,7 +21,7 @@ from nanodomino.errors import UserError
 from nanodomino.model import meta_stage
 from nanodomino.run.estimates import require_memory
 from nanodomino.run.metrics_file import remove_outdated
-from nanodomino.run.report import Report, describe_stage, what_hides_what
+from nanodomino.run.report import describe_stage, what_hides_what
 from nanodomino.run.signals import StopSignal, stop_signals
 from nanodomino.settings.presets import PRESETS
 from nanodomino.zero import StepResult
@@ -28,12 +29,8 @@ from nanodomino.zero import StepResult
 
 @pytest.fixture
 def report(tmp_path):
-    """report(**tokens by split) -> the Report of a run of a tiny model."""
-    def report(enabled=True, **tokens):
-        place = SimpleNamespace(device=torch.device("cpu"), pp=1, picture=lambda held: "")
-        corpus = corpus_without_files(tmp_path, **tokens)
-        return Report(tiny(1), corpus, place, tmp_path, 0, enabled)
-    return report
+    """report(config, ...) -> a Report that writes to tmp_path."""
+    return partial(report_without_a_run, tmp_path)
 
 
 @pytest.mark.parametrize("schedule, chunks, layers, held", [
@@ -98,71 +95,67 @@ def test_perplexity_and_bits_per_byte_are_reported(report, tmp_path, capsys):
     shown.losses(3, "valid", 2.0)
     assert "valid loss 2.0000 (unigram 3.20, bigram 2.40) | perplexity 7.39 | 1.4427 bits per byte" in (
         capsys.readouterr().out)
-    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1]) == dict(
-        step=3, valid_loss=2.0, valid_perplexity=math.exp(2.0), valid_bits_per_byte=pytest.approx(1 / math.log(2)))
+    assert metrics(tmp_path)[-1] == dict(step=3, valid_loss=2.0, valid_perplexity=math.exp(2.0),
+                                         valid_bits_per_byte=pytest.approx(1 / math.log(2)))
     shown.config = dataclasses.replace(shown.config, eod_mask_loss=True)       # 9 of 999 tokens do not count
     shown.losses(4, "test", 2.0)
-    line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
-    assert line["test_bits_per_byte"] == pytest.approx(990 / 999 / math.log(2))
+    assert metrics(tmp_path)[-1]["test_bits_per_byte"] == pytest.approx(990 / 999 / math.log(2))
     shown.losses(5, "valid", 800.0)
-    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["valid_perplexity"] == math.exp(700)
+    assert metrics(tmp_path)[-1]["valid_perplexity"] == math.exp(700)
 
 
-def test_mfu_counts_the_gpus_of_all_hosts(tmp_path, monkeypatch):
+def result_of(statistics=(), **changes) -> StepResult:
+    return StepResult(**dict(loss=1.0, grad_norm=1.0, skipped=False, stop=False, loss_scale=1.0,
+                             statistics=statistics) | changes)
+
+
+def test_mfu_counts_the_gpus_of_all_hosts(report, tmp_path, monkeypatch):
     """Here two hosts with eight GPUs each."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     config = tiny(16, dtype="bfloat16", global_batch_size=48, tensor_model_parallel_size=2)
-    place = SimpleNamespace(device=torch.device("cuda"), pp=1, picture=lambda held: "")
-    shown = Report(config, corpus_without_files(tmp_path), place, tmp_path, 0, enabled=True)
-    shown.step(1, StepResult(loss=1.0, grad_norm=1.0, skipped=False, stop=False, loss_scale=1.0, statistics=[]),
-               0.1, seconds=1e-6)
-    mfu = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["mfu"]
-    assert mfu == pytest.approx(48 * 8 * flops_per_token(config) / 1e-6 / (16 * 989e12), rel=1e-12)
+    report(config, "cuda").step(1, result_of(), 0.1, seconds=1e-6)
+    by_hand = 48 * 8 * flops_per_token(config) / 1e-6 / (16 * 989e12)
+    assert metrics(tmp_path)[-1]["mfu"] == pytest.approx(by_hand, rel=1e-12)
 
 
-def test_the_losses_of_depths_are_reported(tmp_path, capsys):
+def test_the_losses_of_depths_are_reported(report, tmp_path, capsys):
     """Each is a mean over the tokens that the depth counts. With experts, their numbers follow."""
-    place = SimpleNamespace(device=torch.device("cpu"), pp=1, picture=lambda held: " ".join(held))
     for experts in ({}, dict(num_experts=2, disable_bias_linear=True)):
         config = tiny(1, num_layers=2, mtp_num_layers=2, log_interval=1, **experts)
         (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
-        shown = Report(config, corpus_without_files(tmp_path), place, tmp_path, 0, enabled=True)
         counts = [60.0, 20.0, 70.0, 10.0] + (4 * [30.0, 10.0, 0.0] if experts else [])
-        shown.step(1, StepResult(1.0, 1.0, False, False, 1.0, tuple(counts)), 0.1, seconds=1.0)
+        report(config).step(1, result_of(counts), 0.1, seconds=1.0)
         said = capsys.readouterr().out
         assert "layers 0 to 1, head, 2 depths of multi-token prediction" in said
         assert " | mtp 1 loss 3.0000 | mtp 2 loss 7.0000" in said
-        line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+        line = metrics(tmp_path)[-1]
         assert (line["mtp_1_loss"], line["mtp_2_loss"]) == (3.0, 7.0)
         if experts:
             assert set(line["expert_load"]) == {"layers.0", "layers.1", "mtp.0.layer", "mtp.1.layer"}
             assert line["busiest_expert"] == 1.5
 
 
-def test_the_load_of_experts_is_reported(tmp_path, capsys):
+def test_the_load_of_experts_is_reported(report, tmp_path, capsys):
     """Two layers of three have 4 experts. A skipped step may have a loss that is not finite, but it has a load. The
     load of each expert is recorded with each progress line, here every second step."""
-    place = SimpleNamespace(device=torch.device("cpu"), pp=1, picture=lambda held: "")
     config = tiny(1, num_experts=4, disable_bias_linear=True, moe_layer_freq=2, log_interval=2)
-    shown = Report(config, corpus_without_files(tmp_path), place, tmp_path, 0, enabled=True)
-    tokens = config.global_batch_size * config.seq_length
+    shown, tokens = report(config), config.global_batch_size * config.seq_length
     counts = [96, 96, 96, 96, 0.03 * tokens, 48, 96, 48, 192, 0.04 * tokens]
-    result = StepResult(1.0, 1.0, False, False, 1.0, counts)
     for step in (1, 2, 3):
-        shown.step(step, result, 0.1, seconds=1.0)
+        shown.step(step, result_of(counts), 0.1, seconds=1.0)
     shown.end(3, 1.0)
     said = capsys.readouterr().out
     total = parameter_count(config)
     unused = 2 * 2 * 2 * config.hidden_size * config.ffn_hidden_size               # 2 experts in each of 2 layers
     assert f"{total:,} parameters ({total - unused:,} active), float64 on cpu" in said
     assert said.count(" | auxiliary loss 0.0700 | busiest expert 2.00 x\n") == 2
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()[1:]]
+    lines = metrics(tmp_path)[1:]
     assert [(line["auxiliary_loss"], line["busiest_expert"]) for line in lines] == [(pytest.approx(0.07), 2.0)] * 3
     loads = {"layers.0": [1.0, 1.0, 1.0, 1.0], "layers.2": [0.5, 1.0, 0.5, 2.0]}
     assert [line.get("expert_load") for line in lines] == [loads, loads, None]
-    shown.step(4, dataclasses.replace(result, skipped=True, statistics=[*counts[:-1], math.nan]), 0.1, 1.0)
-    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["auxiliary_loss"] is None
+    shown.step(4, result_of([*counts[:-1], math.nan], skipped=True), 0.1, 1.0)
+    assert metrics(tmp_path)[-1]["auxiliary_loss"] is None
 
 
 def test_a_run_whose_dry_run_fails_starts_without_an_estimate(monkeypatch):

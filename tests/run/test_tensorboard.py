@@ -3,15 +3,12 @@
 import json
 import os
 import shutil
-from types import SimpleNamespace
 
 import pytest
-import torch
-from support.harness import corpus_without_files, tiny
+from support.harness import report_without_a_run, tiny
 from support.runs import make_corpus, saved_steps, train_in_pool
 
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of, delete_checkpoint
-from nanodomino.run.report import Report
 
 
 def shown(folder):
@@ -51,9 +48,7 @@ def test_tensorboard_shows_every_number_of_metrics_and_hides_the_points_of_steps
 
 def test_a_failure_is_one_warning(tmp_path, capsys):
     pytest.importorskip("tensorboard")
-    place = SimpleNamespace(device=torch.device("cpu"), pp=1, picture=lambda held: "")
-    config = tiny(1, tensorboard_dir=str(tmp_path / "board"))
-    report = Report(config, corpus_without_files(tmp_path), place, tmp_path, 0, enabled=True)
+    report = report_without_a_run(tmp_path, tiny(1, tensorboard_dir=str(tmp_path / "board")))
     report.tensorboard.add_scalar = lambda *_: os.stat("/nowhere")
     for step in (1, 2):
         report.record(step=step, loss=1.0)

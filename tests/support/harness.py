@@ -27,6 +27,7 @@ from nanodomino.data import Batch
 from nanodomino.domino import Domino
 from nanodomino.mesh import make_mesh
 from nanodomino.optim.parameter_spec import local_shard
+from nanodomino.run.report import Report
 from nanodomino.run.session import write_sample
 from nanodomino.settings.setting import names_affecting
 from nanodomino.zero import ZeroOptimizer
@@ -64,6 +65,12 @@ def corpus_without_files(path, **tokens) -> Corpus:
     return Corpus(path=path, tokenizer_name="byte", vocab_size=VOCABULARY, end_of_text=0, dtype=np.dtype("<u2"),
                   tokens=tokens, sha256={}, unigram_entropy=3.2, bigram_entropy=2.4, meta={},
                   documents=dict.fromkeys(tokens, 9), bytes={split: 2 * count for split, count in tokens.items()})
+
+
+def report_without_a_run(folder, config=None, device="cpu", **tokens) -> Report:
+    """Return rank 0's Report for a run in this folder. tokens: see corpus_without_files()."""
+    place = SimpleNamespace(device=torch.device(device), pp=1, picture=" ".join)
+    return Report(config or tiny(1), corpus_without_files(folder, **tokens), place, folder, 0, enabled=True)
 
 
 # {field of Sizes: setting of an option}
