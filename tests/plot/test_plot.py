@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from support import ROOT
 from support.harness import report_without_a_run
-from support.runs import TINY, make_corpus
+from support.runs import make_corpus, train_in_pool
 
 from nanodomino.plot.curves import DOT, RESULTS, Curve, mean_around, picture, polyline, thinned, without_spikes
 from nanodomino.plot.svg import ticks
 import nanodomino.run.report
 
-LIMIT = 120              # seconds for a short run; it takes two
 SHAPES = "{http://www.w3.org/2000/svg}"
 SKIPPED_MARK = "v-9"     # in the path of a skipped step's mark
 ENTROPIES = dict(step=0, unigram_entropy=3.2, bigram_entropy=2.4)
+
 
 def texts(svg: str) -> list[str]:
     """Return the picture's texts, after checking that it is well-formed XML without nan, inf or None."""
@@ -43,17 +43,11 @@ def curve_of(*lines) -> Curve:
 
 # ---- what train.py leaves
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return make_corpus(tmp_path_factory.mktemp("plot"))
-
-
-def test_a_run_leaves_its_curve(fork_server, corpus, tmp_path):
+def test_a_run_leaves_its_curve(pool, tmp_path):
     """At a checkpoint, too. The entropies are the text's; a resumed run does not record them again."""
-    run_dir, meta = tmp_path / "run", json.loads((corpus / "meta.json").read_text())
+    run_dir, meta = tmp_path / "run", json.loads((make_corpus(tmp_path) / "meta.json").read_text())
     for steps, flags in (3, ["--eval-iters", "0"]), (8, ["--eval-interval", "4"]):
-        flags += [*TINY, "--data-path", str(corpus), "--run-dir", str(run_dir), "--train-iters", str(steps)]
-        ended = fork_server.launch("train.py", [(flags, {})], tmp_path, LIMIT)
+        ended = train_in_pool(pool, tmp_path, "--run-dir", run_dir, "--train-iters", steps, *flags)
         assert ended.code == 0 and "warning" not in ended.output, ended.output
         words = texts((run_dir / "loss.svg").read_text())
         assert f"unigram {meta['unigram_entropy']:.3f}" in words and f"bigram {meta['bigram_entropy']:.3f}" in words

@@ -8,7 +8,7 @@ import train
 from nanodomino.run import check_copies
 from nanodomino.run.check_copies import checksum, drift_warning
 
-BOX = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, data_parallel_size=2)
+BOX = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, micro_batch_size=12)
 
 
 def nudged_rank(config, data, nudges):
@@ -27,38 +27,34 @@ def nudged_rank(config, data, nudges):
     return before, drift_warning(model, optimizer, mesh)
 
 
-@pytest.mark.parametrize("nudges, said", [
-    ([], []),
-    ([(1, "layers.0.attention.norm.weight", 0), (2, "layers.0.mlp.dense_h_to_4h.weight", 5)],
+EXPERTS = dict(tensor_model_parallel_size=2, expert_model_parallel_size=2, num_experts=4, num_layers=2,
+               disable_bias_linear=True, moe_router_enable_expert_bias=True)
+
+
+@pytest.mark.parametrize("options, nudges, said", [
+    (BOX, [], []),
+    (BOX, [(1, "layers.0.attention.norm.weight", 0), (2, "layers.0.mlp.dense_h_to_4h.weight", 5)],
      ["layers.0.attention.norm.weight differs between rank 0, 2, 3 and rank 1; ",
       "layers.0.mlp.dense_h_to_4h.weight differs between rank 0 and rank 2)"]),
-    ([(5, "the master of final_norm.weight", 3), (7, "embedding.word_embeddings.weight", 9)],
+    (BOX, [(5, "the master of final_norm.weight", 3), (7, "embedding.word_embeddings.weight", 9)],
      ["the master of final_norm.weight differs between rank 4 and rank 5",
       "embedding.word_embeddings.weight differs between rank 1, 3, 5 and rank 7"]),
-    ([(4, f"layers.2.{name}", 1) for name in ("attention.norm.weight", "attention.norm.bias", "mlp.norm.weight",
-                                              "mlp.norm.bias")],
-     ["layers.2.attention.norm.weight differs between rank 4 and rank 5, 6, 7", ", and 1 more)"])],
-    ids=["sound", "tp and dp", "master and tied", "many"])
-def test_copies_that_differ_are_named_with_their_ranks(pool, nudges, said):
-    """Replicated parameters over tp, all over dp, the tied embedding on the first and last stage: each is compared only
-    with its own copies."""
-    config = tiny(8, **BOX, dtype="bfloat16", micro_batch_size=12)
+    (BOX, [(4, f"layers.2.{name}", 1) for name in ("attention.norm.weight", "attention.norm.bias", "mlp.norm.weight",
+                                                   "mlp.norm.bias")],
+     ["layers.2.attention.norm.weight differs between rank 4 and rank 5, 6, 7", ", and 1 more)"]),
+    # with four replicas and ep 2, an expert has a copy two replicas away
+    (EXPERTS, [(4, "layers.0.mlp.experts.dense_h_to_4h", 5)],
+     ["(layers.0.mlp.experts.dense_h_to_4h differs between rank 0 and rank 4)"]),
+    (EXPERTS, [(5, "layers.1.mlp.router.expert_bias", 2)],
+     ["(layers.1.mlp.router.expert_bias differs between rank 0, 1, 2, 3, 4, 6, 7 and rank 5)"])],
+    ids=["sound", "tp and dp", "master and tied", "many", "expert", "expert bias"])
+def test_copies_that_differ_are_named_with_their_ranks(pool, options, nudges, said):
+    """Replicated parameters over tp, all over dp, the tied embedding on the first and last stage, the router on all
+    ranks: each is compared only with its own copies."""
+    config = tiny(8, **options, dtype="bfloat16")
     results = pool.run(nudged_rank, config, random_data(config, 1), nudges)
     assert len(set(results)) == 1 and results[0][0] == "", results[0]
     assert all(words in results[0][1] for words in said) and bool(results[0][1]) == bool(said), results[0][1]
-
-
-@pytest.mark.parametrize("nudges, said", [
-    ([(4, "layers.0.mlp.experts.dense_h_to_4h", 5)],
-     "(layers.0.mlp.experts.dense_h_to_4h differs between rank 0 and rank 4)"),
-    ([(5, "layers.1.mlp.router.expert_bias", 2)],
-     "(layers.1.mlp.router.expert_bias differs between rank 0, 1, 2, 3, 4, 6, 7 and rank 5)")], ids=["expert", "bias"])
-def test_an_expert_is_compared_with_its_own_copies_only(pool, nudges, said):
-    """With four replicas and ep 2, an expert has a copy two replicas away. The router is replicated on all ranks."""
-    config = tiny(8, tensor_model_parallel_size=2, expert_model_parallel_size=2, num_experts=4, num_layers=2,
-                  disable_bias_linear=True, moe_router_enable_expert_bias=True, dtype="bfloat16")
-    results = pool.run(nudged_rank, config, random_data(config, 1), nudges)
-    assert len(set(results)) == 1 and results[0][0] == "" and said in results[0][1], results[0]
 
 
 def test_the_checksum_depends_on_every_bit_and_its_place(monkeypatch):

@@ -10,7 +10,7 @@ from support.runs import make_corpus, saved_steps, train_in_pool
 
 from nanodomino.config.config import Config
 from nanodomino.errors import UserError, sentence_and_code
-from nanodomino.files import LIMIT, open_regular_file, read_json
+from nanodomino.files import LIMIT, read_json
 from nanodomino.generate.__main__ import command_line as generate
 from nanodomino.run.command_line import from_command_line
 from nanodomino.run.metrics_file import remove_outdated
@@ -108,12 +108,3 @@ def test_a_run_replaces_pipes_and_links_and_never_writes_through_them(pool, tmp_
     for folder in (tmp_path / "run", tmp_path / "run" / "checkpoints"):
         unharmed(folder)
     assert saved_steps(tmp_path / "run") == [2] and all((tmp_path / "run" / name).is_file() for name in names[:4])
-
-
-@pytest.mark.parametrize("mode", ["wb", "ab", "r+b", "a+b"])
-@pytest.mark.parametrize("plant", [os.mkfifo, link_to_precious, link_to_nowhere])
-def test_only_regular_files_are_opened_to_write(tmp_path, plant, mode):
-    plant(tmp_path / "x")
-    with pytest.raises(OSError, match="not a regular file"):
-        open_regular_file(tmp_path / "x", mode)
-    unharmed(tmp_path)
