@@ -1,8 +1,7 @@
 """Eight processes that live as long as the test session. They form a world of any size up to eight in milliseconds.
 
-A test of parallel code needs ranks, and a rank is a process. Starting a process, importing torch and joining a group
-takes seconds; a test of a small model takes milliseconds. So the processes start once, at the first test that needs
-them, and every call gives some of them a *fresh* process group:
+Starting a process, importing torch and joining a group takes seconds; a test of a small model takes milliseconds. So
+the processes start once, at the first test that needs them, and each call gives some of them a *fresh* process group:
 
     the test                              worker 0 ... worker world_size - 1
     pool.run(function, x, world_size=4)
@@ -13,19 +12,15 @@ them, and every call gives some of them a *fresh* process group:
         <-- free ---------------------    ready for the next call
     [result of rank 0, of rank 1, ...]
 
-Why a release? A rank that leaves its group closes its sockets, and a neighbour that still reads from them would see an
-error that no real run has. So all ranks stay until the last one is done. If a rank fails, closed sockets are the
-quickest way to wake the others out of their collectives, so then all ranks are released at once. A rank that is not
-back GRACE seconds later is stuck; the pool kills its workers and starts new ones at the next call. A collective that
-takes longer than the call's time-out raises an error in its rank; a rank that is stuck elsewhere prints its stack.
+A rank that leaves its group closes its sockets, and a neighbour that still reads from them would see an error that no
+real run has. So all ranks stay until the last one is done. If a rank fails, closed sockets are the quickest way to wake
+the others out of their collectives, so then all ranks are released at once. If a rank is not back GRACE seconds later,
+the pool kills its workers, and starts new ones at the next call.
 
-What a test can rely on:
-- `function`, arguments and results are pickled, so `function` must stand at the top level of a module. Tensors are sent
-  as bytes (shared memory would need a file descriptor for each), arrive on the CPU, and have
-  no autograd graph.
+- `function`, arguments and results are pickled, so `function` must stand at the top level of a module. Tensors arrive
+  on the CPU, without an autograd graph.
 - Each worker has one torch thread. Random seeds differ between ranks but not between runs, so code that relies on equal
   seeds without setting them fails.
-- The message shows the first rank to fail first, since the others often fail only because of it.
 - An `assert` in a worker is plain Python's and shows no values. Return the numbers and assert in the test.
 """
 
