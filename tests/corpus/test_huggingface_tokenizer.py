@@ -29,9 +29,9 @@ QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 BYTE_LEVEL, BYTE_FALLBACK = ("gpt2", "llama3", "qwen2", "smollm2"), ("llama2", "mistral")
 FAMILIES = BYTE_LEVEL + BYTE_FALLBACK
 
+PROSE = "The quick brown fox, they say, jumps over 12 lazy dogs.\n\n  It didn't see\tthem: naïve, 東京, 🙂!\n"
 TEXTS = [
-    "", " ", "\n", "x",
-    "The quick brown fox, they say, jumps over 12 lazy dogs.\n\n  It didn't see\tthem: naïve, 東京, 🙂!\n",
+    "", " ", "\n", "x", PROSE,
     "👩‍👩‍👧‍👦 👍🏽 🏳️‍🌈 🇩🇪🇫🇷 ☺️",
     "a  b   c    d\t\te \t f\n\n\ng \n \n h\r\ni\r\n\r\nj  \r\n  k \n",
     "   ", " \t\n ", "end.   ", "end.\n\n\n", "(x);\n\ty",
@@ -191,9 +191,9 @@ def test_an_id_between_two_tokens_ids_has_no_text(tmp_path, families):
 
 @pytest.mark.parametrize("name", BYTE_LEVEL)
 def test_a_document_in_chunks_has_the_ids_of_the_whole(tmp_path, monkeypatch, families, name):
-    """The package encodes the whole text at once."""
-    text = "".join(text for text in TEXTS if len(text) < 1000) * 3
-    monkeypatch.setattr(documents, "CHUNK", 331)
+    """The package encodes the whole text at once. In this text many cuts would be wrong."""
+    text = PROSE * 9 + "".join(random.Random(0).choices("ab1  _.é'\n\n\r\t\u3000\x1c", k=60_000))
+    monkeypatch.setattr(documents, "CHUNK", 40)
     prepare(write(tmp_path / "a.txt", text), tmp_path / "out", families[name], split=(1, 0, 0), progress=False)
     corpus = load_corpus(tmp_path / "out")
     assert np.fromfile(tmp_path / "out" / "train.bin", corpus.dtype).tolist() == [

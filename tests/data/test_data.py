@@ -123,19 +123,6 @@ def test_token_ids_above_65535_take_32_bits_and_survive_the_round_trip(tmp_path,
     assert row(tmp_path / "out") == stored and documents_in(tmp_path / "out") == ["zzzz"]
 
 
-@pytest.mark.parametrize("text", [
-    PROSE * 30, "  \n \t x\n\n\n y" * 300, "it's  \r\n\r\n 'll " * 200,
-    "\n\u3000あ\n\n\u3000い  \u00a0z" * 300, "a\x1c b\x1f  \x85 c\n\x1cd \x1ce" * 300])
-def test_chunks_tokenize_like_the_whole(tmp_path, monkeypatch, gpt2, text):
-    """A document far larger than a chunk has the tokens of a single call."""
-    monkeypatch.setattr(documents, "CHUNK", 97)
-    (tmp_path / "a.txt").write_bytes(text.encode())
-    for tokenizer in ("byte", "gpt2"):
-        quietly(tmp_path / "a.txt", tmp_path / tokenizer, split=(1, 0, 0), tokenizer=tokenizer)
-        whole = build_tokenizer(tokenizer).encoding.encode_ordinary(text)
-        assert row(tmp_path / tokenizer) == [*whole, load_corpus(tmp_path / tokenizer).end_of_text]
-
-
 def test_short_documents_are_tokenized_many_at_a_time(tmp_path, monkeypatch, gpt2):
     """With one call for each document all threads but one have nothing to do."""
     sizes, encode_batch = [], TiktokenTokenizer.encode_batch

@@ -47,9 +47,10 @@ def test_sample_token_is_greedy_at_zero_and_stays_among_the_top_k():
 
 
 def generate_rank(config, weights):
-    mesh, model, _, _ = build(config, weights)
-    return [generate(model, mesh, [1, 2], 12, 20, temperature, 5, seed=3, sample=sample)
-            for temperature, sample in ((0.0, 0), (1.0, 0), (1.0, 1))]
+    """Return three texts, and the tokens that were shown."""
+    (mesh, model, _, _), shown = build(config, weights), []
+    return [generate(model, mesh, [1, 2], 12, 20, temperature, 5, seed=3, sample=sample, show=shown.append)
+            for temperature, sample in ((0.0, 0), (1.0, 0), (1.0, 1))], shown
 
 
 def test_generation_never_uses_cudnns_attention_and_a_single_process_sends_no_logits(pool):
@@ -70,14 +71,16 @@ def cudnn_during_generation():
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
 def test_generated_text_does_not_depend_on_the_layout(pool, schedule):
-    """Over stages, their chunks and shards, and beyond the context length of 8 tokens. Each sample is another text."""
+    """Over stages, their chunks and shards, and beyond the context length of 8 tokens. Each sample is another text, and
+    each token is shown on every rank."""
     config = tiny(1, num_layers=5)
     weights, _ = weights_and_data(config, 1)
-    (alone,) = pool.run(generate_rank, config, weights, world_size=1)
+    ((alone, shown),) = pool.run(generate_rank, config, weights, world_size=1)
+    assert [token for text in alone for token in text[2:]] == shown
     assert len(alone[0]) == 14 and len(set(map(tuple, alone))) == 3
     assert max(map(max, alone)) < 20, "a model with more words than the tokenizer writes only the tokenizer's"
     several = tiny(4, num_layers=5, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, schedule=schedule)
-    assert pool.run(generate_rank, several, weights, world_size=4) == [alone] * 4
+    assert pool.run(generate_rank, several, weights, world_size=4) == [(alone, shown)] * 4
 
 
 EXPERTS = dict(num_experts=4, disable_bias_linear=True, moe_ffn_hidden_size=12)
