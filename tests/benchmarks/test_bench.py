@@ -14,11 +14,10 @@ from support import ROOT
 from support.benchmark import ask, here, within
 from support.harness import tiny
 
-from benchmarks import checkpoint, collectives, throughput
-from benchmarks.runner import Figure, Times, compare, parse, ratios, require_same_work
+from benchmarks import collectives, throughput
+from benchmarks.runner import Figure, Times, compare, ratios, require_same_work
 from benchmarks.overlap import figures_of
 from benchmarks.slow_network import LARGEST_PACKET, parse_rate, slow_wire
-from nanodomino.comm.world import LaunchInfo
 from nanodomino.errors import UserError
 from nanodomino.options.recompute.tape_policy import GRANULARITIES
 
@@ -43,24 +42,12 @@ def wire():
 
 # ---- the questions
 
-def states_read_by_resume(arguments):
-    """Run bench.py checkpoint on this rank, and return which states its resume reads."""
+def test_checkpoint_also_times_how_the_optimizers_moments_are_read(capsys, monkeypatch):
     states = set()
-
-    def read(folder, manifest, boxes):
-        states.update(box.name.split(".")[0] for box in boxes)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("benchmarks.runner.start_world", lambda *_: None)        # the pool has joined the ranks
-        patch.setattr("benchmarks.runner.read_launch_environment", LaunchInfo)
-        patch.setattr("nanodomino.checkpoint.load.read_boxes", read)
-        checkpoint.answer(parse(checkpoint, arguments), LaunchInfo())
-    return states
-
-
-def test_checkpoint_also_times_how_the_optimizers_moments_are_read(pool):
-    arguments = ["checkpoint", *TINY[:4], "--num-attention-heads", "2", "--processes", "1", "--repeats", "1"]
-    assert pool.run(states_read_by_resume, arguments, world_size=1) == [{"weight", "exp_avg", "exp_avg_sq"}]
+    monkeypatch.setattr("nanodomino.checkpoint.load.read_boxes", lambda folder, manifest, boxes: states.update(
+        box.name.split(".")[0] for box in boxes))
+    here(capsys, "checkpoint", *TINY[:4], "--num-attention-heads", "2", "--processes", "1", "--repeats", "1")
+    assert states == {"weight", "exp_avg", "exp_avg_sq"}
 
 
 @pytest.mark.exhaustive

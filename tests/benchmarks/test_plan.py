@@ -18,9 +18,7 @@ SMALL = ("--model gpt2 --gpus 8 --num-layers 4 --seq-length 256 --global-batch-s
 
 
 @pytest.mark.parametrize("model, parameters", [
-    ("gpt2", 124_439_808), ("gpt2-xl", 1_557_611_200), ("gpt3-13b", 12_853_386_240), ("llama2-7b", 6_738_415_616),
-    ("llama3-8b", 8_030_261_248), ("llama3.2-1b", 1_235_814_400), ("qwen2.5-0.5b", 494_032_768),
-    ("qwen3-0.6b", 596_049_920), ("smollm2-135m", 134_515_008)])
+    ("gpt3-13b", 12_853_386_240), ("llama3-8b", 8_030_261_248), ("smollm2-135m", 134_515_008)])
 def test_a_preset_with_its_published_vocabulary_has_the_published_number_of_parameters(model, parameters):
     """A plan for --model llama3-8b must not count GPT-2's vocabulary."""
     flags = parse(plan, ["plan", "--model", model, "--gpus", "1", "--tp", "1", "--pp", "1"])

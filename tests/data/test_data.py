@@ -345,16 +345,6 @@ def whole_step(dataset, step, dp, micro, batch_size=24, shuffle=True):
     return sum((part.sample_ids for part in parts), []), torch.cat([part.tokens for part in parts])
 
 
-def test_to_a_gpu_goes_one_copy_of_the_rows_and_the_host_does_not_wait(corpus, monkeypatch):
-    copies = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda rows: copies.append(("pinned", tuple(rows.shape))) or rows)
-    monkeypatch.setattr(torch.Tensor, "to",
-                        lambda rows, device, non_blocking: copies.append((device.type, non_blocking)) or rows)
-    prepare_batch = partial(Config(eod_mask_loss=True).prepare_batch, end_of_text=corpus.end_of_text)
-    TokenDataset(corpus, "train", 16, 1, torch.device("cuda"), prepare_batch).batch(0, 0, 0, 1, 4, 4)
-    assert copies == [("pinned", (4, 17)), ("cuda", True)]
-
-
 @pytest.mark.parametrize("virtual_stages, places", [(1, [(0, 0), (1, 0)]), (2, [(2, 1), (0, 1)])],
                          ids=["stages", "chunks"])
 def test_a_chunk_between_embedding_and_head_reads_no_tokens_but_knows_its_samples(corpus, virtual_stages, places):

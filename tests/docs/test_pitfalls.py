@@ -5,7 +5,7 @@ import re
 import pitfalls
 import pytest
 from pitfalls import DOCUMENT, ROOT, applies, row_of, rows_of_document, section
-from support.pitfall_runner import CHECKED, END, LONG, PoolWithBug, TABLE, check, judge, measure, replaced, worst
+from support.pitfall_runner import CHECKED, END, LONG, PoolWithBug, TABLE, check, judge, measure, worst
 from support.pool import WorkerError
 
 
@@ -87,16 +87,6 @@ def test_what_prevents_a_bug_is_there():
             else:
                 assert re.search(rf"\b{word}\b", text), f"{entry.number}: {word}"
         assert text, f"{entry.number} names no file"
-
-
-def test_a_bug_whose_place_has_gone_is_an_error():
-    """Or a bug that no longer patches anything would look harmless."""
-    with pytest.raises(AttributeError), replaced([(pitfalls.domino, "close_the_residual", None)]):
-        pass
-    kept = pitfalls.domino.add_residual
-    with replaced([(pitfalls.domino, "add_residual", None)]):
-        assert pitfalls.domino.add_residual is None
-    assert pitfalls.domino.add_residual is kept
 
 
 def test_the_command_shows_right_and_wrong_side_by_side(pool, capsys):

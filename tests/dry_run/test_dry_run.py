@@ -1,6 +1,5 @@
 """A dry run of a rank has the state, the traffic and the memory of the real rank; stages and seconds follow from it."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -189,18 +188,6 @@ def test_messages_delay_every_turn_of_1f1b_but_only_the_ends_of_gpipe():
                       hidden_size=256)
         parts = step_seconds(train, config, machine(matmul_rate=1e9, inter_host_rate=6.5e6, ranks_per_host=1))
         assert parts["pp exposed"] == pytest.approx(messages * 3 * 8 * 256 * 8 / 6.5e6, rel=0.15)
-
-
-@pytest.mark.parametrize("changes, bias", [
-    (dict(dtype="bfloat16"), False), (dict(dtype="float32"), True),
-    (dict(dtype="float16", attention_dropout=0.1), True), (dict(dtype="bfloat16", device="cpu"), True)],
-    ids=["16-bit", "fp32", "dropout", "cpu"])
-def test_on_gpus_documents_take_memory_only_if_attention_needs_a_bias(changes, bias):
-    """Without a bias, keys are not repeated for each head either."""
-    config = tiny(1, **{"device": "cuda", "kv_channels": 8, "num_query_groups": 2, "seq_length": 256,
-                        "global_batch_size": 3, "num_layers": 1} | changes)
-    within = dry_run(train, dataclasses.replace(config, reset_attention_mask=True)).activations
-    assert (within > 1.02 * dry_run(train, config).activations) == bias
 
 
 @pytest.mark.parametrize("slices, columns, exposed", [(1, 1, 7), (2, 1, 1 / 2), (1, 4, 1 + 6 / 4)])

@@ -13,7 +13,6 @@ from benchmarks.runner import config_of, free_port, parse
 from exercises import __main__ as command_line
 from exercises import figures
 from nanodomino.config.config import ALL_SCHEDULES
-from nanodomino.errors import UserError
 from nanodomino.mesh import group_rows
 from nanodomino.schedules.placement_and_messages import timetable
 from nanodomino.schedules.simulation import bubble, peak_microbatches, simulate, step_time
@@ -55,11 +54,6 @@ def test_the_memory_is_that_of_bench_plan():
     plan.processes(flags := parse(plan, "plan --model gpt2 --gpus 8 --gpu A100 --tp 2 --pp 2 --zero-stage 2".split()))
     record = plan.plan(config_of(flags, 8), flags)[1]
     assert figure.numbers["stages"] == record["memory"] and figure.numbers["usable"] == record["usable_bytes"]
-
-
-def test_a_bad_combination_raises_the_sentence_of_its_rule():
-    with pytest.raises(UserError, match="virtual-stages must be from 1 to 1 with schedule 1f1b, but is 2"):
-        figures.schedule(chunks=2)
 
 
 def test_without_marimo_a_sentence_says_how_to_install_it(monkeypatch):
