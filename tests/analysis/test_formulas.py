@@ -65,14 +65,6 @@ def test_collectives_of_a_layer(cut, expected, slices, columns):
         assert added == {kind: config.microbatches * times * each for kind, times in expected.items()}
 
 
-@pytest.mark.parametrize("pp_rank", range(3))
-def test_1f1b_keeps_p_minus_r_microbatches_and_sends_one_activation_each_way(pp_rank):
-    config = tiny(3, pipeline_model_parallel_size=3, global_batch_size=15, device="cpu")
-    run, x, both = dry_run(train, config, pp_rank), 3 * 8 * 16 * 8, 2 if pp_rank == 1 else 1
-    assert run.alive == 3 - pp_rank
-    assert run.traffic["pp", "send"] == run.traffic["pp", "receive"] == (both * 5, both * 5 * x)
-
-
 def test_a_rings_all_reduce_is_a_reduce_scatter_and_an_all_gather():
     for ranks in (1, 2, 8):
         scattered, gathered = (formulas.bytes_sent(kind, 1024, ranks) for kind in ("reduce_scatter", "all_gather"))

@@ -197,30 +197,23 @@ def test_a_rate_is_read_as_tc_reads_it_or_refused(text, bits):
 
 RECEIVE = """
 import socket, time
-connection, _ = socket.create_server(("10.77.0.2", 5000)).accept()
+server = socket.create_server(("10.77.0.2", 5000))
+print("ready", flush=True)
+connection, _ = server.accept()
 begin, count = time.perf_counter(), 0
 while part := connection.recv(1 << 20):
     count += len(part)
 print(count, time.perf_counter() - begin)
 """
-SEND = """
-import socket, time
-for _ in range(100):
-    try:
-        connection = socket.create_connection(("10.77.0.2", 5000))
-        break
-    except ConnectionRefusedError:
-        time.sleep(0.05)
-connection.sendall(bytes(4_000_000))
-"""
+SEND = 'import socket; socket.create_connection(("10.77.0.2", 5000)).sendall(bytes(4_000_000))'
 
 
 def test_the_slow_wire_has_its_rate(wire):
-    with wire("80mbit", 2) as places:
-        commands = [[*prefix, sys.executable, "-c", code] for (prefix, _), code in zip(places, (SEND, RECEIVE))]
-        sender, receiver = (subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands)
+    with wire("80mbit", 2) as ((send_from, _), (receive_at, _)):
+        receiver = subprocess.Popen([*receive_at, sys.executable, "-c", RECEIVE], stdout=subprocess.PIPE, text=True)
+        assert receiver.stdout.readline() == "ready\n"
+        subprocess.run([*send_from, sys.executable, "-c", SEND], check=True, timeout=60)
         count, seconds = map(float, receiver.communicate(timeout=60)[0].split())
-        assert sender.wait(10) == 0
     assert count == 4_000_000
     assert seconds > 0.9 * (count - 2 * LARGEST_PACKET) * 8 / 80e6
     assert not [name for name in namespaces() if f"-{os.getpid()}-" in name]
