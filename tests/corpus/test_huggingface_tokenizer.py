@@ -32,21 +32,16 @@ FAMILIES = BYTE_LEVEL + BYTE_FALLBACK
 PROSE = "The quick brown fox, they say, jumps over 12 lazy dogs.\n\n  It didn't see\tthem: naïve, 東京, 🙂!\n"
 TEXTS = [
     "", " ", "\n", "x", PROSE,
-    "👩‍👩‍👧‍👦 👍🏽 🏳️‍🌈 🇩🇪🇫🇷 ☺️",
     "a  b   c    d\t\te \t f\n\n\ng \n \n h\r\ni\r\n\r\nj  \r\n  k \n",
-    "   ", " \t\n ", "end.   ", "end.\n\n\n", "(x);\n\ty",
     "1 12 123 1234 12345 1234567890 3.14 1,000 x1 1x  7   8\n9 \t10\n\n11 ½ ² Ⅷ ٣٤٥ 一二三  ½",
     "it's IT'S we'll WE'LL I'd 'tis ''s x'ſ o’clock",
     bytes(range(256)).decode("latin-1"), " ".join(bytes(range(256)).decode("latin-1")),
     "e\u0301 e \u0301 \u1e9b\u0323 ಕ\u0cc6\u0cc2 \u0958 x\u0958\ny\u0958. ア\u3099\n\u0301",
-    "각 \u1100\u1161\u11a8 Å \u212b \u2126 ﬁ ǆ >\u0338= a\u0327\u0301 a\u0301\u0327",
     "Она сказала: «Нет!» … Ελληνικά, אֱלֹהִים; مَرْحَبًا بِالعَالَم، ١٢٣. नमस्ते दुनिया। สวัสดีชาวโลก",
     "今日は。\n東京は1234年、「雨」。　次　行\r\n中文，没有空格。한국어 문장.",
     "<|endoftext|> a<|begin_of_text|>b <|end_of_text|><|im_start|>user\n<|im_end|> <think> x</think>\n\n<thin k>",
-    "\u00a0a\u2003b\u2028c\u2029d\u0085e\x0bf\x0cg\x1ch\x1f i\u200bj\ufeffk",
     "def f(x):\n    return {'a': [1, 2,3]}  # y\n\n\nif __name__ == \"__main__\":\n\tf(0x1F)\n",
-    "x" * 300 + " " * 300 + "\n" * 300 + "1" * 300 + "!" * 300 + "東" * 300,
-    "\U0001d800\U0010fffd\ue000"]
+    "x" * 300 + " " * 300 + "\n" * 300 + "1" * 300 + "!" * 300 + "東" * 300]
 
 
 def random_texts(count: int, seed: int) -> list[str]:

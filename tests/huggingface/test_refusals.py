@@ -37,9 +37,7 @@ CONFIGS = [      # (model, changes of config.json, error)
     ("gpt2", dict(model_type="gemma3"), 'a model of type "gemma3", but only gpt2, llama, mistral, .* can be imported'),
     ("gpt2", dict(model_type=...), "a model of type null, but only gpt2, llama"),
     ("llama", dict(prefix_scale=2.0), f"has prefix_scale 2.0, {UNKNOWN}"),
-    ("llama", dict(hidden_act="gelu"), f'has hidden_act "gelu", {ONLY} "silu" or "swish"'),
     ("llama", dict(attention_bias=True), "has attention_bias true and mlp_bias false, but nanodomino has biases"),
-    ("llama", dict(num_hidden_layers=10**9), "num-layers must be at least 1 and at most 4096, but is 1000000000"),
     ("llama", dict(num_key_value_heads=3), "model: num-attention-heads 4 must be divisible by num-query-groups 3"),
     ("llama", dict(partial_rotary_factor=0.5), "has partial_rotary_factor 0.5, but"),
     ("llama", dict(rope_scaling=dict(type="yarn", factor=4.0)), f'has rope_type "yarn", {ONLY} "default" or "linear"'),
@@ -52,7 +50,6 @@ CONFIGS = [      # (model, changes of config.json, error)
     ("mistral", dict(sliding_window=..., max_position_embeddings=8192), "sliding_window 4096, max_.* 8192 and"),
     ("qwen2", dict(use_sliding_window=True, sliding_window=4), "has sliding_window 4, max_position_embeddings"),
     ("qwen2", dict(layer_types=["full_attention", "sliding_attention"]), "but nanodomino's attention sees all pre"),
-    ("mixtral", dict(num_local_experts=5), r"gate.weight in .* has shape \[4, 48\], but config.json implies \[5, 48\]"),
     ("qwen3-moe", dict(decoder_sparse_step=2), f"has decoder_sparse_step 2, {ONLY} 1; import another model"),
     ("qwen3-moe", dict(mlp_only_layers=[0]), rf"has mlp_only_layers \[0\], {UNKNOWN}"),
 ]
