@@ -258,14 +258,8 @@ def test_load_takes_the_model_settings_from_the_checkpoint(tmp_path, old_run):
     loaded = settled("--load", old_run)
     assert (loaded.num_layers, loaded.hidden_size, loaded.max_position_embeddings) == (1, 8, 8)
     assert loaded.seq_length == 8 and loaded.global_batch_size == 16, "the rest is this run's own"
-    with pytest.raises(UserError, match="num-layers 1, but this run has 3"):
-        open_run(settled("--load", old_run, "--num-layers", 3, "--run-dir", tmp_path / "a"))
-    with pytest.raises(UserError, match="go back to the old value, or start another run without --load$"):
-        open_run(settled("--load", old_run, "--finetune", "--num-layers", 3, "--run-dir", tmp_path / "a"))
-    muon = ("--load", old_run, "--seq-length", 8, "--optimizer", "muon", "--run-dir", tmp_path / "b")
-    with pytest.raises(UserError, match="optimizer adamw, but this run has muon"):
-        open_run(settled(*muon))
-    found = open_run(settled(*muon[:-1], tmp_path / "c", "--finetune"))
+    found = open_run(settled("--load", old_run, "--seq-length", 8, "--optimizer", "muon", "--finetune", "--run-dir",
+                             tmp_path))
     assert found.weights_only and found.checkpoint == checkpoints_of(old_run)[0]
 
 

@@ -19,6 +19,7 @@ import pytest
 import tiktoken
 import torch
 from support.runs import TINY, make_corpus, needs_proc, train_in_pool, wait_until
+from support.fake_world import fake_world
 from support.fork_server import launcher_environments
 from support.harness import END_OF_TEXT, FAMILIES, build, plain_text, sizes_of, tiny, weights_and_data
 from support.reference import random_weights
@@ -53,20 +54,14 @@ def generate_rank(config, weights):
             for temperature, sample in ((0.0, 0), (1.0, 0), (1.0, 1))], shown
 
 
-def test_generation_never_uses_cudnns_attention_and_a_single_process_sends_no_logits(pool):
+def test_generation_never_uses_cudnns_attention_and_a_single_process_sends_no_logits():
     """cuDNN would plan its work anew for each token, because each token has another number of keys. gloo sends from a
     thread of its own, so each token would wait for a second thread."""
-    assert pool.run(cudnn_during_generation, world_size=1) == [(True, {False}, True)]
-
-
-def cudnn_during_generation():
-    """Return whether cuDNN's attention is allowed (before, while each token is generated, afterwards)."""
-    config, allowed = tiny(1), torch.backends.cuda.cudnn_sdp_enabled
-    mesh, model, _, _ = build(config)
-    before, during = allowed(), []
-    with mock.patch("torch.distributed.all_gather", side_effect=AssertionError("a message to oneself")):
+    allowed, during = torch.backends.cuda.cudnn_sdp_enabled, []
+    with fake_world(0, 1), mock.patch("torch.distributed.all_gather", side_effect=AssertionError("to oneself")):
+        mesh, model, _, _ = build(tiny(1))
         generate(model, mesh, [1, 2], 3, 20, show=lambda token: during.append(allowed()))
-    return before, set(during), allowed()
+    assert during == [False] * 3 and allowed()
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])

@@ -210,17 +210,6 @@ def test_a_failing_rank_ends_the_others_and_is_reported_alone(job, launcher):
 
 
 @needs_proc
-@pytest.mark.exhaustive
-def test_torchrun_quotes_a_mistake_last(job, tmp_path):
-    """Rank 0 alone finds it, while the others already wait for it."""
-    (tmp_path / "run").write_text("a file")
-    run, sentence = job("run", processes=4, fault="torchrun"), f"--run-dir {tmp_path / 'run'} can't be written to (File"
-    assert run.end() != 0 and run.output().count("error: ") == 1 and f"error: {sentence}" in run.output(), run.output()
-    assert sentence in [line for line in run.output().splitlines() if line.strip("= ")][-1]
-    assert 'train.py"' not in run.output() and "failed:" not in run.output(), run.output()
-
-
-@needs_proc
 @pytest.mark.parametrize("fault", ["", pytest.param("device", marks=pytest.mark.exhaustive)],
                          ids=["gloo", "as on a GPU"])
 def test_a_rank_that_hangs_is_named_with_the_step(job, fault):

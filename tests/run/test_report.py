@@ -69,14 +69,6 @@ def test_the_start_says_what_hides_what(changes, words):
     assert said.endswith(words) if "try" in words else words in said
 
 
-def test_a_split_without_a_sample_is_announced(report, capsys):
-    """A sample has 8 tokens here."""
-    report(valid=9, test=8)
-    said = capsys.readouterr().out
-    assert "on 1 replica; slices" in said and said.count("split holds") == 1
-    assert "the test split holds no sample of 8 tokens, so it will have no loss" in said
-
-
 def test_epochs_and_memory_are_announced(report, capsys):
     """5 steps of 24 samples; the text has 124 samples, or 3."""
     shown = report()
