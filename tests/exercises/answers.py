@@ -7,10 +7,6 @@ F = "dist.all_reduce(gradient := gradient.clone(), group=ctx.group)\n        ret
 G_BACKWARD = "        return total\n    @staticmethod\n    def backward(ctx, gradient):\n        return gradient, None"
 
 RANK_GRID = [
-    ("""
-    p, d, t = rank // (tp * dp), rank // tp % dp, rank % tp
-    return ((p, d, t), [d * tp + t + i * tp * dp for i in range(pp)],
-            [p * tp * dp + i * tp + t for i in range(dp)], list(range(rank - t, rank - t + tp)))""", None),
     (("grid[i, :, k].tolist(), grid[i, j].tolist()", "grid[i, :, k].tolist(), grid[i, 0].tolist()"),
      "The row of tp ranks of rank 2 of tp 2"),
     (("grid[:, j, k].tolist(), grid[i, :, k].tolist()", "grid[:, j, k], grid[i, :, k].tolist()"), None),
@@ -174,7 +170,6 @@ def launch(text):
 
 BACKWARD = [
     (launch(f"{WORK}\n    {WEIGHTS}\n    yield\n    work.wait()"), None),
-    (launch(f"{WORK}\n    yield\n    {WEIGHTS}\n    work.wait()"), None),
     (launch(f"{WEIGHTS}\n    yield from all_reduce(stage, grad_h)"), "with one slice only 0%"),
     (launch(f"{WORK}\n    {WEIGHTS}\n    work.wait()\n    yield"), "yield between the launch and wait()"),
     (launch(f"all_reduce(stage, grad_h)\n    {WEIGHTS}"), "must be a generator"),
