@@ -83,12 +83,6 @@ def test_a_search_in_too_little_memory_says_so(capsys):
     assert text.startswith("nothing fits into the usable 22.8 GB per GPU, even with full recomputation; try more")
 
 
-def test_sequence_parallelism_is_not_tried_if_tp_does_not_divide_the_sequence(capsys):
-    flags = "--model gpt2 --num-layers 2 --seq-length 128 --gpus 3 --tp 3".split()
-    rows = here(capsys, "plan", "--search", *flags)[2]["layouts"]
-    assert rows and not any(row["sequence_parallel"] for row in rows)
-
-
 @pytest.mark.parametrize("flags, chunks", [("interleaved --virtual-stages 2", 2), ("eager-1f1b --optimizer muon", 1)])
 def test_a_search_keeps_a_given_schedule(capsys, flags, chunks):
     """Even if the chunks do not divide the layers, or if schedule and optimizer come from options."""

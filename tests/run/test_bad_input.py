@@ -316,13 +316,11 @@ def refuse(folder, monkeypatch):
         sentences = []
         for rank in sorted({n - 1, 0}, reverse=True):           # rank 0 alone looks for folders
             try:
-                if command in ("train.py", "nanodomino.generate"):
-                    main(arguments, LaunchInfo(rank, n, rank, n, launched=n > 1))
-                elif command == "data/prepare.py":
+                if command == "data/prepare.py":
                     monkeypatch.setattr(sys, "argv", [command, *arguments])
                     main()
                 else:
-                    main(arguments)
+                    main(arguments, LaunchInfo(rank, n, rank, n, launched=n > 1))
                 pytest.fail("it was accepted")
             except (UserError, OSError) as error:
                 sentences.append(sentence_and_code(error)[0])
