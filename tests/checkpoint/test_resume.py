@@ -15,7 +15,7 @@ from nanodomino.checkpoint.save import allocate_host_copies
 from nanodomino.checkpoint.shards import boxes_of_range, local_boxes
 from nanodomino.errors import UserError
 from support.checkpoints import (DP2, EXPERTS, LAYOUTS, LLAMA, ONE_RANK, TP2, TP2_PP2_DP2, UNEVEN, config_for,
-                                 train_from)
+                                 make_saver, train_from)
 from support.harness import (build, difference, full_tensors, reference_for, relative, sizes_of,
                              weights_and_data)
 from support.reference import full_shapes
@@ -172,6 +172,19 @@ def test_ranks_divide_the_work_and_save_each_element_once(pool, tp, pp, dp, zero
 
 
 # ---- what a checkpoint holds
+
+def skipped_after_restore(config, folder):
+    """Save with three skipped steps in a row, and return the number that another optimizer reads back."""
+    assert make_saver(config, folder)[2](5, skipped_in_a_row=3) is None
+    mesh, model, optimizer, _ = build(config)
+    restore(checkpoints_of(Path(folder))[0], model, optimizer, mesh)
+    return optimizer.skipped_in_a_row
+
+
+def test_a_resumed_run_continues_to_count_skipped_steps(pool, tmp_path):
+    """Otherwise a diverged run that is restarted again and again would never end."""
+    assert pool.run(skipped_after_restore, config_for(*ONE_RANK), str(tmp_path), world_size=1) == [3]
+
 
 @pytest.mark.parametrize("layout, family", [(TP2_PP2_DP2, {}), (TP2, LLAMA)], ids=["gpt", "llama"])
 def test_the_full_weights_of_a_checkpoint_are_the_models(pool, tmp_path, layout, family):

@@ -360,6 +360,15 @@ def test_a_chunk_between_embedding_and_head_reads_no_tokens_but_knows_its_sample
     assert [part.sample_ids for part in middle.split(3)] == [part.sample_ids for part in ends.split(3)]
 
 
+def test_a_split_of_exactly_one_window_is_enough(tmp_path):
+    (tmp_path / "a.txt").write_text("12345678")
+    quietly(tmp_path / "a.txt", tmp_path / "out", split=(1, 0, 0))      # nine tokens with end-of-text
+    batch = TokenDataset(load_corpus(tmp_path / "out"), "train", 8, 0).batch(5, 0, 0, 1, 1, 1)
+    assert batch.labels.tolist() == [[*b"2345678", BYTE_END]]
+    with pytest.raises(UserError, match="has 9 tokens, but one sample needs seq-length . 1 = 10; lower --seq-length"):
+        TokenDataset(load_corpus(tmp_path / "out"), "train", 9, 0)
+
+
 def test_an_epoch_shows_every_window_once_in_an_order_of_its_own(corpus):
     dataset = TokenDataset(corpus, "train", 64, seed=1)
     epochs = [[dataset.window_of(e * dataset.windows + i) for i in range(dataset.windows)] for e in range(3)]
