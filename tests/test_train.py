@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import shutil
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -18,6 +19,7 @@ from support.reference import random_weights
 
 import train
 from data.prepare import prepare
+from nanodomino.config.config import Config
 from nanodomino.analysis.hardware import find_peak_flops
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.corpus.prepared_folder import load_corpus
@@ -64,6 +66,14 @@ def alone(run, tmp_path_factory, corpus):
 def nearly(points):
     """Return the points (step, value) for a comparison up to rounding in float64."""
     return [(step, pytest.approx(value, rel=1e-9)) for step, value in points]
+
+
+@pytest.mark.table
+def test_a_split_without_a_whole_sample_is_left_out(monkeypatch):
+    """A sample of 8 tokens needs 9 for its labels. TokenDataset refuses a train split that is too short."""
+    monkeypatch.setattr(train, "TokenDataset", lambda corpus, split, *_: split)
+    corpus = SimpleNamespace(tokens=dict(train=1, valid=8, test=9), end_of_text=0)
+    assert [*train.dataset_builder(Config(seq_length=8), corpus, None)] == ["train", "test"]
 
 
 @pytest.mark.parametrize("processes", [pytest.param(8, marks=pytest.mark.exhaustive), 2])
