@@ -19,9 +19,9 @@ from support.reference import random_weights
 
 import train
 from data.prepare import prepare
-from nanodomino.config.config import Config
 from nanodomino.analysis.hardware import find_peak_flops
 from nanodomino.comm.world import LaunchInfo
+from nanodomino.config.config import Config
 from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.domino import run_to_end
 from nanodomino.errors import UserError
