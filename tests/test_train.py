@@ -14,6 +14,7 @@ from support import ROOT
 from support.runs import (TINY, main_on_rank, make_corpus, metric_points, metrics, saved_steps, torchrun,
                           train_in_pool)
 from support.fork_server import launcher_environments
+from support.fake_world import fake_world
 from support.harness import build, sizes_of, tiny
 from support.reference import random_weights
 
@@ -27,6 +28,7 @@ from nanodomino.domino import run_to_end
 from nanodomino.errors import UserError
 from nanodomino.model import GPT
 from nanodomino.optim.learning_rate import LR_DECAY_STYLES
+from nanodomino.pipeline import Totals
 from nanodomino.run import session
 from nanodomino.run.command_line import from_command_line
 from nanodomino.run.report import changed_settings
@@ -66,6 +68,18 @@ def alone(run, tmp_path_factory, corpus):
 def nearly(points):
     """Return the points (step, value) for a comparison up to rounding in float64."""
     return [(step, pytest.approx(value, rel=1e-9)) for step, value in points]
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("windows, eval_iters, loss", [(10, 9, 3.0), (8, 9, 2.0), (10, 2, 2.0), (3, 9, 1.0)])
+def test_an_evaluation_covers_the_split_and_its_last_batch_may_be_smaller(monkeypatch, windows, eval_iters, loss):
+    """Batches of 4 samples. The loss of the first is 1, of the second 2, of the third 3."""
+    monkeypatch.setattr(train, "run_schedule", lambda table, step, *_, **__: Totals(
+        *torch.tensor([2.0 * step + 2.0, 2.0]).double()))
+    stage, dataset = SimpleNamespace(model=SimpleNamespace(post_process=True)), SimpleNamespace(windows=windows)
+    config = tiny(1, global_batch_size=4, micro_batch_size=4, eval_iters=eval_iters)
+    with fake_world(0, 1):
+        assert train.evaluate(stage, dataset, config, build(config)[0]) == (loss + 1) / 2
 
 
 @pytest.mark.table
