@@ -146,8 +146,9 @@ def test_the_load_of_experts_is_reported(report, tmp_path, capsys):
     assert [(line["auxiliary_loss"], line["busiest_expert"]) for line in lines] == [(pytest.approx(0.07), 2.0)] * 3
     loads = {"layers.0": [1.0, 1.0, 1.0, 1.0], "layers.2": [0.5, 1.0, 0.5, 2.0]}
     assert [line.get("expert_load") for line in lines] == [loads, loads, None]
-    shown.step(4, result_of([*counts[:-1], math.nan], skipped=True), 0.1, 1.0)
-    assert metrics(tmp_path)[-1]["auxiliary_loss"] is None
+    for bad in (math.nan, math.inf):
+        shown.step(4, result_of([*counts[:-1], bad], skipped=True), 0.1, 1.0)
+        assert metrics(tmp_path)[-1]["auxiliary_loss"] is None
 
 
 def test_a_run_whose_dry_run_fails_starts_without_an_estimate(monkeypatch):
