@@ -131,7 +131,7 @@ def test_the_learning_rate_climbs_then_falls_to_min_lr():
     middles = dict(cosine=0.55, linear=0.55, constant=1.0)
     assert middles.keys() == LR_DECAY_STYLES.keys(), "add the new decay style, with its rate half-way, to `middles`"
     for style, middle in middles.items():
-        config = tiny(1, lr=1.0, min_lr=0.1, train_iters=110, lr_warmup_fraction=10.5 / 110, lr_decay_style=style)
+        config = tiny(1, lr=1.0, min_lr=0.1, train_iters=110, lr_warmup_fraction=10.75 / 110, lr_decay_style=style)
         rates = [train.learning_rate(step, config) for step in range(1, 111)]
         assert rates[0] == 0.1 and rates[9] == 1.0 and max(rates) == 1.0
         assert rates[59] == pytest.approx(middle) and rates[-1] == pytest.approx(1.0 if style == "constant" else 0.1)
@@ -252,11 +252,13 @@ def test_no_weight_is_drawn_that_a_checkpoint_replaces(pool, small, tmp_path):
 
 
 def test_train_iters_0_evaluates_and_finetune_begins_with_a_validation(pool, small, tmp_path):
-    """Both report the loss of the weights that they start from. An evaluation leaves no checkpoint."""
+    """Both report the loss of the weights that they start from, also in a folder that exists. An evaluation leaves no
+    checkpoint."""
     run = tmp_path / "run"
     train_in_pool(pool, small, "--run-dir", run, "--train-iters", 3, world_size=2)
     trained = [*metric_points(run, "valid_loss"), *metric_points(run, "test_loss")]
     for name, flags, step in (("loaded", (), 3), ("tuned", ["--finetune"], 0)):
+        (tmp_path / name).mkdir()
         ended = train_in_pool(pool, small, "--run-dir", tmp_path / name, "--load", run, *flags, "--train-iters", 0)
         assert ended.code == 0 and "evaluating without training" in ended.output, ended
         assert "warning" not in ended.output and f"{step} of {step} steps done" in ended.output

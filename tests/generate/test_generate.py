@@ -13,6 +13,7 @@ import re
 import shlex
 import signal
 import sys
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -25,6 +26,7 @@ from support.harness import END_OF_TEXT, FAMILIES, build, plain_text, sizes_of, 
 from support.reference import random_weights
 
 from nanodomino.corpus.tokenizer import TiktokenTokenizer, build_tokenizer
+from nanodomino.generate.cache import KeyValueCache
 from nanodomino.generate.generation import generate, sample_token
 from nanodomino.generate.printing import SEPARATOR, Writer
 from nanodomino.options.multi_token_prediction.draft import Draft
@@ -260,3 +262,20 @@ def test_control_c_or_a_reader_that_has_gone_ends_it_without_a_traceback(fork_se
     assert process.wait(PATIENCE) == -number
     output = process.output()
     assert output.startswith("line") and "Traceback" not in output and "Interrupt" not in output, output
+
+
+@pytest.mark.table
+def test_a_draft_of_several_tokens_gives_no_more_than_were_asked_for():
+    config = SimpleNamespace(context_length=8, cache_class=lambda *_: SimpleNamespace(length=0))
+    draft = SimpleNamespace(chunks=lambda model: [], next_tokens=lambda *_: [1, 2, 3])
+    model = SimpleNamespace(config=config, chunks=[])
+    assert generate(model, None, [0], 4, vocab_size=9, draft=draft) == [0, 1, 2, 3, 1]
+
+
+@pytest.mark.table
+def test_drafted_tokens_see_the_visible_tokens_and_those_before_them():
+    """Of five cached tokens two belong to the document, which begins at place 3."""
+    config = SimpleNamespace(params_dtype=torch.float32, rope=False)
+    cache = SimpleNamespace(model=SimpleNamespace(config=config), length=5, look_around=lambda tokens: (None, 3, None))
+    KeyValueCache.start(cache, torch.zeros(1, 2))
+    assert cache.bias.isinf().tolist() == [[False, False, False, True], [False] * 4]
