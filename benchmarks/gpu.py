@@ -23,8 +23,10 @@ from benchmarks.gpu_kernels import Run
 from benchmarks.runner import BENCH
 from benchmarks.slow_network import exit_on_signals
 from nanodomino.comm.world import start_world
+from nanodomino.config.config import Config
 from nanodomino.errors import require
 from nanodomino.files import make_folder, open_regular_file, read_file, write_file
+from nanodomino.run.kernels import choose_kernels
 
 ROUNDS = False               # no --repeats: a check gives --repeats to the questions that it asks
 GRACE = 45                   # seconds from SIGTERM to SIGKILL; torchrun gives its ranks 30
@@ -42,8 +44,7 @@ def add_flags(parser):
 
 def processes(flags) -> int:
     """Return 1, or with --run the largest number of processes that the check allows on these GPUs (on CPUs: two)."""
-    require(flags.device == "cpu" or torch.cuda.is_available(), "bench.py gpu needs a GPU that torch can see, and "
-            "there is none; try --device cpu, which runs the checks that need none")
+    require(flags.device == "cpu" or torch.cuda.is_available(), "torch must see a GPU; else try --device cpu")
     return ranks_here(flags.device == "cuda", CHECKS[flags.run].ranks or 1) if flags.run else 1
 
 
@@ -54,6 +55,7 @@ def answer(flags, launch):
     check, device = CHECKS[flags.run], torch.device(flags.device, launch.local_rank if flags.device == "cuda" else None)
     if check.ranks:
         start_world(launch, device, timeout=300)
+    choose_kernels(Config(), device)
     run = Run(device, flags.quick, launch.world_size)
     reason = check.function(run, *check.arguments)
     verdict, slow = "skipped" if reason else "passed", f"below the floor: {', '.join(run.slow)}" if run.slow else ""

@@ -168,7 +168,7 @@ def command(words: str) -> str:
 
 
 def ask(run: Run, question: str) -> dict:
-    """Add the numbers of `python bench.py QUESTION` here, and return them. Raises UserError if it calls them wrong."""
+    """Add the numbers of `python bench.py QUESTION` here, and return them. Raises UserError unless they are exact."""
     here = "" if question.startswith("plan") else f" --device {run.device.type}" + " --dtype bfloat16" * run.cuda
     record = json.loads(command(f"bench.py {question}{here}").splitlines()[-1])
     require(record.get("exact", True), f"bench.py {question}: a real step is not its dry run's: {record}")
@@ -218,14 +218,13 @@ def overlap(run: Run):
         ask(run, f"overlap --tp {ranks_here(run.cuda)} {sizes} --micro-batch-size 2 --repeats 3 --slices {more}")
 
 
-def steps(run: Run, model: str, *variants: str) -> str | None:
+def steps(run: Run, model: str, *variants: str):
     """The time, the memory and the exposed communication of a step stand beside the estimates of `bench.py plan`."""
     model = model if run.large else f"--model nano --num-layers 2 --global-batch-size 4 --tp {run.world_size}"
     for variant in [each for each in variants if run.has_fp8 or "fp8" not in each] if run.large else SLICES[1:]:
         words = f"plan --gpus {run.world_size} --gpu {run.gpu or 'H100'} {model} --pp 1 {variant}"
-        planned = gathered(ask(run, words) if dist.get_rank() == 0 else None)[0]
-        if not planned["fits"]:
-            return f"{words} does not fit"
+        if not (planned := ask(run, words))["fits"]:           # on each rank, because each must raise an error
+            continue
         gc.collect()                                           # frees the previous model
         torch.cuda.reset_peak_memory_stats(run.device) if run.cuda else None
         flags = parse(plan, words.split())

@@ -3,8 +3,7 @@
 Each kernel is called through nanodomino's own function and compared with the same mathematics in float64. A result
 rounded to bfloat16 errs by up to 2^-9, a number in 8 bits by 2^-4 (e4m3) or 2^-3 (e5m2), and a wrong scale by more.
 
-The floor of a kernel's speed is FLOOR times the speed that `bench.py plan` assumes. The report names a kernel
-below its floor. It fails no check: its result is right, and the GPU may lack power, or plan may assume too much.
+A kernel's floor is FLOOR times the speed that `bench.py plan` assumes. The report names slower kernels, which may pass.
 """
 
 import importlib.metadata

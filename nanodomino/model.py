@@ -221,7 +221,7 @@ class GPT(nn.Module):
 
 @lru_cache(maxsize=1024)
 def meta_stage(config, pp_rank=0) -> GPT:
-    """Return the first shard of a stage, with shapes but without values."""
+    """Return the first tensor-parallel shard of a stage, with shapes but without values."""
     return GPT(config, meta_mesh(config.pp, config.dp, config.tp, pp_rank, **config.mesh_options))
 
 

@@ -149,9 +149,9 @@ class VocabParallelEmbedding(nn.Module):
         return reduce_from_tensor_parallel(self.partial_embeddings(tokens), self.group)
 
     def logits_weight(self):
-        """Return the matrix [num_logits, h] that a head multiplies by: the words, and padding up to a multiple of 8
-        rows if there is as much. Matrix units need aligned sizes, and GPT-2's vocabulary of 50257 is odd. The loss
-        ignores the logits of padding rows."""
+        """Return the matrix [num_logits, h] that a head multiplies by: num_words rows, rounded up to a multiple of 8 if
+        this rank has enough padding rows. Matrix units need aligned sizes, and GPT-2's vocabulary of 50257 is odd. The
+        loss ignores the logits of padding rows."""
         return self.weight[:-(-self.num_words // 8) * 8]
 
 

@@ -84,7 +84,7 @@ class P2PCommunicator:
             return
         works = dist.batch_isend_irecv([dist.P2POp(op, tensor, self.mesh.stage_rank(peer), self.mesh.pp_group,
                                                    tag=self.tag(message)) for op, peer, message, tensor in batch])
-        works *= len(batch)                                         # NCCL returns one work for the whole batch
+        works *= len(batch)                    # NCCL returns one work for the whole batch; zip() ignores surplus works
         for work, (op, peer, message, tensor) in zip(works, batch):
             if op is dist.isend:
                 self.trace.moment("send", message=str(message), peer=self.mesh.stage_rank(peer), bytes=tensor.nbytes)

@@ -214,7 +214,7 @@ def largest_rank():
 
 
 def test_an_all_reduce_may_take_the_largest(pool):
-    """As the cross entropy does, which would be right with any other number, until exp() overflows."""
+    """The cross entropy takes it. With any other number it would be right, too, until exp() overflows."""
     assert pool.run(largest_rank, world_size=2) == [3.0, 3.0]
 
 

@@ -339,7 +339,7 @@ def test_each_message_has_one_send_and_one_receive_with_its_tag(monkeypatch, sch
 
 
 def test_connect_opens_each_link_of_a_ring_from_both_ends(monkeypatch):
-    """After an operation of the whole pipeline, but not of the world: NCCL sets a group up with all of its ranks."""
+    """The whole pipeline, but not the world, runs an operation first: NCCL sets a group up with all of its ranks."""
     links = timetable("interleaved", 3, 3, 2).placement
     assert len(links.neighbours) == 3
     for stage in range(3):

@@ -71,15 +71,15 @@ def nearly(points):
 
 
 @pytest.mark.table
-@pytest.mark.parametrize("windows, eval_iters, loss", [(10, 9, 3.0), (8, 9, 2.0), (10, 2, 2.0), (3, 9, 1.0)])
-def test_an_evaluation_covers_the_split_and_its_last_batch_may_be_smaller(monkeypatch, windows, eval_iters, loss):
+@pytest.mark.parametrize("windows, eval_iters, batches", [(10, 9, 3), (8, 9, 2), (10, 2, 2), (3, 9, 1)])
+def test_an_evaluation_covers_the_split_and_its_last_batch_may_be_smaller(monkeypatch, windows, eval_iters, batches):
     """Batches of 4 samples in the split's own order. The loss of the first is 1, of the second 2, of the third 3."""
     monkeypatch.setattr(train, "run_schedule", lambda table, step, *_, shuffle=True, **__: Totals(
         *torch.tensor([2.0 * step + 2.0 + 9.0 * shuffle, 2.0]).double()))
     stage, dataset = SimpleNamespace(model=SimpleNamespace(post_process=True)), SimpleNamespace(windows=windows)
     config = tiny(1, global_batch_size=4, micro_batch_size=4, eval_iters=eval_iters)
     with fake_world(0, 1):
-        assert train.evaluate(stage, dataset, config, build(config)[0]) == (loss + 1) / 2
+        assert train.evaluate(stage, dataset, config, build(config)[0]) == (batches + 1) / 2
 
 
 @pytest.mark.table

@@ -104,7 +104,7 @@ def test_each_gradient_counts_once_in_the_norm(layout, zero_stage):
 @pytest.mark.parametrize("bucket_size", [2000, 1024, 60])
 def test_a_bucket_is_full_when_it_has_bucket_size_elements(bucket_size):
     """Without its last parameter it would have fewer. Of each kind only the last bucket may have fewer. An MLP's matrix
-    has 1024 elements. Of 60, also the vectors fill several buckets."""
+    has 1024 elements. With a size of 60, the vectors fill several buckets, too."""
     model = meta_model(tiny(bucket_size=bucket_size))
     buckets = [(kind, [weight.numel() for weight in weights]) for kind, weights in sort_into_buckets(model)]
     full = [sizes for _, sizes in buckets if sum(sizes) >= bucket_size]

@@ -48,7 +48,7 @@ def streams_of(device: torch.device):
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a GPU. On a machine without GPUs, fake tensors on "cuda" stand for one, too."""
+    """Return the compute capability of a GPU, or of the StandIn for meta tensors and on machines without GPUs."""
     stands_in = device.type == "meta" or not torch.cuda.is_available()
     return STAND_IN.get().capability if stands_in else torch.cuda.get_device_capability(device)
 

@@ -145,7 +145,7 @@ class Fp8Recipe:
                    rowwise=recipe == "rowwise", wgrad=wgrad, dtype=dtype)
 
     def convert(self, x, to_8_bits, transposed=False) -> Fp8Tensor:
-        """Convert x [.., k] for a sum over k or, if `transposed`, x^T [k, rows] for a sum over the rows.
+        """Convert x [.., k] for a sum over k. If `transposed`, convert it to x^T [k, rows], for a sum over the rows.
 
         to_8_bits: self.weight, self.activation or self.gradient
         """

@@ -10,9 +10,9 @@ must choose the same, or their copies of a parameter would drift apart (check_co
 
 **Attention.** On an H100 torch prefers cuDNN's attention to flash attention. With an attention bias, the backward of
 cuDNN's attention can return NaN if the sequence length modulo 128 is 64 (github.com/pytorch/pytorch/issues/196678).
-Attention within documents (varlen.py) and generation use flash attention also there: torch's own, which is version 2,
-or version 3 if the package is installed. Deterministic mode stays with version 2, because it is open whether the
-gradients of version 3 always have the same bits (github.com/Dao-AILab/flash-attention/issues/2244).
+Even there, attention within documents (varlen.py) and generation use flash attention: torch's own, which is version
+2, or version 3 if its package is installed. Deterministic mode stays with version 2, because the gradients of
+version 3 may not always have the same bits (github.com/Dao-AILab/flash-attention/issues/2244).
 """
 
 import os
@@ -42,7 +42,7 @@ def choose_kernels(config: Config, device: torch.device):
 
 
 def can_use_flash_attention_3(config: Config, device: torch.device) -> bool:
-    """Return whether FlashAttention 3 is installed, and torch can call it on this GPU. It needs Hopper."""
+    """Return whether this run uses FlashAttention 3: its package is installed, and torch can call it on this GPU."""
     return (device.type == "cuda" and capability_of(device)[0] == 9 and not config.deterministic_mode
             and hasattr(torch.nn.attention, "activate_flash_attention_impl")         # older versions of torch lack it
             and find_spec("flash_attn_interface") is not None)

@@ -12,6 +12,7 @@ from benchmarks import pipeline, zero
 from benchmarks.runner import parse
 from nanodomino.comm.trace import Event
 from nanodomino.dry_run.rank import dry_run
+from nanodomino.errors import UserError
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.schedules.placement_and_messages import timetable
 from nanodomino.schedules.simulation import bubble, simulate, step_time
@@ -95,3 +96,21 @@ def test_zero():
 def test_expected_bytes_of_state_per_parameter(dtype, expected):
     config = tiny(4, data_parallel_size=4, dtype=dtype)
     assert [zero.formula_bytes(name, config) for name in zero.SIDES] == expected
+
+
+class Side:
+    """A side with this loss and this gradient."""
+
+    def __init__(self, loss, gradient, placement=""):
+        self.step, self.gradients = lambda: loss, lambda: [torch.tensor([gradient])]
+        self.parts = SimpleNamespace(placement=placement)
+
+
+@pytest.mark.parametrize("other", [(5.01, 3.0), (5.0, 3.01)])
+def test_pipeline_refuses_to_compare_different_work(monkeypatch, other):
+    """Gradients may differ between placements of the layers."""
+    monkeypatch.setattr(pipeline, "gathered", lambda value: [value])
+    sides = {("1f1b", "domino"): Side(5.0, 3.0), ("zb-v", "domino"): Side(5.0, 2.0, "folded")}
+    pipeline.check_same_work(tiny(dtype="float32"), sides)
+    with pytest.raises(UserError, match="of 1f1b torch are .* those of 1f1b domino"):
+        pipeline.check_same_work(tiny(dtype="float32"), sides | {("1f1b", "torch"): Side(*other)})

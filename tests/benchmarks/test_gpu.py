@@ -47,7 +47,7 @@ def test_a_check_that_exceeds_its_limit_ends_with_all_its_processes(monkeypatch)
 
 def test_without_a_gpu_one_sentence_says_what_to_do(capsys):
     assert main(QUESTIONS, "", ["gpu"]) == 2
-    assert "needs a GPU that torch can see, and there is none; try --device cpu" in capsys.readouterr().err
+    assert "torch must see a GPU; else try --device cpu" in capsys.readouterr().err
     assert gpu.run_check("steps-tp", SimpleNamespace(device="cpu", quick=True))["message"] == "needs 8 GPUs"
 
 
@@ -64,7 +64,7 @@ def test_the_report_names_a_kernel_below_its_floor(monkeypatch):
 
 @pytest.mark.exhaustive
 def test_the_models_whose_steps_are_measured_fit_on_eight_h100():
-    """In dry runs on a CUDA device that is not there. processes() raises UserError if a flag is wrong."""
+    """Plans each model's last variant in a dry run without a GPU. A wrong flag of any variant raises UserError."""
     for model, *variants in [check.arguments for check in CHECKS.values() if check.arguments]:
         flags = [parse(plan, f"plan --gpus 8 --pp 1 {model} {variant}".split()) for variant in variants]
         assert set(map(plan.processes, flags)) == {1} and plan.answer(flags[-1], None)[1]["fits"]

@@ -433,3 +433,13 @@ def test_end_of_text_can_be_masked_from_the_loss(corpus):
         batch = TokenDataset(corpus, "train", 512, seed=1, prepare=prepare_batch).batch(0, 0, 0, 1, 8, 8)
         at_end = batch.labels == corpus.end_of_text
         assert at_end.any() and torch.equal(batch.loss_mask == 0, at_end & torch.tensor(asked))
+
+
+def test_to_a_gpu_goes_one_copy_of_the_rows_and_the_host_does_not_wait(corpus, monkeypatch):
+    copies = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda rows: copies.append(("pinned", tuple(rows.shape))) or rows)
+    monkeypatch.setattr(torch.Tensor, "to",
+                        lambda rows, device, non_blocking: copies.append((device.type, non_blocking)) or rows)
+    prepare_batch = partial(Config(eod_mask_loss=True).prepare_batch, end_of_text=corpus.end_of_text)
+    TokenDataset(corpus, "train", 16, 1, torch.device("cuda"), prepare_batch).batch(0, 0, 0, 1, 4, 4)
+    assert copies == [("pinned", (4, 17)), ("cuda", True)]

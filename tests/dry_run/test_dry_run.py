@@ -155,7 +155,7 @@ def test_with_free_communication_there_is_only_the_bubble(schedule, least, most)
 
 @pytest.mark.parametrize("microbatches", [96, 100])
 def test_a_schedule_is_extrapolated_to_many_microbatches_and_memory_without_the_hosts_decides(microbatches):
-    """The step of 96 or 100 microbatches on two stages from those of 32 and 64 and the rest."""
+    """The step of 96 or 100 microbatches on two stages follows from those of 32 and 64 and the rest."""
     config = tiny(2, **PP2, **FULL, checkpoint_in_cpu=True, num_layers=8, hidden_size=64, device="cuda",
                   dtype="bfloat16", global_batch_size=3 * microbatches)
     one = machine(matmul_rate=1e12, inter_host_rate=1e9, ranks_per_host=1)

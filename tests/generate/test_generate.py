@@ -274,7 +274,7 @@ def test_a_draft_of_several_tokens_gives_no_more_than_were_asked_for():
 
 @pytest.mark.table
 def test_drafted_tokens_see_the_visible_tokens_and_those_before_them():
-    """Of five cached tokens two belong to the document, which begins at place 3."""
+    """The last two of five cached tokens belong to the document, which begins at place 3."""
     config = SimpleNamespace(params_dtype=torch.float32, rope=False)
     cache = SimpleNamespace(model=SimpleNamespace(config=config), length=5, look_around=lambda tokens: (None, 3, None))
     KeyValueCache.start(cache, torch.zeros(1, 2))

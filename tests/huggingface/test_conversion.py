@@ -336,7 +336,7 @@ def test_files_end_between_parameters_and_are_as_full_as_possible(saved):
     ({setting: value for setting, value in ALL_PRESETS["qwen3-30b-a3b"].items()
       if not setting.startswith(("num_experts", "moe_"))}, "llama3.2-1b")])
 def test_the_nearest_preset_is_the_nearest_by_ratio_and_has_experts_only_if_the_model_has(settings, preset):
-    """By difference, 1820 would be gpt2-xl's 1600, and 3270 gpt3-2.7b's 2560."""
+    """By difference, 1820 would be nearest to gpt2-xl's 1600, and 3270 to gpt3-2.7b's 2560."""
     assert nearest_preset(settings) == preset
 
 

@@ -63,3 +63,12 @@ def test_gathered_keys_need_a_bias_if_heads_are_too_large_for_varlen_attention()
     found = [tiny(2, context_parallel_size=2, dtype="bfloat16", kv_channels=size).uses_attention_bias
              for size in (192, 256)]
     assert found == [False, True]
+
+
+@pytest.mark.parametrize("dtype, precision, said", [("float32", "highest", True), ("float32", "high", False),
+                                                    ("bfloat16", "highest", False), ("float64", "highest", False)])
+def test_the_start_says_if_a_gpus_matrix_units_stay_idle(monkeypatch, dtype, precision, said):
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    config = tiny(1, dtype=dtype)
+    assert ("without TF32 (--bf16 is" in kernels.in_words(config, torch.device("cuda"))) == said
+    assert kernels.in_words(config, torch.device("cpu")) == ""

@@ -239,7 +239,7 @@ class MoEInside(Inside):
     """Runs router, dispatch, experts and combine."""
 
     def __init__(self, sublayer: MoE, ops, compiled):
-        """compiled: see Sublayer. Only the router is compiled, because the number of rows often changes."""
+        """compiled: see Sublayer. Only the router is compiled, because the experts' numbers of rows often change."""
         super().__init__(sublayer)
         self.ops, self.activation, shared = ops, sublayer.activation, sublayer.shared_expert
         self.router = router = sublayer.router
@@ -264,7 +264,7 @@ class MoEInside(Inside):
         """Route h [b, s, h]. add_loss() computes the loss once the sum of the choices has arrived."""
         logits = self.router.logits(h)
         experts, *counted = self.choose(logits)
-        with torch.enable_grad():                              # also in an evaluation, so that it shares the graphs
+        with torch.enable_grad():                              # in evaluation too, which shares training's graphs
             logits = logits.detach().requires_grad_()
             return Routing(logits, experts, self.weights(logits, experts), *counted)
 
