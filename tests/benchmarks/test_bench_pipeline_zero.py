@@ -2,8 +2,10 @@
 check the arithmetic around the times, not the times."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 from support.harness import tiny
 from support.benchmark import ask, within
 
