@@ -55,7 +55,8 @@ def answer(flags, launch):
     check, device = CHECKS[flags.run], torch.device(flags.device, launch.local_rank if flags.device == "cuda" else None)
     if check.ranks:
         start_world(launch, device, timeout=300)
-    choose_kernels(Config(), device)
+    else:
+        choose_kernels(Config(), device)               # a check that trains chooses them for its own settings
     run = Run(device, flags.quick, launch.world_size)
     reason = check.function(run, *check.arguments)
     verdict, slow = "skipped" if reason else "passed", f"below the floor: {', '.join(run.slow)}" if run.slow else ""

@@ -16,7 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,14 +28,14 @@ import torch.distributed as dist
 import train
 from benchmarks import plan
 from benchmarks.gpu_kernels import Run, attention, expert_matmuls, fp8_matmuls, machine, weight_gradients
-from benchmarks.runner import BENCH, RandomTokens, bytes_text, config_of, gathered, parse, seconds_text
+from benchmarks.runner import BENCH, RandomTokens, bytes_text, config_of, gathered, parse, seconds_text, with_mesh
 from benchmarks.throughput import OurTraining
 from benchmarks.timeline import record
 from nanodomino.analysis.hardware import peak_memory
 from nanodomino.comm import scatter_and_gather
 from nanodomino.config.config import Config
 from nanodomino.errors import require
-from nanodomino.mesh import Mesh, make_mesh
+from nanodomino.mesh import Mesh
 from nanodomino.options.fp8 import RECIPES
 from nanodomino.run.check_copies import checksum
 from nanodomino.run.kernels import choose_kernels
@@ -72,11 +72,10 @@ class Check:
 
 
 def joined(run: Run, config: Config) -> tuple[Config, Mesh]:
-    """Return the Config with its device, and the mesh of all ranks."""
-    config = replace(config, device=run.device.type).with_device(run.device)
+    """Return the Config with its device, and the mesh of all ranks. Chooses the kernels for these settings."""
+    config, mesh = with_mesh(config, run.device)
     choose_kernels(config, run.device)
-    return config, make_mesh(config.pp, config.dp, config.tp, run.device, **config.mesh_options,
-                             thread_blocks=config.thread_blocks)
+    return config, mesh
 
 
 def built(run: Run, **settings) -> OurTraining:

@@ -243,6 +243,11 @@ def join(config: Config, launch: LaunchInfo, one_core=False) -> tuple[Config, Me
     if one_core and device.type == "cpu":
         bind_to_one_core()
     start_world(launch, device)
+    return with_mesh(config, device)
+
+
+def with_mesh(config: Config, device: torch.device) -> tuple[Config, Mesh]:
+    """Return the Config with its device, and the mesh of all ranks of a world that has started."""
     return (dataclasses.replace(config, device=device.type).with_device(device),
             make_mesh(config.pp, config.dp, config.tp, device, **config.mesh_options,
                       thread_blocks=config.thread_blocks))

@@ -45,13 +45,16 @@ class Mutant(NamedTuple):
 
 
 def read_mutants(text: str) -> list[Mutant]:
-    """Return the entries of mutants.txt. Raises ValueError if an entry's old text does not occur once in its files."""
+    """Return the entries of mutants.txt. Raises ValueError if an entry's old text does not occur once in its files, or
+    if a path of its tests does not exist: pytest would end with an error, as if a test were red."""
     mutants, files, tests = [], [], []
     for line in filter(None, map(str.strip, text.splitlines())):
         if line.startswith("== "):
             names, _, paths = line[3:].partition(":")
             files = [name if name == "train.py" else f"nanodomino/{name}" for name in names.split()]
             tests = [f"tests/{path}" for path in paths.split()]
+            if missing := [path for path in tests if not (ROOT / path).exists()]:
+                raise ValueError(f"mutants.txt names {', '.join(missing)}, which must exist; correct the path")
             continue
         edit, _, note = line.partition(" ## ")
         old, _, new = edit.partition(" => ")
@@ -194,6 +197,8 @@ def main():
         with ThreadPoolExecutor(WORKERS) as threads:
             reds = list(threads.map(lambda mutant: plant([mutant], mutant.tests, copies), mutants))
             survivors = [mutant for mutant, red in zip(mutants, reds) if not red]
+            if any(reds) and (broken := plant([], sorted({*filter(None, reds)}), copies)):
+                print(f"{broken} is red without a mutant, too; mend it, because what it has found here does not count")
             if flags.all:
                 halves = survivors[::2], survivors[1::2]
                 survivors = sum(threads.map(lambda half: survivors_of_all(half, copies), halves), [])
