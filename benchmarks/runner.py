@@ -116,7 +116,8 @@ def parse(question, arguments: list[str]) -> argparse.Namespace:
 
 # The settings of train.py that a question can offer as flags.
 CONFIG_FLAGS = tuple(setting.name for setting in flag_settings(Config, "The model", "The layout")) + (
-    "global_batch_size", "optimizer", "dtype", "fp8_format", "fp8_recipe", "first_last_layers_bf16", "device")
+    "global_batch_size", "optimizer", "dtype", "fp8_format", "fp8_recipe", "fp8_wgrad", "first_last_layers_bf16",
+    "device")
 
 
 def add_config_flags(parser, names=CONFIG_FLAGS, **defaults):

@@ -53,6 +53,13 @@ def test_a_plan_has_the_bytes_and_collectives_of_a_whole_dry_run(capsys):
         assert said in text
 
 
+def test_a_third_of_fp8s_matmuls_takes_twice_as_long_if_weight_gradients_are_outside(capsys):
+    flags = [*SMALL, "--hidden-size", 4096, "--num-attention-heads", 32, "--fp8-format", "e4m3"]
+    inside, outside = (here(capsys, "plan", *flags, flag)[2]["parts_s"]["matmuls"]
+                       for flag in ("--fp8-wgrad", "--no-fp8-wgrad"))
+    assert outside / inside == pytest.approx(4 / 3, rel=0.1)
+
+
 @pytest.mark.parametrize("flags, terms", [
     (["--tp", 4, "--pp", 1, "--micro-batch-size", 16, "--gpu", "A100"], "activations [0-9.]+ GB and "),
     (["--tp", 8, "--pp", 1, "--zero-stage", 0, "--gpu", "A10"], "optimizer [0-9.]+ GB and gradients")])
