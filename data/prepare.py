@@ -302,7 +302,7 @@ def print_summary(meta: dict, output: Path):
         print(f"  {split:<5} {counted(meta['documents'][split], 'document', ','):>19} "
               f"{counted(tokens, 'token', ','):>22} {tokens / total:>7.2%}")
     if meta["cut_off"]:
-        print(f"  too few documents: cut {' and '.join(meta['cut_off'])} off the end of the largest split")
+        print(f"  too few documents for all splits: {' and '.join(meta['cut_off'])} cut off the end of the largest one")
     if meta["skipped"]:
         print(f"  skipped {skipped_text(meta['skipped'])}")
     print(f"  a model that knows only token frequencies has a loss of {meta['unigram_entropy']:.3f} nats per token, "

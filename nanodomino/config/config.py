@@ -191,8 +191,8 @@ class CoreSettings(Seams):
     seed: int = training_setting(1234, "seed of initial weights, data order and dropout", affects="run", at_least=0)
 
     data_path: str = data_setting(
-        None, "folder made by data/prepare.py (default: one made from the source code of Python's standard library)",
-        affects="nothing")
+        None, "folder made by data/prepare.py; it may move, but a resumed run needs the same text (default: made from "
+              "the source code of Python's standard library)", affects="nothing")
 
     run_dir: str = run_setting(
         None, "folder of the run; if it holds a run, that run resumes with its settings (default: a new folder "

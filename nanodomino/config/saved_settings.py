@@ -64,8 +64,10 @@ def check_settings(record: dict, source, config: Config, *effects):
         if name not in record:
             continue
         recorded, requested = getattr(saved, name), getattr(config, name)
-        old, new = (f" (--data-path {each.data_path})" * (name == "data_sha256") for each in (saved, config))
-        require(recorded == requested, f"{source} was made with {name.replace('_', '-')} {recorded}{old}, but this run "
-                f"has {requested}{new}; go back to the old value, or start another run "
+        is_text = name == "data_sha256"
+        old, new = (f" (--data-path {each.data_path})" * is_text for each in (saved, config))
+        require(recorded == requested, f"{source} was made with {'the text of ' * is_text}{name.replace('_', '-')} "
+                f"{recorded}{old}, but this run has {requested}{new}; go back to the old "
+                f"{'text' if is_text else 'value'}, or start another run "
                 + ("without --load" if config.finetune else "(if the model is the same, from these weights: --load "
                    "FOLDER --finetune)"))

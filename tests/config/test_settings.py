@@ -172,7 +172,7 @@ def test_a_changed_setting_is_refused_or_accepted_by_its_effect(origins, monkeyp
         open_run(config)
         if field.metadata["affects"] in roles:
             with pytest.raises(UserError,
-                               match=f"{field.name.replace('_', '-')} .*, but this run has .*go back to the old value"):
+                               match=f"{field.name.replace('_', '-')} .*, but this run has .*go back to the old "):
                 open_run(other)
         elif field.name == "mtp_num_layers":
             with pytest.raises(UserError, match="can drop depths but not add any; try --mtp-num-layers 0"):
@@ -190,7 +190,7 @@ def test_other_training_tokens_are_refused(pool, tmp_path):
     text.write_text(text.read_text().replace("line 7 ", "line 8 "))
     prepare(text, tmp_path / "other", progress=False)
     ended = train_in_pool(pool, tmp_path, *run, "--train-iters", 3, "--data-path", tmp_path / "other")
-    assert ended.code == 2 and "was made with data-sha256 " in ended.output
+    assert ended.code == 2 and "was made with the text of data-sha256 " in ended.output
     assert all(f" (--data-path {tmp_path / name})" in ended.output for name in ("moved", "other")), ended.output
 
 
