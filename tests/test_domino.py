@@ -218,7 +218,7 @@ def test_an_all_reduce_may_take_the_largest(pool):
     assert pool.run(largest_rank, world_size=2) == [3.0, 3.0]
 
 
-def test_deferred_weight_gradients_keep_no_masks_attention_biases_and_received_hidden_states():
+def test_deferred_weight_gradients_keep_no_logits_masks_attention_biases_and_received_hidden_states():
     config = tiny(2, pipeline_model_parallel_size=2, micro_batch_size=4, global_batch_size=4, slices=2,
                   reset_attention_mask=True)
     with fake_world(1, 2):
@@ -227,9 +227,10 @@ def test_deferred_weight_gradients_keep_no_masks_attention_biases_and_received_h
         hidden = torch.ones(4, config.seq_length, config.hidden_size).double()
         losses, tape = run_to_end(stage.forward(batch, hidden))
         held = [weakref.ref(hidden.untyped_storage()), *(weakref.ref(part) for slice in tape for part in (
-            slice.batch, slice.output, slice.masks_and_positions, slice.masks_and_positions.shared["attention_bias"]))]
+            slice.batch, slice.output, slice.head.logits, slice.masks_and_positions,
+            slice.masks_and_positions.shared["attention_bias"]))]
         del hidden
-        assert sum(part() is not None for part in held) == 9
+        assert sum(part() is not None for part in held) == 11
         run_to_end(stage.backward(tape, torch.ones_like(losses), defer_weights=True))
     gc.collect()
-    assert not any(part() for part in held)
+    assert all(part() is None for part in held)

@@ -44,15 +44,24 @@ def test_bytes_of_state_per_parameter(zero_stage, dtype, expected):
         reduce_scatter=4 * (config.microbatches if zero_stage == 2 else 1), all_gather=config.params_dtype.itemsize))
 
 
+@pytest.mark.parametrize("positions", ["learned_absolute", "rope"])
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("granularity, stream, inside", [("none", 4, 12), ("selective", 4, 7), ("full", 2, 0)])
-def test_activations_of_a_layer(granularity, stream, inside, cut):
-    """Exact: a norm keeps two fp32 numbers per token, and attention one per token and head."""
-    config = small(recompute_granularity=granularity, sequence_parallel=cut)
+def test_activations_of_a_layer(granularity, stream, inside, cut, positions):
+    """Exact: a norm keeps two fp32 numbers per token, and attention one per token and head. Rotated q and k are kept in
+    place of the q and k that they are made from."""
+    config = small(recompute_granularity=granularity, sequence_parallel=cut, position_embedding_type=positions)
     tensors = stream * X / (2 if cut else 1) + inside * X / 2
     statistics = 4 * 3 * 32 * (4 / (2 if cut else 1) + 8 / 2 * (granularity == "none"))
     kept = per_layer(config, lambda run: {"kept": run.kept[(("forward", 0),)]})["kept"]
     assert kept == tensors + statistics
+
+
+def test_activations_of_a_layer_with_attention_dropout():
+    """Each score has a probability, an fp32 mask and a dropped probability; each slice also a causal mask. The matmuls
+    save contiguous q, k and v, which take the place of qkv."""
+    kept = per_layer(small(attention_dropout=0.1), lambda run: {"kept": run.kept[(("forward", 0),)]})["kept"]
+    assert kept == 4 * X + 12 * X / 2 + 4 * 3 * 32 * 4 + (2 + 4 + 2) * 3 * 4 * 32 * 32 + 2 * 32 * 32
 
 
 @pytest.mark.parametrize("slices, columns", [(1, 1), (3, 2)])

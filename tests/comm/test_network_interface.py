@@ -41,9 +41,9 @@ MEET = """
 import os, torch
 from nanodomino.comm.world import read_launch_environment, start_world
 from nanodomino.mesh import make_mesh
-start_world(read_launch_environment(os.environ), torch.device("cpu"), 15)
+start_world(read_launch_environment(os.environ), torch.device("cpu"), 150)
 ranks = torch.ones(1) + int(os.environ["RANK"])
-torch.distributed.all_reduce(ranks, group=make_mesh(1, 1, 2, torch.device("cpu"), 15).tp_group)
+torch.distributed.all_reduce(ranks, group=make_mesh(1, 1, 2, torch.device("cpu"), 150).tp_group)
 print("the sum is", int(ranks))
 """
 

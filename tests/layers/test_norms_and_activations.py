@@ -84,6 +84,14 @@ def test_gradients_of_biases_are_summed_in_fp32_and_masks_are_fp32():
 
 
 @pytest.mark.table
+def test_a_mask_of_the_residual_stream_is_kept_until_backward_has_it():
+    """The slice lives on while backward walks its tape, so a mask that stayed would take memory for nothing."""
+    masks, x = MasksAndPositions(tiny(1, hidden_dropout=0.5), None, [0], keep=True), torch.ones(1, 8, 16)
+    drawn = masks.hidden_dropout_mask("site", x)
+    assert masks.hidden_dropout_mask("site", x) is drawn and not masks.kept
+
+
+@pytest.mark.table
 def test_a_norms_bias_is_summed_over_the_same_ranks_as_its_weight():
     norm = Norm(tiny(2, tensor_model_parallel_size=2), meta_mesh(1, 1, 2), 8, addends=("tp",))
     assert norm.weight.spec.kind == norm.bias.spec.kind and norm.bias.spec.kind.addends == ("tp",)

@@ -117,6 +117,22 @@ def test_what_was_recomputed_is_freed_before_the_next_sublayer(monkeypatch):
         assert len(found) == 3 * 4 and max(found) == most
 
 
+def test_what_will_be_recomputed_is_freed_before_forward_waits(monkeypatch):
+    """No slice holds h or a of a sublayer while another slice computes."""
+    computed, found, forward = [], [], LinearPair.forward
+
+    def watched(self, slice, h):
+        found.append(sum(tensor() is not None for tensor in computed))
+        flights, tape = yield from forward(self, slice, h)
+        computed.extend(map(weakref.ref, (h[0].tensor, tape.activation)))
+        return flights, tape
+
+    monkeypatch.setattr(LinearPair, "forward", watched)
+    step_of(tiny(2, **{**EIGHT, "global_batch_size": 4}, tensor_model_parallel_size=2, slices=3,
+                 recompute_granularity="full"))
+    assert found == [0] * 3 * 4
+
+
 # ---- host offload, on a simulated GPU
 
 class CopyStream(TorchDispatchMode):

@@ -56,6 +56,17 @@ def test_gather_returns_all_rows_and_reduce_the_sum_of_this_ranks_rows(pool, ran
         assert torch.equal(gathered, whole) and torch.equal(torch.cat(chunks, dim=-1), whole)
 
 
+def test_the_tape_keeps_only_this_ranks_rows_of_the_word_embeddings():
+    """Without learned positions and dropout, the reduced words are the residual stream itself. Their reduce leaves them
+    in a tensor of all rows, of which a view would keep every row."""
+    config = tiny(2, **FOUR, position_embedding_type="rope", slices=1)
+    with fake_world(0, 2):
+        _, _, _, stage = build(config)
+        (piece,) = run_to_end(stage.forward(random_data(config, 1).batch(0, 0, 0, 1, 4, 4)))[1]
+    x = piece.tape[0].norm.x
+    assert x.shape == (4, config.seq_length // 2, config.hidden_size) and x.untyped_storage().nbytes() == x.nbytes
+
+
 # ---- what runs between a launch and its wait
 
 def windows_of(config, staggered=Domino.staggered):

@@ -82,6 +82,14 @@ def test_on_a_gpu_each_groups_collectives_end_in_a_stream_of_their_own(monkeypat
     assert all(event.end for event in trace.events)
 
 
+def test_what_has_not_ended_when_the_events_are_taken_ends_where_it_began():
+    """gloo notes a collective's end in a thread of its own, which may run later than the wait."""
+    trace, future = Trace(), torch.futures.Future()
+    trace.watch("all_reduce", SimpleNamespace(get_future=lambda: future), group="tp", bytes=8)
+    (event,) = trace.take(offset=5)
+    assert event.end == event.begin
+
+
 def of(events, *kinds):
     return [event for event in events if event.kind in kinds]
 
