@@ -7,12 +7,12 @@
 mutants.txt holds the entries. A line `== mesh.py: test_mesh.py` names files of nanodomino/ (or train.py) and the paths
 under tests/ that run for their mutants, nearest first. The lines below it are mutants:
 
-    old => new ## note                         old occurs once in the files; a note says why a survivor is equivalent
+    old => new ## note                         old occurs once in the files; the note says why no test can find it
 
 Two workers each own a copy of the tree. This process imports torch and pytest once, and each mutant runs in a fork of
-it, which saves seconds. The pool's ranks are forks of that fork. The first red test ends a mutant. With `--all`, each
-worker's tree holds half of the survivors, and the worker walks once through the tests. At a red test, halving tells
-which mutant it finds. The mutant is removed, and the walk goes on from this test.
+it, which saves seconds. The pool's ranks are forks of that fork. The first red test ends a mutant. A mutant with a note
+survives without a run. With `--all`, each worker's tree holds half of the survivors, and the worker walks once through
+the tests. At a red test, halving tells which mutant it finds. The mutant is removed, and the walk goes on from there.
 """
 
 import argparse
@@ -195,7 +195,7 @@ def main():
             copies.put(Path(shutil.copytree(ROOT, Path(folder, str(worker)),
                                             ignore=shutil.ignore_patterns(".git", "__pycache__", "runs"))))
         with ThreadPoolExecutor(WORKERS) as threads:
-            reds = list(threads.map(lambda mutant: plant([mutant], mutant.tests, copies), mutants))
+            reds = list(threads.map(lambda each: None if each.note else plant([each], each.tests, copies), mutants))
             survivors = [mutant for mutant, red in zip(mutants, reds) if not red]
             if any(reds) and (broken := plant([], sorted({*filter(None, reds)}), copies)):
                 print(f"{broken} is red without a mutant, too; mend it, because what it has found here does not count")
