@@ -115,9 +115,9 @@ def parse(question, arguments: list[str]) -> argparse.Namespace:
 
 
 # The settings of train.py that a question can offer as flags.
-CONFIG_FLAGS = tuple(setting.name for setting in flag_settings(Config, "The model", "The layout")) + (
-    "global_batch_size", "optimizer", "dtype", "fp8_format", "fp8_recipe", "fp8_wgrad", "first_last_layers_bf16",
-    "device")
+CONFIG_FLAGS = ("global_batch_size", "optimizer", "dtype", "device", "fp8_format", *(
+    setting.name for setting in flag_settings(Config) if "--fp8-format" in setting.metadata["needs"]), *(
+    setting.name for setting in flag_settings(Config, "The model", "The layout")))
 
 
 def add_config_flags(parser, names=CONFIG_FLAGS, **defaults):

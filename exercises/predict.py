@@ -43,7 +43,7 @@ def predict(name, number):
     if number is None:
         return print(f"{question}\nThen measure: python -m exercises predict {name} NUMBER")
     if not number > 0:
-        sys.exit(f"a prediction must be a positive number, but is {number:g}")
+        sys.exit(f"A prediction must be a positive number, but is {number:g}; correct it.")
     print(f"Measuring with: python bench.py {command}", flush=True)
     bench = subprocess.run([sys.executable, "bench.py", *command.split()], cwd=MINIMAL.parents[1], text=True,
                            capture_output=True)

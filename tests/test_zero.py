@@ -152,7 +152,8 @@ def in_flight_rank(config, data):
     Bucket.allocate_gradients, optimizer.reduce = measured_allocate, measured_reduce
     try:
         train.warm_up(stage, optimizer, config, mesh)
-        reduced.clear(), in_flight.clear()
+        reduced.clear()
+        in_flight.clear()
         train.train_step(1, stage, optimizer, data, config, mesh)
     finally:
         Bucket.allocate_gradients = allocate

@@ -172,6 +172,12 @@ def test_a_folder_of_answers_is_graded(tmp_path, monkeypatch, capsys):
     assert grade.results_of(tmp_path / "dan.py")[7]["result"] == "time limit"
 
 
+@pytest.mark.parametrize("number", ["-5", "0", "nan"])
+def test_a_prediction_is_positive(number):
+    with pytest.raises(SystemExit, match=f"must be a positive number, but is {number}; correct it"):
+        command_line.main(["predict", "bytes", number])
+
+
 @pytest.mark.parametrize("name, number", [("bytes", 18 * 16384 * 8)] + [
     pytest.param(*case, marks=pytest.mark.exhaustive)
     for case in (("bubble", 0.2), ("exposed", 1.67), ("memory", 1e7))])
