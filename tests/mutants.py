@@ -119,7 +119,7 @@ def run_tests(copy: Path, tests: list[str], log: Path, start: str, left_out: set
             from support import fork_server
             fork_server.context_with_imports = lambda: multiprocessing.get_context("fork")
             judge = Judge(screen, start, left_out)
-            os._exit(pytest.main(["-q", "-s", "-n", "0", "-p", "no:cacheprovider", *tests], plugins=[judge]))
+            os._exit(pytest.main(["-q", "-s", "-p", "no:cacheprovider", *tests], plugins=[judge]))
         finally:
             os._exit(3)
     FORKS.add(pid)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support import needs
 
 from data import prepare as prepare_module
 from data.prepare import prepare
@@ -109,7 +110,7 @@ def byte_fallback_family(name: str):
 @pytest.fixture(scope="module")
 def families(tmp_path_factory) -> dict:
     """{name: folder of that tokenizer}"""
-    pytest.importorskip("tokenizers", reason="needs tokenizers: pip install -r requirements-extra.txt")
+    needs("tokenizers")
     folders = {name: tmp_path_factory.mktemp(name) for name in FAMILIES}
     for name, folder in folders.items():
         tokenizer = (byte_level_family if name in BYTE_LEVEL else byte_fallback_family)(name)

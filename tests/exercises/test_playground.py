@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from support import ROOT
+from support import ROOT, needs
 
 from benchmarks import plan
 from benchmarks.runner import config_of, free_port, parse
@@ -65,8 +65,8 @@ def test_without_marimo_a_sentence_says_how_to_install_it(monkeypatch):
 @pytest.fixture(scope="module")
 def page():
     """An open playground on a phone's width. At its end, the console must be without errors."""
-    pytest.importorskip("marimo", reason="the playground needs marimo: pip install -r requirements-extra.txt")
-    driver = pytest.importorskip("playwright.sync_api", reason="the browser is driven by playwright")
+    needs("marimo")
+    driver = needs("playwright.sync_api")
     chromium = shutil.which("chromium") or shutil.which("google-chrome") or pytest.skip("there is no Chromium")
     port, errors = str(free_port()), []
     command = [sys.executable, *f"-m marimo run exercises/playground.py --headless --no-token --port {port}".split()]

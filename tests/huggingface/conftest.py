@@ -3,14 +3,14 @@ from pathlib import Path
 
 import pytest
 import torch
-
+from support import needs
 from support.huggingface import MODELS
 
 
 @pytest.fixture(scope="session")
 def transformers():
-    pytest.importorskip("safetensors", reason="needs safetensors: pip install -r requirements-extra.txt")
-    package = pytest.importorskip("transformers", reason="needs transformers: pip install -r requirements-extra.txt")
+    needs("safetensors")
+    package = needs("transformers")
     package.logging.set_verbosity_error()
     package.logging.disable_progress_bar()
     return package

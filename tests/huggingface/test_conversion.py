@@ -28,6 +28,7 @@ from nanodomino.huggingface.import_model import import_model
 from nanodomino.huggingface.safetensors_files import GENERATION
 from nanodomino.huggingface.tensor_mapping import LLAMA_MODULES, map_tensors
 from nanodomino.settings.presets import PRESETS
+from support import needs
 from support.checkpoints import save_steps
 from support.harness import FixedData, build, difference, full_tensors, tiny, train_steps
 from support.huggingface import (GPT2_SIZES, LENGTH, LLAMA3, MODELS, VOCABULARY, change_config, change_tensors,
@@ -370,7 +371,7 @@ def save_rank(config, folder):
 
 def test_export_leaves_the_depths_out_and_says_so(pool, tmp_path):
     """The other weights come from generators seeded by their names, so they equal those of a model without depths."""
-    from safetensors.torch import load_file
+    load_file = needs("safetensors.torch").load_file
     for depths in (0, 2):
         pool.run(save_rank, tiny(1, mtp_num_layers=depths, dtype="float32"), str(tmp_path / str(depths)), world_size=1)
     said = [export_model(tmp_path / str(depths), tmp_path / f"out-{depths}") for depths in (0, 2)]

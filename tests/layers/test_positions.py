@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from support import needs
 from support.fake_world import fake_world
 from support.flash_on_cpu import flash_on_cpu
 from support.harness import (END_OF_TEXT, FAMILIES, build, count_depth_masks, count_documents, difference, tiny,
@@ -25,8 +26,7 @@ from nanodomino.options.documents import document_ids, positions_within_document
     ("llama3", dict(use_rope_scaling=True, rope_scaling_factor=32.0, rotary_base=500_000.0))])
 def test_frequencies_are_those_of_transformers_bit_for_bit(kind, options):
     """Llama 3.1's scaling too, also at positions beyond the original context length."""
-    transformers = pytest.importorskip("transformers",
-                                       reason="compares with Transformers: pip install -r requirements-extra.txt")
+    transformers = needs("transformers")
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
     parameters = {"rope_type": kind, "rope_theta": options.get("rotary_base", 10_000.0)} | dict(
         default={}, linear=dict(factor=4.0), llama3=dict(

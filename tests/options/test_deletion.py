@@ -47,7 +47,7 @@ def test_without_an_option_the_rest_trains_and_is_exact(tmp_path, gone):
     code, output = run(folder, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 4, "train.py", *TINY,
                        "--data-path", make_corpus(tmp_path), "--run-dir", "run", "--train-iters", 2)
     assert code == 0 and "2 of 2 steps done" in output, output
-    code, output = run(folder, "-m", "pytest", "-n", 0, "-q", "-p", "no:cacheprovider", "tests/exactness/test_dense.py")
+    code, output = run(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/exactness/test_dense.py")
     assert code == 0 and "FAILED" not in output and output.startswith(".."), output
 
 

@@ -5,6 +5,7 @@ import os
 import shutil
 
 import pytest
+from support import needs
 from support.harness import report_without_a_run, tiny
 from support.runs import make_corpus, saved_steps, train_in_pool
 
@@ -13,8 +14,7 @@ from nanodomino.checkpoint.find_checkpoints import checkpoints_of, delete_checkp
 
 def shown(folder):
     """{name: [(step, value)]}, read by TensorBoard's own reader."""
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator",
-                                 reason="needs tensorboard: pip install -r requirements-extra.txt")
+    reader = needs("tensorboard.backend.event_processing.event_accumulator")
     accumulator = reader.EventAccumulator(str(folder), size_guidance={reader.SCALARS: 0}).Reload()
     return {name: [(event.step, event.value) for event in accumulator.Scalars(name)]
             for name in accumulator.Tags()["scalars"]}
@@ -23,6 +23,7 @@ def shown(folder):
 def test_tensorboard_shows_every_number_of_metrics_and_hides_the_points_of_steps_that_are_redone(pool, tmp_path):
     """A skipped step is a 1; a value that is not finite, null in metrics.jsonl, is a gap. A run does not remember the
     folder: a run from elsewhere must not make folders here."""
+    needs("tensorboard")
     make_corpus(tmp_path)
     run, board = tmp_path / "run", tmp_path / "board"
     flags = ("--run-dir", run, "--save-interval", 2, "--eval-interval", 2, "--num-experts", 4, "--ep", 2, "--tp", 1,
@@ -47,7 +48,7 @@ def test_tensorboard_shows_every_number_of_metrics_and_hides_the_points_of_steps
 
 
 def test_a_failure_is_one_warning(tmp_path, capsys):
-    pytest.importorskip("tensorboard")
+    needs("tensorboard")
     report = report_without_a_run(tmp_path, tiny(1, tensorboard_dir=str(tmp_path / "board")))
     report.tensorboard.add_scalar = lambda *_: os.stat("/nowhere")
     for step in (1, 2):

@@ -17,4 +17,11 @@
 
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def needs(module: str):
+    """Return a module of requirements-extra.txt. Skip the test, with its reason, if the module is not installed."""
+    return pytest.importorskip(module, reason=f"needs {module.split('.')[0]}: pip install -r requirements-extra.txt")
