@@ -34,8 +34,8 @@ from nanodomino.schedules.simulation import peak_microbatches
 from nanodomino.settings.presets import DTYPES, PUBLISHED_VOCABULARIES
 from nanodomino.settings.setting import flag_name
 
-GPT2_VOCABULARY = PUBLISHED_VOCABULARIES["gpt2"]
 RESERVE = 0.05               # the default of --reserve
+ROUNDS = False               # no --repeats: a plan is computed
 MEMORY_TERMS = ("parameters", "gradients", "optimizer", "activations", "working", "communicators")
 
 
@@ -76,7 +76,7 @@ def processes(flags) -> int:
     require(not (flags.published and others),
             f"--published has no use for {', '.join(map(flag_name, sorted(others)))}; leave that out")
     if flags.vocab_size is None:
-        flags.vocab_size = PUBLISHED_VOCABULARIES.get(flags.model, GPT2_VOCABULARY)
+        flags.vocab_size = PUBLISHED_VOCABULARIES.get(flags.model, PUBLISHED_VOCABULARIES["gpt2"])
     flags.device = "cuda"
     if not flags.search:
         config_of(flags, flags.gpus)

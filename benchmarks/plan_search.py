@@ -21,7 +21,7 @@ So many combinations share them. The search is best-first:
        choices of the next settings.
     3. A complete combination has the time of its simulated schedule, with the costs above. If it is the first in the
        queue, it is a candidate.
-    4. Run the candidates dry (dry_run/stages.py). Those that fit, sorted by their time, are the results.
+    4. Run the candidates dry (dry_run/stages.py), and with 1F1B. Those that fit, sorted by their time, are the results.
 
 All results differ in tp, pp, cp or the micro batch. More slices and columns are tried only while communication is
 exposed, and more recomputation only if less does not fit.
@@ -282,7 +282,6 @@ class Search:
                     elif layout not in found:
                         candidates[layout] = config
                     bar.set_description_str(", ".join(f"{count} {name}" for name, count in self.counts.items()))
-                self.counts["dry runs"] += len(candidates)
                 for layout, result in zip(candidates, map(self.exact, candidates.values())):
                     found |= {layout: result} if result else {}
                     bar.update(result is not None)
@@ -291,10 +290,13 @@ class Search:
         return sorted(found.values(), key=lambda one: one[0])
 
     def exact(self, config: Config) -> tuple[float, float, Config] | None:
-        """Return (seconds, bytes, Config) of a dry run, or None if it does not fit."""
-        if (needed := needed_bytes(config)) > self.usable:
-            return None
-        return sum(step_seconds(train, config, self.machine).values()), needed, config
+        """Return (seconds, bytes, Config) of a dry run, or None if it does not fit. Estimates can err by more than a
+        schedule gains, so the same layout with 1F1B runs dry too, and the faster one counts."""
+        simplest = self.choices("schedule", ["1f1b"]) + self.choices("virtual_stages", [1])
+        tries = {self.accepted(config, **dict(zip(("schedule", "virtual_stages"), simplest))): None, config: None}
+        self.counts["dry runs"] += len(tries)
+        return min(((sum(step_seconds(train, one, self.machine).values()), needed, one) for one in tries
+                    if one and (needed := needed_bytes(one)) <= self.usable), key=lambda one: one[0], default=None)
 
     # ---- what is chosen, in this order. Each yields (seconds, Config, the method that chooses next)
 
@@ -464,15 +466,11 @@ def flags_text(changes: dict) -> str:
     return " ".join(flag_name(name) + ("" if value is True else f" {value}") for name, value in changes.items())
 
 
-def layout_flags(config: Config) -> dict:
-    """Return {name: value} of the settings in LAYOUT that a command needs."""
-    return {name: getattr(config, name) for name in LAYOUT if name != "context_parallel_size" or config.cp > 1}
-
-
 def command(config: Config, gpus_per_host: int) -> str:
     """Return the command that trains with this Config. On several hosts, each runs it with its own RANK."""
     names = [name for name in CONFIG_FLAGS if name not in (*LAYOUT, "model", "device", "global_batch_size")]
-    chosen = {"model": config.model, **layout_flags(config), "global_batch_size": config.global_batch_size}
+    layout = {name: getattr(config, name) for name in LAYOUT if name != "context_parallel_size" or config.cp > 1}
+    chosen = {"model": config.model, **layout, "global_batch_size": config.global_batch_size}
     each = max(count for count in divisors(config.world_size) if count <= gpus_per_host)
     hosts = config.world_size // each
     several = f"--nnodes {hosts} --node_rank RANK --master_addr HOST --master_port 29500 " if hosts > 1 else ""

@@ -256,7 +256,7 @@ def memory(model="gpt3-13b", gpus=64, gpu="H100", tp=8, pp=4, zero_stage=1, reco
     """
     config = Config(model=model, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, zero_stage=zero_stage,
                     recompute_granularity=recompute, dtype=dtype, device="cuda",
-                    vocab_size=PUBLISHED_VOCABULARIES.get(model, plan.GPT2_VOCABULARY)).resolve(gpus)
+                    vocab_size=PUBLISHED_VOCABULARIES.get(model, PUBLISHED_VOCABULARIES["gpt2"])).resolve(gpus)
     config = config.with_vocabulary(config.vocab_size)
     needs = [{name: found[name] for name in MEMORY} for found in plan.memory_of_stages(config)]
     bars = [(f"stage {stage}", need, bytes_text(sum(need.values()))) for stage, need in enumerate(needs)]

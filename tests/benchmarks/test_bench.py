@@ -1,6 +1,8 @@
 """bench.py: the record of each question is consistent; the slow wire is slow and is removed. The sizes are tiny: the
 tests check the arithmetic around the times, not the times."""
 
+import importlib
+import inspect
 import os
 import signal
 import subprocess
@@ -14,6 +16,7 @@ from support import ROOT
 from support.benchmark import ask, here, within
 from support.harness import tiny
 
+from bench import QUESTIONS
 from benchmarks import collectives, throughput
 from benchmarks.runner import Figure, Times, compare, ratios, require_same_work
 from benchmarks.overlap import figures_of
@@ -241,6 +244,13 @@ def test_nothing_is_left_of_the_wire(wire, ends):
         with wire("1gbit", 1):
             pass
     assert not [name for name in namespaces() if f"-{process.pid}-" in name]
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_question_offers_repeats_if_it_has_a_use_for_them(question):
+    module = importlib.import_module(f"benchmarks.{question}")
+    assert getattr(module, "ROUNDS", True) == ("flags.repeats" in inspect.getsource(module))
 
 
 def test_ratios_are_taken_round_by_round():

@@ -76,6 +76,15 @@ def test_train_accepts_each_command_and_the_table_shows_its_layout(capsys):
         assert config.dtype == "bfloat16" and config.vocab_size == 50257 and config.num_layers == 2
 
 
+@pytest.mark.parametrize("layout", ["--pp 1 --micro-batch-size 16", "--pp 2 --micro-batch-size 4"])
+def test_no_result_is_slower_than_the_same_layout_with_1f1b(capsys, layout):
+    """Pairs hide nothing where tp is 1. Estimates of schedules differ by less than they err."""
+    flags = f"--model gpt2 --gpus 8 --tp 1 {layout}".split()
+    (row, *_) = here(capsys, "plan", "--search", *flags)[2]["layouts"]
+    plain = ["--zero-stage", row["zero_stage"], "--slices", row["slices"], "--schedule", "1f1b"]
+    assert row["step_s"] <= here(capsys, "plan", *flags, *plain)[2]["step_s"]
+
+
 def test_a_search_in_too_little_memory_says_so(capsys):
     flags = "--model gpt3-13b --gpu A10 --seq-length 128 --schedule 1f1b --gpus 1".split()
     _, text, record, _ = here(capsys, "plan", "--search", *flags)
