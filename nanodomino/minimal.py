@@ -95,8 +95,7 @@ def make_stage(sizes, grid, vocab, slices, verbose=False):
     flat, grad, decays, counts = (torch.zeros(size, device=grid.device) for _ in range(4))
     for name, shard in shards.items():
         place, start = slice(start, start + shard.numel()), start + shard.numel()
-        flat[place] = shard.flatten()
-        weights[name] = flat[place].view(shard.shape).requires_grad_()
+        weights[name] = flat[place].copy_(shard.flatten()).view(shard.shape).requires_grad_()
         weights[name].grad = grad[place].view(shard.shape)     # autograd adds to .grad in place
         decays[place] = shard.dim() > 1                              # weight decay is for matrices
         is_copy = declared[name][1] is None and grid.tp_rank > 0
@@ -213,9 +212,8 @@ def all_reduce(stage, tensor, op=dist.ReduceOp.SUM, deferred=()):
 
 def record(function, x):
     """Return (x as a leaf, function(x)). Autograd is off in run_pipeline, but records this call."""
-    x = x.detach().requires_grad_()
     with torch.enable_grad():
-        return x, function(x)
+        return (x := x.detach().requires_grad_()), function(x)
 
 def forward_sublayer(stage, slice, site, x):
     """Compute plain_sublayer(); yield while g is in flight; keep on a tape what backward needs."""
@@ -437,12 +435,14 @@ def main():
     args, device = parser.parse_args(), torch.device("cpu")
     if torch.cuda.device_count() >= world:                                   # else all on the CPU
         torch.cuda.set_device(device := torch.device("cuda", dist.get_rank()))
-    tp, pp = args.tp, args.pp or 2 - world // (args.tp or 1) % 2
+    tp, pp = args.tp, args.pp or 1 + (world % (2 * args.tp or 1) == 0)
     dp = args.dp or max(world // (tp * pp or 1), 1)
     sizes = Sizes(micro_batch=min(4, Sizes().global_batch // dp))
-    if min(tp, pp, dp) < 1 or tp * pp * dp != world or sizes.heads % tp or sizes.global_batch % dp:
+    if (min(tp, pp, dp, args.steps, args.slices + 1) < 1 or tp * pp * dp != world
+            or sizes.heads % tp or sizes.global_batch % dp):
         raise SystemExit(0 if dist.get_rank() else f"tp {tp} x pp {pp} x dp {dp} must be {world} "
-            f"processes; tp must divide {sizes.heads} heads, and dp {sizes.global_batch} samples")
+            f"processes; tp must divide {sizes.heads} heads, and dp {sizes.global_batch} samples; "
+            f"steps must be at least 1, and slices at least 0")
     train(sizes, make_grid(tp, pp, dp, device), args.slices, args.steps, args.data, args.verbose)
     dist.destroy_process_group()
 

@@ -102,12 +102,16 @@ def test_each_process_takes_its_own_gpu_and_all_take_the_cpu_if_there_are_too_fe
     assert grid.device == device and taken == ([device] if gpus >= world else [])
 
 
-@pytest.mark.parametrize("world, flags", [(2, "--tp 16"), (2, "--tp 0"), (16, "--tp 16"), (3, "")])
+@pytest.mark.parametrize("world, flags", [
+    (2, "--tp 16"), (2, "--tp 0"), (16, "--tp 16"), (3, ""), (1, "--tp 2"), (1, "--tp -1 --pp -1"), (1, "--steps -1"),
+    (1, "--steps 0"), (1, "--slices -1")])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_wrong_layout_is_refused_in_one_sentence(monkeypatch, world, flags, rank):
     with pytest.raises(SystemExit) as refused:
         start(monkeypatch, flags, world, rank)
-    expected = rf"tp .* must be {world} processes; tp must divide 8 heads, and dp 16 samples"
+    given = "2 x pp 1" if flags == "--tp 2" else ".*"                  # no pp 2, which nobody gave
+    expected = (rf"tp {given} x dp \d+ must be {world} processes; tp must divide 8 heads, and dp 16 samples; steps must "
+                "be at least 1, and slices at least 0")
     assert re.fullmatch(expected, refused.value.code) if rank == 0 else refused.value.code == 0
 
 
