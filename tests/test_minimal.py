@@ -110,8 +110,8 @@ def test_a_wrong_layout_is_refused_in_one_sentence(monkeypatch, world, flags, ra
     with pytest.raises(SystemExit) as refused:
         start(monkeypatch, flags, world, rank)
     given = "2 x pp 1" if flags == "--tp 2" else ".*"                  # no pp 2, which nobody gave
-    expected = (rf"tp {given} x dp \d+ must be {world} processes; tp must divide 8 heads, and dp 16 samples; steps must "
-                "be at least 1, and slices at least 0")
+    expected = (rf"tp {given} x dp \d+ must be {world} processes; tp must divide 8 heads, and dp 16 samples; steps "
+                "must be at least 1, and slices at least 0")
     assert re.fullmatch(expected, refused.value.code) if rank == 0 else refused.value.code == 0
 
 
