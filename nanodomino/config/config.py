@@ -216,7 +216,6 @@ class CoreSettings(Seams):
     tensorboard_dir: str = run_setting(
         None, "folder for a copy of the metrics that TensorBoard can read; each run needs its own folder",
         affects="launch")
-    verbose: bool = run_setting(False, "print a line for each message and collective", affects="launch")
     trace: str = run_setting(None, "steps FIRST:LAST to record and draw as a timeline", affects="launch")
     timeout: int = run_setting(600, "seconds that a collective may take before the run ends")
     sample_tokens: int = run_setting(

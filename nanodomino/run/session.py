@@ -21,7 +21,7 @@ from data.prepare import DEFAULT_CORPUS, prepare_default_corpus
 from nanodomino.checkpoint.find_checkpoints import recorded_settings
 from nanodomino.checkpoint.load import restore
 from nanodomino.checkpoint.save import Saver
-from nanodomino.comm.trace import Trace, VerboseTrace
+from nanodomino.comm.trace import Trace
 from nanodomino.comm.world import LaunchInfo, find_device, start_world
 from nanodomino.config.config import Config
 from nanodomino.corpus.prepared_folder import Corpus, load_corpus
@@ -113,7 +113,7 @@ class Session:
         self.config, self.corpus, self.datasets, self.mesh, self.run = config, corpus, datasets, mesh, run
         self.watchdog, self.memory, self.signals, self.on_action = watchdog, memory, None, watchdog.mark
         self.starts_from_weights = run.weights_only            # of another run, without its optimizer state
-        self.trace = (VerboseTrace if config.verbose else Trace)(mesh.device, recording=False)
+        self.trace = Trace(mesh.device, recording=False)
         self.done = self.step = 0
         self.stopped = self.stopped_by_signal = False
 
