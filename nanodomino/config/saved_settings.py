@@ -9,6 +9,7 @@ import dataclasses
 
 from nanodomino.config.config import Config
 from nanodomino.errors import require
+from nanodomino.optim.learning_rate import learning_rate
 from nanodomino.settings.rules import holds
 from nanodomino.settings.setting import flag_settings, names_affecting
 
@@ -53,6 +54,40 @@ def remembered_settings(record: dict) -> dict:
     return {setting.name: record[setting.name] for setting in flag_settings(Config)
             if record.get(setting.name) is not None and setting.metadata["affects"] != "launch"
             and (not setting.metadata["derived"] or setting.name in (record.get("given") or ()))}
+
+
+def taken_over(record: dict, finetune: bool) -> dict:
+    """Return the settings of a record that --load takes over; see settings/setting.py."""
+    names = {setting.name for setting in flag_settings(Config)
+             if setting.metadata["affects"] in ("model", "positions", "run")}
+    if not finetune:
+        own = {setting.name for setting in flag_settings(Config, "The layout", "The machine")}
+        names |= remembered_settings(record).keys() - own - {"load", "finetune"}
+    return {name: value for name, value in record.items() if name in names and value is not None}
+
+
+def news(saved: Config, config: Config, step: int, taken=()) -> list[str]:
+    """Return what differs from a checkpoint's settings `saved`, such as "lr 0.004 (was 0.001)", and what is taken over.
+
+    step: the checkpoint's, or 0 if only its weights are loaded; then it does not matter how they were trained. taken:
+    the names of the settings that --load takes over. Of these, defaults and the sizes of the model are left out.
+    """
+    flags, said = [each for each in flag_settings(Config) if each.name not in ("load", "finetune")], []
+    kinds = ("model", "positions", "optimizer", "run", *(("losses", "nothing") if step else ()))
+    same = [f"{each.name} {value}" for each in flags
+            if each.name in taken and each.metadata["affects"] not in ("model", "positions")
+            and (value := getattr(config, each.name)) == getattr(saved, each.name)
+            and value != config.preset.get(each.name, each.default)]
+    if same:
+        said.append(f"taken over: {', '.join(same)}")
+    said += [f"{each.name} {getattr(config, each.name)} (was {getattr(saved, each.name)})" for each in flags
+             if each.metadata["affects"] in kinds and getattr(saved, each.name) != getattr(config, each.name)]
+    if step and (saved.global_batch_size, saved.seq_length) != (config.global_batch_size, config.seq_length):
+        said.append(f"the data go on at sample {config.consumed_train_samples(step)}")
+    if 0 < step < config.train_iters and (rate := learning_rate(step, saved)) != learning_rate(step, config):
+        said.append(f"the learning rate goes from {rate:.2e} to {learning_rate(step + 1, config):.2e}"
+                    + f" (--lr-decay-iters {saved.train_iters} keeps its decay)" * (not config.lr_decay_iters))
+    return said
 
 
 def check_settings(record: dict, source, config: Config, *effects):

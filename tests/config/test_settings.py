@@ -143,11 +143,11 @@ def origins(tmp_path_factory, old_run):
     shutil.copytree(old_run, run)
     killed.mkdir()
     shutil.copy(run / "config.json", killed)
-    return {"a run": (run, ("model", "optimizer", "run"), dict(run_dir=str(run))),
-            "a run that was killed before its first checkpoint": (killed, ("model", "optimizer", "run"),
-                                                                  dict(run_dir=str(killed))),
-            "--load": (run, ("model", "optimizer"), dict(run_dir=str(fresh), load=str(run))),
-            "--load --finetune": (run, ("model",), dict(run_dir=str(fresh), load=str(run), finetune=True))}
+    resumed = "model", "positions", "optimizer", "run"
+    return {"a run": (run, resumed, dict(run_dir=str(run))),
+            "a run that was killed before its first checkpoint": (killed, resumed, dict(run_dir=str(killed))),
+            "--load": (run, resumed[:3], dict(run_dir=str(fresh), load=str(run))),
+            "--load --finetune": (run, resumed[:2], dict(run_dir=str(fresh), load=str(run), finetune=True))}
 
 
 def changed(field: dataclasses.Field, value):
@@ -257,7 +257,9 @@ def test_a_run_of_a_version_with_more_options_can_be_resumed_if_it_used_none_of_
 def test_load_takes_the_model_settings_from_the_checkpoint(tmp_path, old_run):
     loaded = settled("--load", old_run)
     assert (loaded.num_layers, loaded.hidden_size, loaded.max_position_embeddings) == (1, 8, 8)
-    assert loaded.seq_length == 8 and loaded.global_batch_size == 16, "the rest is this run's own"
+    assert (loaded.seq_length, loaded.train_iters, loaded.finetune) == (8, 3, False)
+    tuned = settled("--load", old_run, "--finetune")
+    assert tuned.seq_length == 8 and tuned.train_iters == 200, "the rest is this run's own"
     found = open_run(settled("--load", old_run, "--seq-length", 8, "--optimizer", "muon", "--finetune", "--run-dir",
                              tmp_path))
     assert found.weights_only and found.checkpoint == checkpoints_of(old_run)[0]
