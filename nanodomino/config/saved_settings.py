@@ -14,12 +14,15 @@ from nanodomino.settings.rules import holds
 from nanodomino.settings.setting import flag_settings, names_affecting
 
 
+def without_effect(config: Config) -> list[str]:
+    """Return the names of the settings that have their default or that change nothing in this run."""
+    return [setting.name for setting in flag_settings(Config) if getattr(config, setting.name) == setting.default
+            or not all(holds(need, config) for need in setting.metadata["needs"])]
+
+
 def to_record(config: Config) -> dict:
     """Return the record of a resolved Config."""
-    without_effect = [setting.name for setting in flag_settings(Config)
-                      if getattr(config, setting.name) == setting.default
-                      or not all(holds(need, config) for need in setting.metadata["needs"])]
-    return dataclasses.asdict(config) | dict(without_effect=without_effect)
+    return dataclasses.asdict(config) | dict(without_effect=without_effect(config))
 
 
 def check_record(record: dict, source) -> dict:
@@ -72,14 +75,12 @@ def news(saved: Config, config: Config, step: int, taken=()) -> list[str]:
     step: the checkpoint's, or 0 if only its weights are loaded; then it does not matter how they were trained. taken:
     the names of the settings that --load takes over. Of these, defaults and the sizes of the model are left out.
     """
-    flags, said = [each for each in flag_settings(Config) if each.name not in ("load", "finetune")], []
     kinds = ("model", "positions", "optimizer", "run", *(("losses", "nothing") if step else ()))
-    same = [f"{each.name} {value}" for each in flags
-            if each.name in taken and each.metadata["affects"] not in ("model", "positions")
-            and (value := getattr(config, each.name)) == getattr(saved, each.name)
-            and value != config.preset.get(each.name, each.default)]
-    if same:
-        said.append(f"taken over: {', '.join(same)}")
+    flags = [each for each in flag_settings(Config) if each.name not in ("load", "finetune")]
+    named = set(taken) - {*without_effect(config), *names_affecting(Config, "model", "positions")}
+    same = [f"{each.name} {value}" for each in flags if each.name in named
+            and (value := getattr(config, each.name)) == getattr(saved, each.name) != config.preset.get(each.name)]
+    said = [f"taken over: {', '.join(same)}"] * bool(same)
     said += [f"{each.name} {getattr(config, each.name)} (was {getattr(saved, each.name)})" for each in flags
              if each.metadata["affects"] in kinds and getattr(saved, each.name) != getattr(config, each.name)]
     if step and (saved.global_batch_size, saved.seq_length) != (config.global_batch_size, config.seq_length):
