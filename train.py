@@ -14,7 +14,6 @@ The files of nanodomino/ that it calls, in the order in which a step needs them:
 Most functions have the names that a reader of Megatron-LM expects.
 """
 
-import math
 import sys
 from functools import partial
 
@@ -56,8 +55,7 @@ def dataset_builder(config: Config, corpus: Corpus, device) -> dict[str, TokenDa
 
 def get_batch(dataset: TokenDataset, config: Config, mesh: Mesh, first_sample: int, shuffle: bool, microbatch: int,
               chunk: int):
-    """Return this replica's microbatch of the global batch that begins with sample number `first_sample`, the same on
-    all of its tensor-parallel ranks.
+    """Return this replica's microbatch, the same on all its tensor-parallel ranks. first_sample: the global batch's.
 
     The chunk with the embedding and the chunk with the head read the tokens. A chunk between them needs only the sample
     ids, which seed its dropout masks, unless an option makes all chunks read the tokens.
@@ -107,9 +105,8 @@ def train_step(step: int, stage: Domino, optimizer: ZeroOptimizer, dataset: Toke
 def evaluate(stage: Domino, dataset: TokenDataset, config: Config, mesh: Mesh, on_action=None) -> float:
     """Return the mean loss per token over the first eval_iters global batches of a split."""
     sums, table = torch.zeros(2, dtype=torch.float64, device=mesh.device), config.timetable.forwards
-    for step in range(min(config.eval_iters, math.ceil(dataset.windows / config.global_batch_size))):
-        totals = run_schedule(table, step * config.global_batch_size, stage, dataset, config, mesh, shuffle=False,
-                              on_action=on_action)
+    for first_sample in range(0, dataset.windows, config.global_batch_size)[:config.eval_iters]:
+        totals = run_schedule(table, first_sample, stage, dataset, config, mesh, shuffle=False, on_action=on_action)
         sums += torch.stack([totals.loss_sum, totals.tokens])
     # all tensor-parallel ranks have the same losses: count each token once
     if not (stage.model.post_process and mesh.tp_rank == 0):

@@ -12,10 +12,9 @@ Training counts the samples k that it has read. Each epoch visits every window o
 
     sample k  ->  window  permutation(seed, epoch = k // windows)[k % windows]
 
-So a checkpoint need not store a position in the data, and every layout trains on the same global batches. A run that
-continues with another global batch size reads the next samples. With another seq_length it skips as many samples as
-hold the tokens that it has read. Each replica gets a contiguous part of a global batch, and cuts it in order into
-microbatches:
+So every layout trains on the same global batches. A run that continues with another global batch size reads the next
+samples; with another seq_length it skips as many as hold the tokens that it has read. Each replica gets a contiguous
+part of a global batch, and cuts it in order into microbatches:
 
     index      0  1  2  3 | 4  5  6  7        global batch 8, dp 2, micro batch 2
                replica 0  |  replica 1

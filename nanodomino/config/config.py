@@ -79,8 +79,7 @@ class CoreSettings(Seams):
         at_most=2**16)
     seq_length: int = model_setting(None, "tokens per sample", affects="run")
     max_position_embeddings: int = model_setting(
-        None, "number of token positions that the model supports (default: --seq-length; with --load that of its "
-              "weights, which --finetune raises to --seq-length unless positions are learned)", derived=True,
+        None, "number of token positions that the model supports (default: --seq-length)", derived=True,
         affects="positions")
     position_embedding_type: str = family_setting(
         "how the model encodes token positions", choices=POSITION_EMBEDDING_TYPES)
@@ -248,7 +247,7 @@ class CoreSettings(Seams):
     world_size: int = field(default=1, metadata=dict(affects="nothing"))
     cpu_threads: int = field(default=None, metadata=dict(affects="nothing"))
     data_sha256: str = field(default=None, metadata=dict(affects="run"))    # the SHA-256 of train.bin
-    sample_offset: int = field(default=0, metadata=dict(affects="launch"))  # not 0 once global_batch_size has changed
+    sample_offset: int = field(default=0, metadata=dict(affects="launch"))  # see consumed_train_samples()
 
     # ---- sizes that follow from the settings
 
@@ -297,7 +296,7 @@ class CoreSettings(Seams):
         return self.global_batch_size // (self.micro_batch_size * self.dp)
 
     def consumed_train_samples(self, steps: int) -> int:
-        """Return the number of samples that this many steps have read: also that of the next step's first sample."""
+        """Return how many samples have been read. The offset is for steps with another batch size or seq_length."""
         return self.sample_offset + steps * self.global_batch_size
 
     @property

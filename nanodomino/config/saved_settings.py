@@ -14,15 +14,12 @@ from nanodomino.settings.rules import holds
 from nanodomino.settings.setting import flag_settings, names_affecting
 
 
-def without_effect(config: Config) -> list[str]:
-    """Return the names of the settings that have their default or that change nothing in this run."""
-    return [setting.name for setting in flag_settings(Config) if getattr(config, setting.name) == setting.default
-            or not all(holds(need, config) for need in setting.metadata["needs"])]
-
-
 def to_record(config: Config) -> dict:
     """Return the record of a resolved Config."""
-    return dataclasses.asdict(config) | dict(without_effect=without_effect(config))
+    without_effect = [setting.name for setting in flag_settings(Config)
+                      if getattr(config, setting.name) == setting.default
+                      or not all(holds(need, config) for need in setting.metadata["needs"])]
+    return dataclasses.asdict(config) | dict(without_effect=without_effect)
 
 
 def check_record(record: dict, source) -> dict:
@@ -61,11 +58,9 @@ def remembered_settings(record: dict) -> dict:
 
 def taken_over(record: dict, finetune: bool) -> dict:
     """Return the settings of a record that --load takes over; see settings/setting.py."""
-    names = {setting.name for setting in flag_settings(Config)
-             if setting.metadata["affects"] in ("model", "positions", "run")}
-    if not finetune:
-        own = {setting.name for setting in flag_settings(Config, "The layout", "The machine")}
-        names |= remembered_settings(record).keys() - own - {"load", "finetune"}
+    own = {setting.name for setting in flag_settings(Config, "The layout", "The machine")} | {"load", "finetune"}
+    names = {*names_affecting(Config, "model", "positions", "run")} - {"data_sha256"}
+    names |= set() if finetune else remembered_settings(record).keys() - own
     return {name: value for name, value in record.items() if name in names and value is not None}
 
 
@@ -77,17 +72,18 @@ def news(saved: Config, config: Config, step: int, taken=()) -> list[str]:
     """
     kinds = ("model", "positions", "optimizer", "run", *(("losses", "nothing") if step else ()))
     flags = [each for each in flag_settings(Config) if each.name not in ("load", "finetune")]
-    named = set(taken) - {*without_effect(config), *names_affecting(Config, "model", "positions")}
+    named = set(taken) - {*to_record(config)["without_effect"], *names_affecting(Config, *kinds[:2])}
     same = [f"{each.name} {value}" for each in flags if each.name in named
             and (value := getattr(config, each.name)) == getattr(saved, each.name) != config.preset.get(each.name)]
     said = [f"taken over: {', '.join(same)}"] * bool(same)
     said += [f"{each.name} {getattr(config, each.name)} (was {getattr(saved, each.name)})" for each in flags
              if each.metadata["affects"] in kinds and getattr(saved, each.name) != getattr(config, each.name)]
-    if step and (saved.global_batch_size, saved.seq_length) != (config.global_batch_size, config.seq_length):
+    if config.sample_offset != saved.sample_offset and step:
         said.append(f"the data go on at sample {config.consumed_train_samples(step)}")
     if 0 < step < config.train_iters and (rate := learning_rate(step, saved)) != learning_rate(step, config):
+        stretched = saved.train_iters != config.train_iters and not config.lr_decay_iters
         said.append(f"the learning rate goes from {rate:.2e} to {learning_rate(step + 1, config):.2e}"
-                    + f" (--lr-decay-iters {saved.train_iters} keeps its decay)" * (not config.lr_decay_iters))
+                    + f" (--lr-decay-iters {saved.train_iters} keeps its decay)" * stretched)
     return said
 
 

@@ -42,12 +42,11 @@ def from_command_line(arguments: list[str], world_size: int) -> Config:
         remembered = remembered_settings(check_record(run, requested["run_dir"]))
         given |= {*(run.get("given") or ())} - requested.keys()
     elif requested.get("load") and (loaded := recorded_settings(Path(requested["load"]))):
-        finetune = bool(requested.get("finetune"))
-        remembered = taken_over(check_record(loaded, requested["load"]), finetune)
+        remembered = taken_over(check_record(loaded, requested["load"]), requested.get("finetune"))
         given |= remembered.keys()
-        if finetune and remembered.get("position_embedding_type") != "learned_absolute":       # no weight depends on it
-            longest = max(remembered.get("max_position_embeddings") or 0, requested.get("seq_length") or 0)
-            remembered["max_position_embeddings"] = longest or None
+        longer = (requested.get("seq_length") or 0) > remembered.get("max_position_embeddings", 0)
+        if longer and requested.get("finetune") and remembered.get("position_embedding_type") != "learned_absolute":
+            remembered.pop("max_position_embeddings", None)    # no weight depends on it
     given -= set(names_affecting(Config, "launch"))
     config = Config(**remembered | requested, given=tuple(sorted(given))).resolve(world_size)
     check_needs(config, flags)

@@ -89,7 +89,7 @@ class Report:
         print(mesh.picture([describe_stage(config, stage) for stage in range(mesh.pp)]))
         print(simulation.picture(config.schedule_with_settings, mesh.pp, config.microbatches, config.virtual_stages),
               flush=True)
-        state = f"resuming after step {first_step} of {config.train_iters}" if first_step else ""
+        state = f"resuming after step {first_step} of {config.train_iters}" * (first_step > 0)
         if config.train_iters == 0:
             state = "evaluating without training, because --train-iters is 0"
         elif first_step >= config.train_iters:

@@ -28,9 +28,7 @@ from nanodomino.files import make_folder, open_descriptor
 @dataclass(frozen=True)
 class Run:
     """The folder of a run and the checkpoint to start from, if any. weights_only: load only the checkpoint's weights.
-
-    sample_offset: see Config.consumed_train_samples(). news: what is taken over from the checkpoint, and what changes.
-    """
+    sample_offset: see Config. news: what is taken over from the checkpoint, and what changes."""
     folder: Path
     checkpoint: Path | None = None
     weights_only: bool = False
@@ -85,9 +83,8 @@ def starts_from(checkpoint: Path, config: Config, run_dir: Path, loaded=False) -
     manifest, weights_only = read_manifest(checkpoint), loaded and config.finetune
     record, step = check_record(manifest["config"], checkpoint), 0 if weights_only else manifest["step"]
     saved = dataclasses.replace(config, **record)              # what the record lacks is as it is now
-    tokens = step and saved.consumed_train_samples(step) * saved.seq_length
-    config = dataclasses.replace(
-        config, sample_offset=-(-tokens // config.seq_length) - step * config.global_batch_size)
+    samples = step and -(-saved.consumed_train_samples(step) * saved.seq_length // config.seq_length)
+    config = dataclasses.replace(config, sample_offset=samples - step * config.global_batch_size)
     why = "" if "lr" in config.given else ", a tenth of the preset's: --lr sets another"
     start = [f"starting from the weights in {checkpoint}, without its optimizer state and step, with the peak learning "
              f"rate {config.lr:g}{why}"] if weights_only else [f"continuing from {checkpoint}"] * loaded

@@ -16,9 +16,8 @@ A setting is *given* if a flag or a --config file set it, in this launch or in a
 run took it from --load. Config.given lists the names. A derived setting that was not given is computed again at each
 launch, because its sources (such as lr or the number of processes) may have changed.
 
-A run that starts from --load takes over what it is not given anew: all that a resumed run remembers, except the layout
-and the machine. With --finetune these are only the settings on which the loss of the same weights depends, with the
-effects "model", "positions" and "run".
+--load takes over what is not given anew: with --finetune "model", "positions" and "run", on which the loss of the same
+weights depends; without it all that a resumed run remembers, except the layout and the machine.
 """
 
 import dataclasses

@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from nanodomino.checkpoint.shards import Box, LocalBox, full_shapes
 from nanodomino.config.config import Config
 from nanodomino.config.flags import markdown
 from nanodomino.config.saved_settings import check_settings, from_record, to_record
+from nanodomino.data import TokenDataset
 from nanodomino.errors import UserError
 from nanodomino.model import meta_model
 from nanodomino.run.command_line import command_line_parser, from_command_line
@@ -265,70 +268,40 @@ def test_load_takes_the_model_settings_from_the_checkpoint(tmp_path, old_run):
     assert found.weights_only and found.checkpoint == checkpoints_of(old_run)[0]
 
 
-def test_load_goes_on_with_what_the_loss_depends_on(pool, tmp_path):
-    """Documents of a few tokens in samples of 12. Without one of the flags the same weights have another loss."""
-    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{i * 7919 % 1013}"}}\n' for i in range(2500)))
-    prepare(tmp_path / "text.jsonl", tmp_path / "tokens", progress=False)
-    flags = ["--eod-mask-loss", "--reset-position-ids", "--reset-attention-mask"]
-    train_in_pool(pool, tmp_path, "--run-dir", tmp_path / "run", "--train-iters", 2, "--lr", 0.05, *flags)
-    (_, trained), = metric_points(tmp_path / "run", "valid_loss")
-    for number, (more, same) in enumerate([((), True), (("--finetune",), True), *[
-            ((flag.replace("--", "--no-", 1),), False) for flag in flags]]):
-        ended = train_in_pool(pool, tmp_path, "--run-dir", (run := tmp_path / str(number)), "--load", tmp_path / "run",
-                              "--train-iters", 0, *more)
-        assert (metric_points(run, "valid_loss")[0][1] == pytest.approx(trained, rel=1e-5)) == same, more
-        said = "eod_mask_loss True, reset_position_ids True, reset_attention_mask True" if same else " False (was True)"
-        assert said in ended.output and ("lr 0.05" in ended.output) == (more != ("--finetune",)), ended.output
-
-
 def samples_of(flags):
     """Run train.py on this rank. Return (what it printed, the numbers of the samples that it trained on)."""
-    samples, right = [], train.get_batch
-
-    def get_batch(*arguments):
-        batch = right(*arguments)
-        samples.extend(batch.sample_ids * arguments[4])        # shuffle: False in an evaluation
-        return batch
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "get_batch", get_batch)
-        return main_on_rank(flags).output, samples
+    with mock.patch.object(TokenDataset, "window_of", autospec=True, side_effect=TokenDataset.window_of) as read:
+        return main_on_rank(flags.split()).output, [call.args[1] for call in read.call_args_list]
 
 
 def test_a_run_that_continues_reads_the_next_samples_whatever_its_batch_size_is(pool, tmp_path):
-    """Four steps of 8 samples; from --load two of 4, then with --run-dir one of 12; and from --load one with samples
-    half as long. The number of tokens rises, and other settings go on."""
-    base = [*TINY, "--micro-batch-size", "4", "--data-path", str(make_corpus(tmp_path))]
-    first, second, third = ("--run-dir", str(tmp_path / "1")), ("--run-dir", str(tmp_path / "2")), str(tmp_path / "3")
+    """From --load, with --run-dir, and with samples half as long. The count of tokens rises, and other settings go on.
+    A fine-tuning starts anew."""
+    base = f"{' '.join(TINY)} --micro-batch-size 4 --data-path {make_corpus(tmp_path)}"
     for flags, samples, said in (
-            ((*base, *first, "--train-iters", "4", "--global-batch-size", "8", "--weight-decay", "0.5"), range(32), ""),
-            ((*second, "--load", first[1], "--train-iters", "6", "--global-batch-size", "4"), range(32, 40),
+            (f"{base} --run-dir A --train-iters 4 --global-batch-size 8 --weight-decay 0.5", range(32), ""),
+            ("--run-dir B --load A --train-iters 6 --global-batch-size 4", range(32, 40),
              "; the data go on at sample 32; the learning rate goes from 4.00e-04 to "),
-            ((*second, "--train-iters", "7", "--global-batch-size", "12"), range(40, 52),
-             "global_batch_size 12 (was 4); the data go on at sample 40; "),
-            (("--run-dir", third, "--load", first[1], "--train-iters", "5", "--seq-length", "8"), range(64, 72),
-             "seq_length 8 (was 16); "),
-            (("--run-dir", third + "b", "--load", first[1], "--finetune", "--train-iters", "1", *base), range(16), "")):
-        output, found = pool.run(samples_of, list(flags), world_size=1)[0]
+            ("--run-dir B --train-iters 7 --global-batch-size 12", range(40, 52), "global_batch_size 12 (was 4); "),
+            ("--run-dir C --load A --train-iters 5 --seq-length 8", range(64, 72), "seq_length 8 (was 16); "),
+            (f"{base} --run-dir D --load A --finetune --train-iters 1", range(16), "the weights in ")):
+        output, found = pool.run(samples_of, re.sub(r" ([A-D])\b", rf" {tmp_path}/\1", flags), world_size=1)[0]
         assert found == [*samples] and said in output, output
-    assert [tokens for _, tokens in metric_points(tmp_path / "2", "tokens")] == [36 * 16, 40 * 16, 52 * 16]
-    assert metric_points(tmp_path / "3", "tokens") == [(5, 72 * 8)]
-    assert recorded_settings(tmp_path / "2")["weight_decay"] == 0.5
+    assert metric_points(tmp_path / "B", "tokens") == [(5, 36 * 16), (6, 40 * 16), (7, 52 * 16)]
+    assert metric_points(tmp_path / "C", "tokens") == [(5, 72 * 8)]
+    assert settled("--run-dir", tmp_path / "B").weight_decay == 0.5
 
 
 def test_fine_tuning_extends_the_context_of_a_model_with_rope(pool, tmp_path):
     """No weight depends on the number of positions; without --finetune the run would go on with another model."""
-    make_corpus(tmp_path)
-    rope, run = ("--train-iters", 1, "--position-embedding-type", "rope"), tmp_path / "run"
+    rope, run = ("--train-iters", 1, "--position-embedding-type", "rope"), make_corpus(tmp_path).parent / "run"
     train_in_pool(pool, tmp_path, "--run-dir", run, *rope)
     longer = ("--run-dir", tmp_path / "new", "--load", run, *rope, "--seq-length", 24)
     assert "try --seq-length 12, or add --finetune" in train_in_pool(pool, tmp_path, *longer).output
     ended = train_in_pool(pool, tmp_path, *longer, "--finetune", "--rotary-base", 500,
                           "--rotary-seq-len-interpolation-factor", 2)
-    assert ended.code == 0, ended.output
-    assert all(f"{change})" in ended.output for change in (
-        "seq_length 24 (was 12", "max_position_embeddings 24 (was 12", "rotary_base 500.0 (was 10000.0",
-        "rotary_seq_len_interpolation_factor 2.0 (was 1.0")), ended.output
-    assert settled("--run-dir", tmp_path / "new").max_position_embeddings == 24
+    assert ("; seq_length 24 (was 12); max_position_embeddings 24 (was 12); rotary_base 500.0 (was 10000.0); "
+            "rotary_seq_len_interpolation_factor 2.0 (was 1.0)\n") in ended.output and ended.code == 0, ended.output
     assert settled("--load", tmp_path / "new", "--finetune", "--seq-length", 8).max_position_embeddings == 24
 
 
