@@ -8,13 +8,12 @@ The files of nanodomino/ that it calls, in the order in which a step needs them:
 
     config/      command line -> Config            domino.py     forward and backward of one stage, slice by slice
     mesh.py      rank -> its place in the grid     pipeline.py   which microbatch when, and the messages between stages
-    data.py      (seed, step) -> batches           zero.py       gradients -> updated weights
+    data.py      (seed, sample) -> batches         zero.py       gradients -> updated weights
     model.py     the GPT, on parallel.py           run/          what stands around a training: reports, checkpoints
 
 Most functions have the names that a reader of Megatron-LM expects.
 """
 
-import math
 import sys
 from functools import partial
 
@@ -54,13 +53,14 @@ def dataset_builder(config: Config, corpus: Corpus, device) -> dict[str, TokenDa
     return {split: TokenDataset(corpus, split, config.seq_length, config.seed, device, prepare) for split in splits}
 
 
-def get_batch(dataset: TokenDataset, config: Config, mesh: Mesh, step: int, shuffle: bool, microbatch: int, chunk: int):
-    """Return this replica's microbatch of global batch `step`, the same on all of its tensor-parallel ranks.
+def get_batch(dataset: TokenDataset, config: Config, mesh: Mesh, first_sample: int, shuffle: bool, microbatch: int,
+              chunk: int):
+    """Return this replica's microbatch, the same on all its tensor-parallel ranks. first_sample: the global batch's.
 
     The chunk with the embedding and the chunk with the head read the tokens. A chunk between them needs only the sample
     ids, which seed its dropout masks, unless an option makes all chunks read the tokens.
     """
-    where = (step, microbatch, mesh.dp_rank, mesh.dp, config.micro_batch_size, config.global_batch_size)
+    where = (first_sample, microbatch, mesh.dp_rank, mesh.dp, config.micro_batch_size, config.global_batch_size)
     at_an_end = config.placement.virtual_stage(mesh.pp_rank, chunk) in (0, config.placement.last)
     if at_an_end or config.all_chunks_read_tokens:
         return config.own_part(dataset.batch(*where, shuffle=shuffle), mesh)
@@ -89,14 +89,14 @@ def loss_func(loss_mask, losses):
 
 def train_step(step: int, stage: Domino, optimizer: ZeroOptimizer, dataset: TokenDataset, config: Config, mesh: Mesh,
                stop=lambda: False, on_action=None) -> StepResult:
-    """Train on one global batch and update the weights. Steps count from 1, global batches from 0.
+    """Train on one global batch and update the weights. Steps count from 1, samples from 0.
 
     stop(): returns whether this rank has received a signal to stop; called at the end of the step. The result's `stop`
     says whether any rank has received one. on_action: see pipeline.run.
     """
     with stage.trace.span("step", step=step):
         optimizer.zero_grad()
-        totals = run_schedule(config.timetable, step - 1, stage, dataset, config, mesh,
+        totals = run_schedule(config.timetable, config.consumed_train_samples(step - 1), stage, dataset, config, mesh,
                               on_gradients_ready=optimizer.on_gradients_ready, on_action=on_action,
                               loss_scale=optimizer.loss_scale.value)
         return optimizer.step(learning_rate(step, config), totals, stop())
@@ -105,8 +105,8 @@ def train_step(step: int, stage: Domino, optimizer: ZeroOptimizer, dataset: Toke
 def evaluate(stage: Domino, dataset: TokenDataset, config: Config, mesh: Mesh, on_action=None) -> float:
     """Return the mean loss per token over the first eval_iters global batches of a split."""
     sums, table = torch.zeros(2, dtype=torch.float64, device=mesh.device), config.timetable.forwards
-    for step in range(min(config.eval_iters, math.ceil(dataset.windows / config.global_batch_size))):
-        totals = run_schedule(table, step, stage, dataset, config, mesh, shuffle=False, on_action=on_action)
+    for first_sample in range(0, dataset.windows, config.global_batch_size)[:config.eval_iters]:
+        totals = run_schedule(table, first_sample, stage, dataset, config, mesh, shuffle=False, on_action=on_action)
         sums += torch.stack([totals.loss_sum, totals.tokens])
     # all tensor-parallel ranks have the same losses: count each token once
     if not (stage.model.post_process and mesh.tp_rank == 0):
@@ -115,12 +115,12 @@ def evaluate(stage: Domino, dataset: TokenDataset, config: Config, mesh: Mesh, o
     return (sums[0] / sums[1].clamp(min=1)).item()
 
 
-def run_schedule(table: Timetable, step: int, stage: Domino, dataset: TokenDataset, config: Config, mesh: Mesh,
-                 shuffle=True, on_gradients_ready=None, on_action=None, loss_scale=1.0):
-    """Run a schedule over the microbatches of global batch `step`, counted from 0. Returns pipeline.Totals."""
-    return pipeline.run(table, stage, mesh, partial(get_batch, dataset, config, mesh, step, shuffle), forward_step,
-                        config.residual_shape, config.params_dtype, on_gradients_ready, stage.trace, on_action,
-                        loss_scale)
+def run_schedule(table: Timetable, first_sample: int, stage: Domino, dataset: TokenDataset, config: Config,
+                 mesh: Mesh, shuffle=True, on_gradients_ready=None, on_action=None, loss_scale=1.0):
+    """Run a schedule over the microbatches of a global batch; see get_batch(). Returns pipeline.Totals."""
+    return pipeline.run(table, stage, mesh, partial(get_batch, dataset, config, mesh, first_sample, shuffle),
+                        forward_step, config.residual_shape, config.params_dtype, on_gradients_ready, stage.trace,
+                        on_action, loss_scale)
 
 
 def warm_up(stage: Domino, optimizer: ZeroOptimizer, config: Config, mesh: Mesh):

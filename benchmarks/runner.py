@@ -267,7 +267,7 @@ class RandomTokens:
         self.device, self.prepare = device, partial(config.prepare_batch, end_of_text=0)
         self.tokens = torch.randint(0, config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
 
-    def batch(self, step, microbatch, dp_rank, dp, micro_batch_size, global_batch_size, shuffle=True) -> Batch:
+    def batch(self, first_sample, microbatch, dp_rank, dp, micro_batch_size, global_batch_size, shuffle=True) -> Batch:
         first = dp_rank * (global_batch_size // dp) + microbatch * micro_batch_size
         rows = self.tokens[first:first + micro_batch_size].clone()     # with its own memory, like TokenDataset's rows
         return Batch.from_rows(rows, list(range(first, first + micro_batch_size)), None, self.device, self.prepare)

@@ -116,8 +116,8 @@ class PlainTraining:
         config, mesh, total = self.config, self.mesh, 0.0
         self.optimizer.zero_grad(set_to_none=True)
         for i in range(config.microbatches):
-            batch = self.tokens.batch(len(self.losses), i, mesh.dp_rank, mesh.dp, config.micro_batch_size,
-                                      config.global_batch_size)
+            batch = self.tokens.batch(len(self.losses) * config.global_batch_size, i, mesh.dp_rank, mesh.dp,
+                                      config.micro_batch_size, config.global_batch_size)
             with self.no_sync() if i < config.microbatches - 1 else nullcontext():
                 with self.autocast():
                     loss = self.network(batch.tokens, batch.labels) / config.microbatches

@@ -1,4 +1,4 @@
-"""Finds the tokens of any step as a pure function of (seed, step).
+"""Finds the tokens of any sample as a pure function of (seed, number of the sample).
 
 A corpus is a folder made by data/prepare.py. It holds one long stream of token ids for each split (train, valid, test),
 and meta.json, which describes them. The stream is cut into windows that overlap by one token, since the label of a
@@ -8,13 +8,13 @@ position is the next token:
     window 0  [t0  t1  t2  t3] t4                             tokens t0..t3, labels t1..t4
     window 1                  [t4  t5  t6  t7] t8             tokens t4..t7, labels t5..t8
 
-Training counts samples: k = step x global_batch_size + index in the global batch. Each epoch visits every window once,
-in a different order:
+Training counts the samples k that it has read. Each epoch visits every window once, in a different order:
 
     sample k  ->  window  permutation(seed, epoch = k // windows)[k % windows]
 
-So a checkpoint need not store a position in the data, and every layout trains on the same global batches. Each replica
-gets a contiguous part of a global batch, and cuts it in order into microbatches:
+So every layout trains on the same global batches. A run that continues with another global batch size reads the next
+samples; with another seq_length it skips as many as hold the tokens that it has read. Each replica gets a contiguous
+part of a global batch, and cuts it in order into microbatches:
 
     index      0  1  2  3 | 4  5  6  7        global batch 8, dp 2, micro batch 2
                replica 0  |  replica 1
@@ -77,10 +77,10 @@ class Batch:
                 for index, (own, ids) in enumerate(zip(tensors, np.array_split(self.sample_ids, count)))]
 
 
-def sample_ids_of(step: int, microbatch: int, dp_rank: int, dp: int, micro_batch_size: int,
+def sample_ids_of(first_sample: int, microbatch: int, dp_rank: int, dp: int, micro_batch_size: int,
                   global_batch_size: int) -> list[int]:
-    """Return the numbers k of the samples in one microbatch of replica `dp_rank`. Steps count from 0."""
-    first = step * global_batch_size + dp_rank * (global_batch_size // dp) + microbatch * micro_batch_size
+    """Return the numbers k of the samples in one microbatch of replica `dp_rank`. first_sample: the global batch's."""
+    first = first_sample + dp_rank * (global_batch_size // dp) + microbatch * micro_batch_size
     return list(range(first, first + micro_batch_size))
 
 
@@ -109,15 +109,15 @@ class TokenDataset:
                 epoch, np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(self.windows))
         return int(self.order[index])
 
-    def batch(self, step: int, microbatch: int, dp_rank: int, dp: int, micro_batch_size: int, global_batch_size: int,
-              shuffle: bool = True) -> Batch:
-        """Read one microbatch of replica `dp_rank`. Steps count from 0.
+    def batch(self, first_sample: int, microbatch: int, dp_rank: int, dp: int, micro_batch_size: int,
+              global_batch_size: int, shuffle: bool = True) -> Batch:
+        """Read one microbatch of replica `dp_rank`. first_sample: the number of the global batch's first sample.
 
         shuffle: False for evaluation. Then sample k is window k, and the rows of samples beyond the last window hold
         zeros and do not count in the loss.
         Raises UserError if a token id is outside the vocabulary.
         """
-        sample_ids = sample_ids_of(step, microbatch, dp_rank, dp, micro_batch_size, global_batch_size)
+        sample_ids = sample_ids_of(first_sample, microbatch, dp_rank, dp, micro_batch_size, global_batch_size)
         s, counted = self.seq_length, None
         if not shuffle:             # pad: all ranks need batches of the same size, and no window may count twice
             counted = min(max(self.windows - sample_ids[0], 0), micro_batch_size)

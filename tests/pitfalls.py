@@ -425,15 +425,15 @@ def same_samples(right, _, dataset, config, mesh, *others):
 
 
 @pitfall("The ranks of a tensor-parallel group read different samples", train, "get_batch", **TP | MORE)
-def other_samples(right, _, dataset, config, mesh, step, shuffle, microbatch, chunk):
-    return right(dataset, config, mesh, step, shuffle, (microbatch + mesh.tp_rank) % config.microbatches, chunk)
+def other_samples(right, _, dataset, config, mesh, first_sample, shuffle, microbatch, chunk):
+    return right(dataset, config, mesh, first_sample, shuffle, (microbatch + mesh.tp_rank) % config.microbatches, chunk)
 
 
 @pitfall("Evaluation averages the ranks' means", train, "evaluate")
 def evaluation_of_means(right, _, stage, dataset, config, mesh, on_action=None):
-    steps = range(min(config.eval_iters, math.ceil(dataset.windows / config.global_batch_size)))
-    totals = [train.run_schedule(config.timetable.forwards, step, stage, dataset, config, mesh, shuffle=False)
-              for step in steps]
+    firsts = range(0, dataset.windows, config.global_batch_size)[:config.eval_iters]
+    totals = [train.run_schedule(config.timetable.forwards, first, stage, dataset, config, mesh, shuffle=False)
+              for first in firsts]
     means = sum(one.loss_sum for one in totals) / sum(one.tokens for one in totals)
     dist.all_reduce(means)
     return (means / dist.get_world_size()).item()
@@ -464,8 +464,8 @@ def after_restore(owner, name, wrong):
 
 @pitfall("A resumed run starts the data again", **RESUMED)
 def data_again(config):
-    return after_restore(train, "run_schedule", lambda right, first, table, step, *others, **more:
-                         right(table, step - first, *others, **more))
+    return after_restore(train, "run_schedule", lambda right, first, table, sample, *others, **more:
+                         right(table, sample - first * config.global_batch_size, *others, **more))
 
 
 @pitfall("A resumed run restarts the learning-rate schedule", **RESUMED)

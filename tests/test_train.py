@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import shutil
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -23,6 +24,7 @@ from data.prepare import prepare
 from nanodomino.analysis.hardware import find_peak_flops
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.config.config import Config
+from nanodomino.config.saved_settings import news
 from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.domino import run_to_end
 from nanodomino.errors import UserError
@@ -31,7 +33,6 @@ from nanodomino.optim.learning_rate import LR_DECAY_STYLES
 from nanodomino.pipeline import Totals
 from nanodomino.run import session
 from nanodomino.run.command_line import from_command_line
-from nanodomino.run.report import changed_settings
 
 SHALLOW = "--num-layers", 2             # everything else is the default
 
@@ -74,8 +75,8 @@ def nearly(points):
 @pytest.mark.parametrize("windows, eval_iters, batches", [(10, 9, 3), (8, 9, 2), (10, 2, 2), (3, 9, 1)])
 def test_an_evaluation_covers_the_split_and_its_last_batch_may_be_smaller(monkeypatch, windows, eval_iters, batches):
     """Batches of 4 samples in the split's own order. The loss of the first is 1, of the second 2, of the third 3."""
-    monkeypatch.setattr(train, "run_schedule", lambda table, step, *_, shuffle=True, **__: Totals(
-        *torch.tensor([2.0 * step + 2.0 + 9.0 * shuffle, 2.0]).double()))
+    monkeypatch.setattr(train, "run_schedule", lambda table, first, *_, shuffle=True, **__: Totals(
+        *torch.tensor([first / 2 + 2.0 + 9.0 * shuffle, 2.0]).double()))
     stage, dataset = SimpleNamespace(model=SimpleNamespace(post_process=True)), SimpleNamespace(windows=windows)
     config = tiny(1, global_batch_size=4, micro_batch_size=4, eval_iters=eval_iters)
     with fake_world(0, 1):
@@ -136,6 +137,8 @@ def test_the_learning_rate_climbs_then_falls_to_min_lr():
         assert rates[0] == 0.1 and rates[9] == 1.0 and max(rates) == 1.0
         assert rates[59] == pytest.approx(middle) and rates[-1] == pytest.approx(1.0 if style == "constant" else 0.1)
         assert all(one >= other for one, other in zip(rates[9:], rates[10:]))
+    late = dataclasses.replace(config, lr_decay_style="linear", train_iters=300, lr_decay_iters=110)
+    assert [train.learning_rate(step, late) for step in (10, 60, 110, 300)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
     assert train.learning_rate(1, tiny(1, lr_warmup_fraction=0.0, lr_decay_style="constant")) == pytest.approx(1e-2)
 
 
@@ -181,16 +184,18 @@ def test_the_seed_draws_the_weights_the_masks_the_order_of_the_data_and_the_samp
     assert "a sample" in one["sample"]
 
 
-def test_a_run_that_resumes_with_other_settings_names_them(tmp_path):
-    """A changed learning rate is allowed but easily overlooked. A damaged config.json does not stop the run."""
-    path, config = tmp_path / "config.json", tiny(1)
-    path.write_text(json.dumps(dataclasses.asdict(config)))
-    assert changed_settings(tmp_path, dataclasses.replace(config, exit_interval=7, run_dir="elsewhere")) == []
-    changed = dataclasses.replace(config, lr=0.5, train_iters=99)
-    assert changed_settings(tmp_path, changed) == [f"train_iters 99 (was {config.train_iters})",
-                                                   f"lr 0.5 (was {config.lr})"]
-    path.write_text('{"lr": ')
-    assert changed_settings(tmp_path, changed) == []
+def test_a_run_that_continues_with_other_settings_names_them():
+    """A changed learning rate, or a finished decay that begins again, is allowed but easily overlooked."""
+    config = tiny(1, lr=1.0, min_lr=0.5, lr_decay_style="linear", lr_warmup_fraction=0.0, train_iters=4)
+    changed = partial(dataclasses.replace, config)
+    jump = "the learning rate goes from 5.00e-01 to 6.88e-01 (--lr-decay-iters 4 keeps its decay)"
+    for other, expected in ((changed(exit_interval=7, run_dir="elsewhere", load="x"), []),
+                            (changed(clip_grad=0.5, hysteresis=3), ["clip_grad 0.5 (was 0.1)", "hysteresis 3 (was 2)"]),
+                            (changed(train_iters=8), ["train_iters 8 (was 4)", jump]),
+                            (changed(train_iters=8, lr_decay_iters=4),
+                             ["train_iters 8 (was 4)", "lr_decay_iters 4 (was None)"])):
+        assert news(config, other, 4) == expected
+    assert news(config, changed(clip_grad=0.5, train_iters=9), 0) == [], "a new training"
 
 
 # ---- started again
@@ -251,16 +256,19 @@ def test_no_weight_is_drawn_that_a_checkpoint_replaces(pool, small, tmp_path):
     assert continued == metric_points(tmp_path / "straight", "loss") and len(continued) == 4
 
 
-def test_train_iters_0_evaluates_and_finetune_begins_with_a_validation(pool, small, tmp_path):
-    """Both report the loss of the weights that they start from, also in a folder that exists. An evaluation leaves no
-    checkpoint."""
-    run = tmp_path / "run"
-    train_in_pool(pool, small, "--run-dir", run, "--train-iters", 3, world_size=2)
+def test_train_iters_0_evaluates_and_finetune_begins_with_a_validation(pool, tmp_path):
+    """Both report the loss of the weights that they start from, also in a folder that exists, with the run's own masks
+    and positions: a sample of 12 tokens holds several documents. An evaluation leaves no checkpoint."""
+    small, run, own = tmp_path, tmp_path / "run", ("--eod-mask-loss", "--reset-position-ids", "--reset-attention-mask")
+    (small / "text.jsonl").write_text("".join(f'{{"text": "{i * 7919 % 1013}"}}\n' for i in range(2500)))
+    prepare(small / "text.jsonl", small / "tokens", progress=False)
+    train_in_pool(pool, small, "--run-dir", run, "--train-iters", 3, *own, world_size=2)
     trained = [*metric_points(run, "valid_loss"), *metric_points(run, "test_loss")]
     for name, flags, step in (("loaded", (), 3), ("tuned", ["--finetune"], 0)):
         (tmp_path / name).mkdir()
         ended = train_in_pool(pool, small, "--run-dir", tmp_path / name, "--load", run, *flags, "--train-iters", 0)
         assert ended.code == 0 and "evaluating without training" in ended.output, ended
+        assert "eod_mask_loss True, reset_position_ids True, reset_attention_mask True" in ended.output
         assert "warning" not in ended.output and f"{step} of {step} steps done" in ended.output
         found = [*metric_points(tmp_path / name, "valid_loss"), *metric_points(tmp_path / name, "test_loss")]
         assert found == [(step, pytest.approx(loss, rel=1e-5)) for _, loss in trained]

@@ -79,20 +79,22 @@ class CoreSettings(Seams):
         at_most=2**16)
     seq_length: int = model_setting(None, "tokens per sample", affects="run")
     max_position_embeddings: int = model_setting(
-        None, "number of token positions that the model supports (default: --seq-length)", derived=True)
+        None, "number of token positions that the model supports (default: --seq-length)", derived=True,
+        affects="positions")
     position_embedding_type: str = family_setting(
         "how the model encodes token positions", choices=POSITION_EMBEDDING_TYPES)
     rotary_percent: float = model_setting(
         1.0, "fraction of each head's channels that RoPE rotates", above=0.0, at_most=1.0, needs=ROPE)
     rotary_base: float = family_setting(
-        "base of RoPE's frequencies, base^(-2i/d)", at_least=1.0, needs=ROPE)
+        "base of RoPE's frequencies, base^(-2i/d)", at_least=1.0, needs=ROPE, affects="positions")
     use_rope_scaling: bool = family_setting(
-        "divide RoPE's low frequencies for longer contexts, as Llama 3.1 does", needs=ROPE)
+        "divide RoPE's low frequencies for longer contexts, as Llama 3.1 does", needs=ROPE, affects="positions")
     rope_scaling_factor: float = family_setting(
         "number by which --use-rope-scaling divides the low frequencies", at_least=1.0,
-        needs=(ROPE, "--use-rope-scaling"))
+        needs=(ROPE, "--use-rope-scaling"), affects="positions")
     rotary_seq_len_interpolation_factor: float = model_setting(
-        1.0, "divide all positions by this number before RoPE (position interpolation)", at_least=1.0, needs=ROPE)
+        1.0, "divide all positions by this number before RoPE (position interpolation)", at_least=1.0, needs=ROPE,
+        affects="positions")
     vocab_size: int = model_setting(None, "vocabulary size (default: the data's)", derived=True)
     make_vocab_size_divisible_by: int = model_setting(
         128, "pad the vocabulary to a multiple of this number (in Megatron-LM, of this number times tp)",
@@ -152,8 +154,7 @@ class CoreSettings(Seams):
     train_iters: int = training_setting(
         200, "number of optimizer steps; with 0 the run only validates, tests and prints a sample", at_least=0)
     global_batch_size: int = training_setting(
-        None, f"samples per optimizer step (default: the preset's; with --finetune at most {FINETUNE_BATCH_SIZE})",
-        affects="run")
+        None, f"samples per optimizer step (default: the preset's; with --finetune at most {FINETUNE_BATCH_SIZE})")
     optimizer: str = training_setting("adamw", "optimizer", choices=ALL_OPTIMIZERS,
                                       affects="optimizer")
     lr: float = training_setting(
@@ -163,8 +164,10 @@ class CoreSettings(Seams):
     lr_decay_style: str = training_setting(
         "cosine", "how the learning rate decays from --lr to --min-lr; constant keeps it at --lr",
         choices=ALL_DECAYS)
+    lr_decay_iters: int = training_setting(
+        None, "step at which the learning rate reaches --min-lr, where it stays (default: --train-iters)")
     lr_warmup_fraction: float = training_setting(
-        0.05, "fraction of --train-iters during which the learning rate rises linearly to --lr", at_most=1.0)
+        0.05, "fraction of --lr-decay-iters during which the learning rate rises linearly to --lr", at_most=1.0)
     weight_decay: float = training_setting(0.1, "decoupled weight decay, for matrices only")
     clip_grad: float = training_setting(1.0, "maximum global gradient norm; 0 turns clipping off")
     adam_beta1: float = training_setting(0.9, "decay rate of AdamW's first moment", below=1.0)
@@ -243,6 +246,7 @@ class CoreSettings(Seams):
     world_size: int = field(default=1, metadata=dict(affects="nothing"))
     cpu_threads: int = field(default=None, metadata=dict(affects="nothing"))
     data_sha256: str = field(default=None, metadata=dict(affects="run"))    # the SHA-256 of train.bin
+    sample_offset: int = field(default=0, metadata=dict(affects="launch"))  # see consumed_train_samples()
 
     # ---- sizes that follow from the settings
 
@@ -289,6 +293,10 @@ class CoreSettings(Seams):
     def microbatches(self) -> int:
         """The number of microbatches per replica and step."""
         return self.global_batch_size // (self.micro_batch_size * self.dp)
+
+    def consumed_train_samples(self, steps: int) -> int:
+        """Return how many samples have been read. The offset is for steps with another batch size or seq_length."""
+        return self.sample_offset + steps * self.global_batch_size
 
     @property
     def placement(self) -> Placement:

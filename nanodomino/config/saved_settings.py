@@ -9,6 +9,7 @@ import dataclasses
 
 from nanodomino.config.config import Config
 from nanodomino.errors import require
+from nanodomino.optim.learning_rate import learning_rate
 from nanodomino.settings.rules import holds
 from nanodomino.settings.setting import flag_settings, names_affecting
 
@@ -53,6 +54,37 @@ def remembered_settings(record: dict) -> dict:
     return {setting.name: record[setting.name] for setting in flag_settings(Config)
             if record.get(setting.name) is not None and setting.metadata["affects"] != "launch"
             and (not setting.metadata["derived"] or setting.name in (record.get("given") or ()))}
+
+
+def taken_over(record: dict, finetune: bool) -> dict:
+    """Return the settings of a record that --load takes over; see settings/setting.py."""
+    own = {setting.name for setting in flag_settings(Config, "The layout", "The machine")} | {"load", "finetune"}
+    names = {*names_affecting(Config, "model", "positions", "run")} - {"data_sha256"}
+    names |= set() if finetune else remembered_settings(record).keys() - own
+    return {name: value for name, value in record.items() if name in names and value is not None}
+
+
+def news(saved: Config, config: Config, step: int, taken=()) -> list[str]:
+    """Return what differs from a checkpoint's settings `saved`, such as "lr 0.004 (was 0.001)", and what is taken over.
+
+    step: the checkpoint's, or 0 if only its weights are loaded; then it does not matter how they were trained. taken:
+    the names of the settings that --load takes over. Of these, defaults and the sizes of the model are left out.
+    """
+    kinds = ("model", "positions", "optimizer", "run", *(("losses", "nothing") if step else ()))
+    flags = [each for each in flag_settings(Config) if each.name not in ("load", "finetune")]
+    named = set(taken) - {*to_record(config)["without_effect"], *names_affecting(Config, *kinds[:2])}
+    same = [f"{each.name} {value}" for each in flags if each.name in named
+            and (value := getattr(config, each.name)) == getattr(saved, each.name) != config.preset.get(each.name)]
+    said = [f"taken over: {', '.join(same)}"] * bool(same)
+    said += [f"{each.name} {getattr(config, each.name)} (was {getattr(saved, each.name)})" for each in flags
+             if each.metadata["affects"] in kinds and getattr(saved, each.name) != getattr(config, each.name)]
+    if config.sample_offset != saved.sample_offset and step:
+        said.append(f"the data go on at sample {config.consumed_train_samples(step)}")
+    if 0 < step < config.train_iters and (rate := learning_rate(step, saved)) != learning_rate(step, config):
+        stretched = saved.train_iters != config.train_iters and not config.lr_decay_iters
+        said.append(f"the learning rate goes from {rate:.2e} to {learning_rate(step + 1, config):.2e}"
+                    + f" (--lr-decay-iters {saved.train_iters} keeps its decay)" * stretched)
+    return said
 
 
 def check_settings(record: dict, source, config: Config, *effects):

@@ -65,7 +65,7 @@ class NoTokens:
     def __init__(self, config: Config):
         self.seq_length, self.prepare = config.seq_length, partial(config.prepare_batch, end_of_text=-1)
 
-    def batch(self, step, microbatch, dp_rank, dp, micro_batch_size, global_batch_size, shuffle=True) -> Batch:
+    def batch(self, first_sample, microbatch, dp_rank, dp, micro_batch_size, global_batch_size, shuffle=True) -> Batch:
         device = "cpu" if kind_of(META) == "cuda" else "meta"  # a GPU's run counts documents in the host's memory
         rows = torch.zeros(micro_batch_size, self.seq_length + 1, dtype=torch.int64, device=device)
         return Batch.from_rows(rows, [*range(micro_batch_size)], None, META, self.prepare)

@@ -8,10 +8,11 @@ LR_DECAY_STYLES = {"cosine": lambda progress, config: 0.5 * (1.0 + math.cos(math
 
 
 def learning_rate(step: int, config) -> float:
-    """Return the learning rate of a step, 1 to train_iters. The rate rises linearly to lr, then decays to min_lr at the
-    last step. With the decay style `constant` it stays at lr."""
-    warmup = int(config.lr_warmup_fraction * config.train_iters)
+    """Return the learning rate of a step, from 1. The rate rises linearly to lr, then decays to min_lr at the step
+    lr_decay_iters, by default the last. With the decay style `constant` it stays at lr."""
+    end = config.lr_decay_iters or config.train_iters
+    warmup = int(config.lr_warmup_fraction * end)
     if step <= warmup:
         return config.lr * step / warmup
-    progress = (step - warmup) / max(config.train_iters - warmup, 1)
+    progress = min((step - warmup) / max(end - warmup, 1), 1.0)
     return config.min_lr + (config.lr - config.min_lr) * config.lr_decay(progress)

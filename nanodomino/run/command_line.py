@@ -2,7 +2,7 @@
 
 Each setting comes from the first of these sources that has it:
 
-    flags  >  --config FILE  >  config.json of the resumed run  >  the model settings of --load  >  defaults
+    flags  >  --config FILE  >  config.json of the resumed run  >  what --load takes over  >  defaults
 
 So `train.py --run-dir runs/mine` alone resumes a run as it was. Some settings must not change when a run is resumed
 (EFFECTS in settings/setting.py). run_folder.py checks them, once it has found the checkpoint.
@@ -14,7 +14,7 @@ from pathlib import Path
 from nanodomino.checkpoint.find_checkpoints import recorded_settings
 from nanodomino.config.config import Config
 from nanodomino.config.flags import Parser, add_flags
-from nanodomino.config.saved_settings import check_record, remembered_settings
+from nanodomino.config.saved_settings import check_record, remembered_settings, taken_over
 from nanodomino.files import read_json
 from nanodomino.settings.rules import check_needs
 from nanodomino.settings.setting import flag_settings, names_affecting
@@ -42,10 +42,11 @@ def from_command_line(arguments: list[str], world_size: int) -> Config:
         remembered = remembered_settings(check_record(run, requested["run_dir"]))
         given |= {*(run.get("given") or ())} - requested.keys()
     elif requested.get("load") and (loaded := recorded_settings(Path(requested["load"]))):
-        effects = ("model",) if requested.get("finetune") else ("model", "optimizer")
-        names = names_affecting(Config, *effects) + ("seq_length",)
-        remembered = {name: value for name, value in check_record(loaded, requested["load"]).items() if name in names}
+        remembered = taken_over(check_record(loaded, requested["load"]), requested.get("finetune"))
         given |= remembered.keys()
+        longer = (requested.get("seq_length") or 0) > remembered.get("max_position_embeddings", 0)
+        if longer and requested.get("finetune") and remembered.get("position_embedding_type") != "learned_absolute":
+            remembered.pop("max_position_embeddings", None)    # no weight depends on it
     given -= set(names_affecting(Config, "launch"))
     config = Config(**remembered | requested, given=tuple(sorted(given))).resolve(world_size)
     check_needs(config, flags)

@@ -20,7 +20,6 @@ from tqdm import tqdm
 
 from nanodomino.analysis.formulas import active_parameter_count, flops_per_token, parameter_count
 from nanodomino.analysis.hardware import find_peak_flops, peak_memory
-from nanodomino.checkpoint.find_checkpoints import recorded_settings
 from nanodomino.config.config import Config
 from nanodomino.config.saved_settings import to_record
 from nanodomino.corpus.prepared_folder import Corpus
@@ -32,7 +31,6 @@ from nanodomino.run import kernels
 from nanodomino.run.metrics_file import MetricsFile, remove_outdated
 from nanodomino.schedules import simulation
 from nanodomino.schedules.placement_and_messages import stage_layers
-from nanodomino.settings.setting import names_affecting
 
 FEW_EPOCHS = 4           # up to 4 epochs, repeated text is almost as good as new text (2305.16264)
 
@@ -41,16 +39,17 @@ class Report:
     """Prints and stores the progress of a run.
 
     first_step: the number of steps done before this launch. enabled: True on rank 0; otherwise no method does anything.
+    news: see Run.
     """
 
-    def __init__(self, config: Config, corpus: Corpus, mesh: Mesh, run_dir: Path, first_step: int, enabled: bool):
+    def __init__(self, config: Config, corpus: Corpus, mesh: Mesh, run_dir: Path, first_step: int, enabled: bool,
+                 news=()):
         self.config, self.corpus, self.mesh, self.run_dir, self.enabled = config, corpus, mesh, run_dir, enabled
         self.peak_flops = find_peak_flops(config, mesh.device)
         self.tokens_per_step = config.global_batch_size * config.seq_length
         self.entropies = f"(unigram {corpus.unigram_entropy:.2f}, bigram {corpus.bigram_entropy:.2f})"
         self.metrics = self.tensorboard = None
         if enabled:
-            self.changes = changed_settings(run_dir, config) if first_step else []
             if first_step < config.train_iters or not (run_dir / "config.json").exists():
                 settings = json.dumps(to_record(config), indent=2) + "\n"           # stored for later launches
                 write_file(run_dir / "config.json", settings.encode())
@@ -63,15 +62,15 @@ class Report:
 
                 # event files can only be extended; purge_step hides the points of older files that are redone
                 self.tensorboard = SummaryWriter(config.tensorboard_dir, purge_step=first_step + 1)
-            self.describe(first_step)
+            self.describe(first_step, news)
         self.bar = tqdm(total=config.train_iters, initial=first_step, desc="train", unit="step", dynamic_ncols=True,
                         disable=None if enabled else True)
         if enabled and self.metrics.empty:
             self.record(step=first_step, unigram_entropy=corpus.unigram_entropy, bigram_entropy=corpus.bigram_entropy,
                         tokenizer=corpus.tokenizer_name)
 
-    def describe(self, first_step: int):
-        """Print the model, the batch, the rank grid and the schedule."""
+    def describe(self, first_step: int, news):
+        """Print the model, the batch, the rank grid, the schedule, and what a checkpoint brings or finds changed."""
         config, mesh = self.config, self.mesh
         count, active = parameter_count(config), active_parameter_count(config)
         print(f"nanodomino: model {config.model}, {count:,} parameters{f' ({active:,} active)' * (active < count)}, "
@@ -90,20 +89,20 @@ class Report:
         print(mesh.picture([describe_stage(config, stage) for stage in range(mesh.pp)]))
         print(simulation.picture(config.schedule_with_settings, mesh.pp, config.microbatches, config.virtual_stages),
               flush=True)
+        state = f"resuming after step {first_step} of {config.train_iters}" * (first_step > 0)
         if config.train_iters == 0:
-            print("evaluating without training, because --train-iters is 0", flush=True)
+            state = "evaluating without training, because --train-iters is 0"
         elif first_step >= config.train_iters:
-            print(f"this run has already done {counted(first_step, 'step')}, and --train-iters is "
-                  f"{config.train_iters}; raise --train-iters to continue, or start a new run from these weights with "
-                  "--load FOLDER --finetune", flush=True)
-        elif first_step:
-            print(f"resuming after step {first_step} of {config.train_iters}"
-                  + "".join(f"; {change}" for change in self.changes), flush=True)
+            state = (f"this run has already done {counted(first_step, 'step')}, and --train-iters is "
+                     f"{config.train_iters}; raise --train-iters to continue, or start a new run from these weights "
+                     "with --load FOLDER --finetune")
+        if state or news:
+            print("; ".join(filter(None, (state, *news))), flush=True)
 
     def estimate(self, memory: str):
         """Say how many epochs the run trains and how much memory it needs. Warn of many epochs. memory: in words."""
         steps, windows = self.config.train_iters, max(self.corpus.tokens["train"] - 1, 1) // self.config.seq_length
-        epochs = steps * self.config.global_batch_size / max(windows, 1)
+        epochs = self.config.consumed_train_samples(steps) / max(windows, 1)
         digits = ".0f" if epochs >= 10 else ".2g"
         self.say(f"{counted(steps, 'step')} = {epochs:{digits}} epochs of this text; {memory}")
         if epochs > FEW_EPOCHS:
@@ -141,8 +140,9 @@ class Report:
         shown = step % self.config.log_interval == 0 or step == 1
         counts = self.config.step_metrics(result.statistics)
         self.record(step=step, loss=result.loss, grad_norm=result.grad_norm, lr=learning_rate,
-                    tokens=step * self.tokens_per_step, step_ms=seconds * 1000, tokens_per_second=speed,
-                    mfu=mfu, skipped=result.skipped, loss_scale=result.loss_scale,
+                    tokens=self.config.consumed_train_samples(step) * self.config.seq_length,
+                    step_ms=seconds * 1000, tokens_per_second=speed, mfu=mfu, skipped=result.skipped,
+                    loss_scale=result.loss_scale,
                     **{name: value for name, value in counts.items() if shown or not isinstance(value, dict)})
         self.bar.set_postfix(loss=f"{result.loss:.3f}", tokens_per_second=f"{speed:,.0f}", refresh=False)
         self.bar.update()
@@ -210,11 +210,3 @@ def what_hides_what(config: Config) -> str:
                 + "; try" + " --micro-batch-size 2" * (config.micro_batch_size == 1) + " --slices 2"
                 + ", or --columns 2" * (config.tp > 1))
     return begin + " and ".join(hidden_by) + ", in backward also by weight gradients" * weight_gradients
-
-
-def changed_settings(run_dir: Path, config: Config) -> list[str]:
-    """Return the settings that differ from the run's previous launch, such as 'lr 0.004 (was 0.001)'."""
-    previous = recorded_settings(run_dir) or {}
-    return [f"{name} {getattr(config, name)} (was {previous[name]})"
-            for name in names_affecting(Config, "optimizer", "run", "losses", "nothing")
-            if name in previous and previous[name] != getattr(config, name)]

@@ -7,6 +7,7 @@
 A full disk or a folder of something else is found here, before the first step, and not hours later.
 """
 
+import dataclasses
 import fcntl
 import itertools
 import os
@@ -19,7 +20,7 @@ from nanodomino.checkpoint.find_checkpoints import (checkpoints_of, clear_leftov
                                                     newest_intact_checkpoint, recorded_settings)
 from nanodomino.checkpoint.manifest import read_manifest
 from nanodomino.config.config import Config
-from nanodomino.config.saved_settings import check_settings
+from nanodomino.config.saved_settings import check_record, check_settings, news, taken_over
 from nanodomino.errors import UserError, counted, require
 from nanodomino.files import make_folder, open_descriptor
 
@@ -27,10 +28,12 @@ from nanodomino.files import make_folder, open_descriptor
 @dataclass(frozen=True)
 class Run:
     """The folder of a run and the checkpoint to start from, if any. weights_only: load only the checkpoint's weights.
-    """
+    sample_offset: see Config. news: what is taken over from the checkpoint, and what changes."""
     folder: Path
-    checkpoint: Path | None
+    checkpoint: Path | None = None
     weights_only: bool = False
+    sample_offset: int = 0
+    news: tuple[str, ...] = ()
 
 
 def open_run(config: Config) -> Run:
@@ -65,14 +68,28 @@ def open_run(config: Config) -> Run:
                 f"--run-dir {run_dir} holds a run that has done {counted(manifest['step'], 'step')} and continues "
                 f"only from its own checkpoints, not from --load {config.load}; leave --load and --finetune out to "
                 "continue it, or give another --run-dir to start a new run")
-        check_settings(record, checkpoint, config, "model", "optimizer", "run")
-        return Run(run_dir, checkpoint)
+        check_settings(record, checkpoint, config, "model", "positions", "optimizer", "run")
+        return starts_from(checkpoint, config, run_dir)
     if record := recorded_settings(run_dir):                   # killed before its first checkpoint
-        check_settings(record, f"--run-dir {run_dir}", config, "model", "optimizer", "run")
+        check_settings(record, f"--run-dir {run_dir}", config, "model", "positions", "optimizer", "run")
     require(not checkpoints_of(run_dir), f"--run-dir {run_dir} holds only damaged checkpoints, so its run can't be "
             "resumed; restore a checkpoint, or move the folder away to start over")
     checkpoint = find_checkpoint_to_load(config) if exists else loaded
-    return Run(run_dir, checkpoint, config.finetune)
+    return starts_from(checkpoint, config, run_dir, loaded=True) if checkpoint else Run(run_dir)
+
+
+def starts_from(checkpoint: Path, config: Config, run_dir: Path, loaded=False) -> Run:
+    """Return the Run that starts from a checkpoint of its own folder, or from the one that --load names."""
+    manifest, weights_only = read_manifest(checkpoint), loaded and config.finetune
+    record, step = check_record(manifest["config"], checkpoint), 0 if weights_only else manifest["step"]
+    saved = dataclasses.replace(config, **record)              # what the record lacks is as it is now
+    samples = step and -(-saved.consumed_train_samples(step) * saved.seq_length // config.seq_length)
+    config = dataclasses.replace(config, sample_offset=samples - step * config.global_batch_size)
+    why = "" if "lr" in config.given else ", a tenth of the preset's: --lr sets another"
+    start = [f"starting from the weights in {checkpoint}, without its optimizer state and step, with the peak learning "
+             f"rate {config.lr:g}{why}"] if weights_only else [f"continuing from {checkpoint}"] * loaded
+    taken = taken_over(record, config.finetune) if loaded else ()
+    return Run(run_dir, checkpoint, weights_only, config.sample_offset, (*start, *news(saved, config, step, taken)))
 
 
 def check_is_run(run_dir: Path):
@@ -89,7 +106,8 @@ def find_checkpoint_to_load(config: Config) -> Path | None:
         return None
     checkpoint = find_checkpoint(Path(config.load))
     record = read_manifest(checkpoint)["config"]
-    check_settings(record, checkpoint, config, "model", *(() if config.finetune else ("optimizer",)))
+    frozen = ("positions",) if not config.finetune or config.position_embedding_type == "learned_absolute" else ()
+    check_settings(record, checkpoint, config, "model", *frozen, *(() if config.finetune else ("optimizer",)))
     config.check_record(record, checkpoint)
     return checkpoint
 

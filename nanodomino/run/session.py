@@ -89,7 +89,7 @@ def open_session(arguments: list[str], launch: LaunchInfo, program):
     hosts = check_agreement(config)
     run = from_rank_0(run)
     config = dataclasses.replace(config, cpu_threads=choose_threads(
-        device, from_rank_0(recorded_settings(run.folder)), quiet=launch.rank > 0))
+        device, from_rank_0(recorded_settings(run.folder)), quiet=launch.rank > 0), sample_offset=run.sample_offset)
     with Watchdog(launch, mesh, config.timeout) as watchdog:
         watchdog.context["hosts"] = hosts
         session = Session(config, corpus, datasets, mesh, run, watchdog, memory)
@@ -123,11 +123,7 @@ class Session:
         if run.checkpoint:
             self.done = restore(run.checkpoint, model, optimizer, self.mesh, run.weights_only)
         self.saver = Saver(run.folder, self.mesh, config.keep_last, config.timeout)
-        self.report = Report(config, self.corpus, self.mesh, run.folder, self.done, enabled=dist.get_rank() == 0)
-        if run.weights_only:
-            why = "" if "lr" in config.given else ", a tenth of the preset's: --lr sets another"
-            self.report.say(f"starting from the weights in {run.checkpoint}, without its optimizer state and step, "
-                            f"with the peak learning rate {config.lr:g}{why}")
+        self.report = Report(config, self.corpus, self.mesh, run.folder, self.done, dist.get_rank() == 0, run.news)
         if self.done < config.train_iters:
             self.report.estimate(self.memory)
         if config.traced_steps and config.traced_steps[-1] <= self.done:

@@ -118,9 +118,11 @@ def check_rules(c):
     check_divisible("seq-length", c.seq_length, "2 cp (and by cp x tp with --sequence-parallel), here",
                     c.seq_length_divisor,
                     f"--seq-length {-(-c.seq_length // c.seq_length_divisor) * c.seq_length_divisor}")
+    fixed = c.load and (not c.finetune or c.position_embedding_type == "learned_absolute")
     require(c.seq_length <= c.max_position_embeddings,
-            f"seq-length {c.seq_length} must be at most max-position-embeddings {c.max_position_embeddings}; "
-            f"try --max-position-embeddings {c.seq_length}")
+            f"seq-length {c.seq_length} must be at most max-position-embeddings {c.max_position_embeddings}; try "
+            + (f"--seq-length {c.max_position_embeddings}" + ", or add --finetune" * c.rope if fixed
+               else f"--max-position-embeddings {c.seq_length}"))
     require(c.load or not c.finetune, "--finetune needs a checkpoint to take the weights from; add --load FOLDER")
     require(c.min_loss_scale <= c.initial_loss_scale, f"min-loss-scale {c.min_loss_scale:g} must be at most "
             f"initial-loss-scale {c.initial_loss_scale:g}; try --min-loss-scale {c.initial_loss_scale:g}")

@@ -15,6 +15,9 @@ a run is resumed or an older checkpoint is loaded. Four settings as examples:
 A setting is *given* if a flag or a --config file set it, in this launch or in an earlier launch of the run, or if the
 run took it from --load. Config.given lists the names. A derived setting that was not given is computed again at each
 launch, because its sources (such as lr or the number of processes) may have changed.
+
+--load takes over what is not given anew: with --finetune "model", "positions" and "run", on which the loss of the same
+weights depends; without it all that a resumed run remembers, except the layout and the machine.
 """
 
 import dataclasses
@@ -28,9 +31,11 @@ FP32_MAX = (2 - 2**-23) * 2.0**127       # most float settings are used in fp32
 
 # What happens if a run that resumes, or that loads a checkpoint, gives the setting another value.
 EFFECTS = {"model": "refused, because the checkpoint's weights would not fit or would compute something else",
+           "positions": "refused, because the checkpoint's weights would compute something else; allowed with `--load` "
+                        "and `--finetune`, but not with learned positions",
            "optimizer": "refused, because the checkpoint's optimizer state would not fit; allowed with `--load` and "
                         "`--finetune`",
-           "run": "refused when a run is resumed, because it would go on with other batches, masks or positions, or "
+           "run": "refused when a run is resumed, because it would go on with other samples, masks or positions, or "
                   "because it would have no effect; allowed with `--load`",
            "losses": "allowed; the losses change",
            "nothing": "allowed; the losses stay the same up to rounding",

@@ -2,14 +2,16 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from support import ROOT
 from support.checkpoints import train_from
-from support.runs import make_corpus, metric_points, saved_steps, train_in_pool
+from support.runs import TINY, main_on_rank, make_corpus, metric_points, saved_steps, train_in_pool
 from support.harness import build, random_data, tiny
 
 import train
@@ -22,6 +24,7 @@ from nanodomino.checkpoint.shards import Box, LocalBox, full_shapes
 from nanodomino.config.config import Config
 from nanodomino.config.flags import markdown
 from nanodomino.config.saved_settings import check_settings, from_record, to_record
+from nanodomino.data import TokenDataset
 from nanodomino.errors import UserError
 from nanodomino.model import meta_model
 from nanodomino.run.command_line import command_line_parser, from_command_line
@@ -143,11 +146,11 @@ def origins(tmp_path_factory, old_run):
     shutil.copytree(old_run, run)
     killed.mkdir()
     shutil.copy(run / "config.json", killed)
-    return {"a run": (run, ("model", "optimizer", "run"), dict(run_dir=str(run))),
-            "a run that was killed before its first checkpoint": (killed, ("model", "optimizer", "run"),
-                                                                  dict(run_dir=str(killed))),
-            "--load": (run, ("model", "optimizer"), dict(run_dir=str(fresh), load=str(run))),
-            "--load --finetune": (run, ("model",), dict(run_dir=str(fresh), load=str(run), finetune=True))}
+    resumed = "model", "positions", "optimizer", "run"
+    return {"a run": (run, resumed, dict(run_dir=str(run))),
+            "a run that was killed before its first checkpoint": (killed, resumed, dict(run_dir=str(killed))),
+            "--load": (run, resumed[:3], dict(run_dir=str(fresh), load=str(run))),
+            "--load --finetune": (run, resumed[:2], dict(run_dir=str(fresh), load=str(run), finetune=True))}
 
 
 def changed(field: dataclasses.Field, value):
@@ -257,10 +260,49 @@ def test_a_run_of_a_version_with_more_options_can_be_resumed_if_it_used_none_of_
 def test_load_takes_the_model_settings_from_the_checkpoint(tmp_path, old_run):
     loaded = settled("--load", old_run)
     assert (loaded.num_layers, loaded.hidden_size, loaded.max_position_embeddings) == (1, 8, 8)
-    assert loaded.seq_length == 8 and loaded.global_batch_size == 16, "the rest is this run's own"
+    assert (loaded.seq_length, loaded.train_iters, loaded.finetune) == (8, 3, False)
+    tuned = settled("--load", old_run, "--finetune")
+    assert tuned.seq_length == 8 and tuned.train_iters == 200, "the rest is this run's own"
     found = open_run(settled("--load", old_run, "--seq-length", 8, "--optimizer", "muon", "--finetune", "--run-dir",
                              tmp_path))
     assert found.weights_only and found.checkpoint == checkpoints_of(old_run)[0]
+
+
+def samples_of(flags):
+    """Run train.py on this rank. Return (what it printed, the numbers of the samples that it trained on)."""
+    with mock.patch.object(TokenDataset, "window_of", autospec=True, side_effect=TokenDataset.window_of) as read:
+        return main_on_rank(flags.split()).output, [call.args[1] for call in read.call_args_list]
+
+
+def test_a_run_that_continues_reads_the_next_samples_whatever_its_batch_size_is(pool, tmp_path):
+    """From --load, with --run-dir, and with samples half as long. The count of tokens rises, and other settings go on.
+    A fine-tuning starts anew."""
+    base = f"{' '.join(TINY)} --micro-batch-size 4 --data-path {make_corpus(tmp_path)}"
+    for flags, samples, said in (
+            (f"{base} --run-dir A --train-iters 4 --global-batch-size 8 --weight-decay 0.5", range(32), ""),
+            ("--run-dir B --load A --train-iters 6 --global-batch-size 4", range(32, 40),
+             "; the data go on at sample 32; the learning rate goes from 4.00e-04 to "),
+            ("--run-dir B --train-iters 7 --global-batch-size 12", range(40, 52), "global_batch_size 12 (was 4); "),
+            ("--run-dir C --load A --train-iters 5 --seq-length 8", range(64, 72), "seq_length 8 (was 16); "),
+            (f"{base} --run-dir D --load A --finetune --train-iters 1", range(16), "the weights in ")):
+        output, found = pool.run(samples_of, re.sub(r" ([A-D])\b", rf" {tmp_path}/\1", flags), world_size=1)[0]
+        assert found == [*samples] and said in output, output
+    assert metric_points(tmp_path / "B", "tokens") == [(5, 36 * 16), (6, 40 * 16), (7, 52 * 16)]
+    assert metric_points(tmp_path / "C", "tokens") == [(5, 72 * 8)]
+    assert settled("--run-dir", tmp_path / "B").weight_decay == 0.5
+
+
+def test_fine_tuning_extends_the_context_of_a_model_with_rope(pool, tmp_path):
+    """No weight depends on the number of positions; without --finetune the run would go on with another model."""
+    rope, run = ("--train-iters", 1, "--position-embedding-type", "rope"), make_corpus(tmp_path).parent / "run"
+    train_in_pool(pool, tmp_path, "--run-dir", run, *rope)
+    longer = ("--run-dir", tmp_path / "new", "--load", run, *rope, "--seq-length", 24)
+    assert "try --seq-length 12, or add --finetune" in train_in_pool(pool, tmp_path, *longer).output
+    ended = train_in_pool(pool, tmp_path, *longer, "--finetune", "--rotary-base", 500,
+                          "--rotary-seq-len-interpolation-factor", 2)
+    assert ("; seq_length 24 (was 12); max_position_embeddings 24 (was 12); rotary_base 500.0 (was 10000.0); "
+            "rotary_seq_len_interpolation_factor 2.0 (was 1.0)\n") in ended.output and ended.code == 0, ended.output
+    assert settled("--load", tmp_path / "new", "--finetune", "--seq-length", 8).max_position_embeddings == 24
 
 
 def test_a_setting_without_effect_is_refused_only_if_its_flag_was_given(begun):

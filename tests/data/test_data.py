@@ -340,7 +340,7 @@ def test_command_line_mistakes_are_one_sentence(tmp_path, monkeypatch):
 
 def whole_step(dataset, step, dp, micro, batch_size=24, shuffle=True):
     """Return (sample_ids, tokens) of a global batch, in the order of replicas and microbatches."""
-    parts = [dataset.batch(step, m, r, dp, micro, batch_size, shuffle) for r in range(dp)
+    parts = [dataset.batch(step * batch_size, m, r, dp, micro, batch_size, shuffle) for r in range(dp)
              for m in range(batch_size // dp // micro)]
     return sum((part.sample_ids for part in parts), []), torch.cat([part.tokens for part in parts])
 
@@ -400,7 +400,7 @@ def test_evaluation_stops_at_the_end_and_counts_no_token_twice(corpus):
     for dp, micro in [(1, 24), (4, 3)]:
         tokens, labels, counted = [], [], 0
         for step, r, m in product(range(dataset.windows // 24 + 3), range(dp), range(24 // dp // micro)):
-            batch = dataset.batch(step, m, r, dp, micro, 24, shuffle=False)
+            batch = dataset.batch(24 * step, m, r, dp, micro, 24, shuffle=False)
             assert batch.tokens.shape == (micro, 16) and (batch.tokens < corpus.vocab_size).all()
             real = batch.loss_mask.amin(dim=1) == 1
             tokens += batch.tokens[real].flatten().tolist()

@@ -110,6 +110,8 @@ TABLE = [Bad(flags, says, processes=(n,)) for n, flags, *says in [
     (4, "--micro-batch-size 1 --slices 2", "slices 2 must be at most micro-batch-size 1", "--columns"),
     (1, "--columns 97", "columns 97 must be at most hidden-size 96; try 2 or 4"),
     (1, "--seq-length 64 --max-position-embeddings 63", "seq-length 64", "try --max-position-embeddings 64"),
+    (1, "--load run --finetune --seq-length 32", "max-position-embeddings 16; try --seq-length 16"),
+    (1, "--load run --finetune --max-position-embeddings 32", "max-position-embeddings 16, but this run has 32"),
     (4, "--vocab-size 256", "vocabulary of 257 tokens does not fit --vocab-size 256", "give at least 257"),
     (4, "--seq-length 20000", "train split", "has 11447 tokens", "seq-length + 1 = 20001", "lower --seq-length"),
     (1, "--hidden-size 4000000 --num-attention-heads 4", "would need at least", "more processes (--tp, --pp)"),

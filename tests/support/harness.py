@@ -120,10 +120,11 @@ class FixedData:
     def windows(self):
         return self.tokens.size(0) * self.tokens.size(1)
 
-    def batch(self, step, microbatch, dp_rank, dp, micro_batch_size, global_batch_size, shuffle=True):
-        first = dp_rank * (global_batch_size // dp) + microbatch * micro_batch_size
+    def batch(self, first_sample, microbatch, dp_rank, dp, micro_batch_size, global_batch_size, shuffle=True):
+        step, first = first_sample // global_batch_size, dp_rank * (global_batch_size // dp)
+        first += microbatch * micro_batch_size
         rows = slice(first, first + micro_batch_size)
-        ids = [step * global_batch_size + first + row for row in range(micro_batch_size)]
+        ids = [first_sample + first + row for row in range(micro_batch_size)]
         tokens, labels = self.tokens[step, rows], self.labels[step, rows]
         loss_mask, rows = self.loss_mask[step, rows].clone(), torch.cat([tokens, labels[:, -1:]], dim=1)
         batch = Batch.from_rows(rows, ids, None, device_here())

@@ -68,9 +68,9 @@ def main_on_rank(flags: list[str], bad_steps=()) -> Ended:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     get_batch, screen = train.get_batch, io.StringIO()
 
-    def poisoned(dataset, config, mesh, step, shuffle, microbatch, chunk):
-        batch = get_batch(dataset, config, mesh, step, shuffle, microbatch, chunk)
-        bad = shuffle and step + 1 in bad_steps and batch.loss_mask is not None
+    def poisoned(dataset, config, mesh, first_sample, shuffle, microbatch, chunk):
+        batch = get_batch(dataset, config, mesh, first_sample, shuffle, microbatch, chunk)
+        bad = shuffle and first_sample // config.global_batch_size + 1 in bad_steps and batch.loss_mask is not None
         return dataclasses.replace(batch, loss_mask=batch.loss_mask * float("nan")) if bad else batch
 
     def start_world(place, device, timeout):
