@@ -37,7 +37,7 @@ def from_command_line(arguments: list[str], world_size: int) -> Config:
     flags = vars(command_line_parser().parse_args(arguments))
     requested = read_settings(Path(flags["config"])) | flags if "config" in flags else flags
     run = recorded_settings(Path(requested["run_dir"])) if requested.get("run_dir") else None
-    remembered, given = {}, {name for name, value in requested.items() if value is not None}
+    remembered, loaded, given = {}, None, {name for name, value in requested.items() if value is not None}
     if run:
         remembered = remembered_settings(check_record(run, requested["run_dir"]))
         given |= {*(run.get("given") or ())} - requested.keys()
@@ -46,6 +46,7 @@ def from_command_line(arguments: list[str], world_size: int) -> Config:
         names = names_affecting(Config, *effects) + ("seq_length",)
         remembered = {name: value for name, value in check_record(loaded, requested["load"]).items() if name in names}
         given |= remembered.keys()
+    remembered["trained_positions"] = (run or loaded or {}).get("trained_positions")
     given -= set(names_affecting(Config, "launch"))
     config = Config(**remembered | requested, given=tuple(sorted(given))).resolve(world_size)
     check_needs(config, flags)
