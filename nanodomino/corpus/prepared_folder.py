@@ -61,7 +61,6 @@ class Corpus:
         check(tokenizer.vocab_size == self.vocab_size,
               f"{self.path / 'meta.json'} records a vocabulary of {self.vocab_size} tokens, but its tokenizer "
               f"{self.tokenizer_name} has {tokenizer.vocab_size}")
-        tokenizer.end_of_text = self.end_of_text
         return tokenizer
 
     def check_tokenizer_of(self, checkpoint: Path):

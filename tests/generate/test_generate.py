@@ -27,10 +27,11 @@ from support.harness import END_OF_TEXT, FAMILIES, build, plain_text, sizes_of, 
 from support.reference import random_weights
 
 from nanodomino.corpus.tokenizer import TiktokenTokenizer, build_tokenizer
+from nanodomino.errors import NotFinite
 from nanodomino.generate.cache import KeyValueCache
 from nanodomino.generate.generation import generate, sample_token
 from nanodomino.generate.printing import SEPARATOR, Writer
-from nanodomino.options.multi_token_prediction.draft import Draft
+from nanodomino.options.multi_token_prediction.draft import Draft, most_likely
 
 DOCUMENTS = dict(reset_position_ids=True, reset_attention_mask=True)
 UNTIED = dict(untie_embeddings_and_output_weights=True)
@@ -290,6 +291,15 @@ def test_a_draft_of_several_tokens_gives_no_more_than_were_asked_for():
     draft = SimpleNamespace(chunks=lambda model: [], next_tokens=lambda *_: [1, 2, 3])
     model = SimpleNamespace(config=config, chunks=[])
     assert generate(model, None, [0], 4, vocab_size=9, draft=draft) == [0, 1, 2, 3, 1]
+
+
+@pytest.mark.table
+def test_a_draft_is_not_taken_from_logits_that_are_not_finite(monkeypatch):
+    monkeypatch.setattr("nanodomino.options.multi_token_prediction.draft.gather_logits", lambda logits, *_: logits)
+    cache = SimpleNamespace(logits=lambda x: x, model=SimpleNamespace(head=[None]))
+    assert most_likely(cache, torch.tensor([[[0.0, 2.0]]]), 2) == [1]
+    with pytest.raises(NotFinite, match="the model's logits are not finite"):
+        most_likely(cache, torch.tensor([[[0.0, 2.0], [0.0, torch.nan]]]), 2)
 
 
 @pytest.mark.table
