@@ -1,7 +1,7 @@
 """The exception for a user's mistake, and how a command ends.
 
     main returns                  its exit code
-    UserError                     prints "error: SENTENCE" on stderr; exit code 2
+    UserError                     prints "error: SENTENCE" on stderr; exit code 2, for a NotFinite 1
     OSError                       prints "error: PATH: REASON; ..." on stderr; exit code 1. No command needs to catch it
     Ctrl-C                        prints nothing; exit code 130, the shell's code for a process that SIGINT ended
     stdout is closed, or its      the work continues without output (but SIGPIPE ends generate). At the end a full disk
@@ -22,12 +22,18 @@ class UserError(Exception):
 
     For example: "num-attention-heads 6 must be divisible by tensor-model-parallel-size 4; try --tp 1, 2, 3, 6".
     """
+    exit_code = 2
 
 
-def require(condition, message: str):
-    """Raise UserError(message) unless the condition holds."""
+class NotFinite(UserError):
+    """Weights, a loss or logits that are infinite or NaN, as after training that has diverged."""
+    exit_code = 1
+
+
+def require(condition, message: str, error: type[UserError] = UserError):
+    """Raise error(message) unless the condition holds."""
     if not condition:
-        raise UserError(message)
+        raise error(message)
 
 
 def counted(number: int, noun: str, form="") -> str:
@@ -38,7 +44,7 @@ def counted(number: int, noun: str, form="") -> str:
 def sentence_and_code(error: UserError | OSError) -> tuple[str, int]:
     """Return the sentence to print for an error that is no bug of ours, and the exit code."""
     if isinstance(error, UserError):
-        return str(error), 2
+        return str(error), error.exit_code
     path = f"{str(error.filename)[:200]}: " if error.filename is not None else ""
     return f"{path}{error.strerror or error}; fix that, or choose another file or folder", 1
 

@@ -5,13 +5,15 @@ that it holds. Then the replicas all-gather the weights, exactly as after each s
 """
 
 import dataclasses
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from nanodomino.checkpoint.find_checkpoints import checkpoints_of
 from nanodomino.checkpoint.tensor_index import Index
-from nanodomino.checkpoint.manifest import read_manifest
+from nanodomino.checkpoint.manifest import read_manifest, verify
 from nanodomino.checkpoint.shards import Box, BucketRange, LocalBox, full_shapes, local_boxes
 from nanodomino.config.config import Config
 from nanodomino.config.saved_settings import from_record
@@ -81,6 +83,19 @@ def open_weights(folder: Path) -> tuple[Index, GPT]:
     for name, shape in full_shapes(model).items():
         index.find(f"weight.{name}", shape)
     return index, model
+
+
+def newest_finite_checkpoint(run_dir: Path, last_step: int) -> Path | None:
+    """Return the newest intact checkpoint of a run, up to `last_step`, whose weights are finite; None if there is none.
+    """
+    for folder in checkpoints_of(run_dir):
+        with suppress(UserError, OSError):
+            if verify(folder)["step"] <= last_step:
+                index, model = open_weights(folder)
+                if all(read_box(f"weight.{name}", shape, index).isfinite().all()
+                       for name, shape in full_shapes(model).items()):
+                    return folder
+    return None
 
 
 def full_weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -247,6 +247,7 @@ class CoreSettings(Seams):
     cpu_threads: int = field(default=None, metadata=dict(affects="nothing"))
     data_sha256: str = field(default=None, metadata=dict(affects="run"))    # the SHA-256 of train.bin
     sample_offset: int = field(default=0, metadata=dict(affects="launch"))  # see consumed_train_samples()
+    trained_positions: int = field(default=None, metadata=dict(affects="nothing"))      # see context_length
 
     # ---- sizes that follow from the settings
 
@@ -337,9 +338,10 @@ class CoreSettings(Seams):
 
     @property
     def context_length(self) -> int:
-        """The largest number of tokens that the model can attend to. With learned positions this is seq_length, since
-        later positions were never trained."""
-        return self.seq_length if self.position_embedding_type == "learned_absolute" else self.max_position_embeddings
+        """The largest number of tokens that the model can attend to. With learned positions these are the trained ones:
+        the longest seq_length of all runs that trained the weights, or all positions of an imported model."""
+        learned = self.position_embedding_type == "learned_absolute"
+        return self.trained_positions if learned else self.max_position_embeddings
 
     @property
     def activation(self) -> str:
@@ -389,6 +391,7 @@ class CoreSettings(Seams):
             num_query_groups=groups,
             kv_channels=config.kv_channels or config.hidden_size // heads,
             max_position_embeddings=config.max_position_embeddings or config.seq_length,
+            trained_positions=max(config.trained_positions or 0, config.seq_length),
             min_lr=config.lr / 10 if config.min_lr is None else config.min_lr)
         config = dataclasses.replace(config, **config.option_defaults())
         config.check_rules()

@@ -15,14 +15,15 @@ from pathlib import Path
 import torch.distributed as dist
 
 from nanodomino.checkpoint.find_checkpoints import find_checkpoint
-from nanodomino.checkpoint.load import config_of, load_weights
-from nanodomino.checkpoint.manifest import read_manifest
+from nanodomino.checkpoint.load import config_of, load_weights, newest_finite_checkpoint
+from nanodomino.checkpoint.manifest import read_manifest, step_of
 from nanodomino.comm.world import LaunchInfo, find_device, start_world
 from nanodomino.config.config import Config
 from nanodomino.config.flags import Parser
+from nanodomino.corpus.documents import text_of_line
 from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.corpus.tokenizer import Tokenizer, build_tokenizer
-from nanodomino.errors import UserError, check_output, require
+from nanodomino.errors import NotFinite, UserError, check_output, require
 from nanodomino.files import read_file
 from nanodomino.generate.printing import write_texts
 from nanodomino.mesh import make_mesh
@@ -43,7 +44,8 @@ def command_line(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--prompt", default="", metavar="TEXT",
                         help="the text to continue (default: start a new text)")
     parser.add_argument("--prompts", default=None, metavar="FILE",
-                        help="a file with one prompt per line, instead of --prompt (default: none)")
+                        help="a file with one prompt per line, instead of --prompt; in a .jsonl file a line is "
+                        '{"text": "..."}, which can hold line breaks (default: none)')
     parser.add_argument("--num-samples", type=int, default=1, metavar="INT",
                         help="texts per prompt, each sampled with different random numbers (default 1)")
     parser.add_argument("--max-tokens", type=int, default=200, metavar="INT",
@@ -82,13 +84,17 @@ def command_line(arguments: list[str]) -> argparse.Namespace:
 
 
 def read_prompts(path: str) -> list[str]:
-    """Return the non-empty lines of the file of --prompts. Raises UserError."""
+    r"""Return the non-empty lines of the file of --prompts, or the texts of a .jsonl file. A line ends at \n or \r\n
+    only, since a prompt may hold other characters at which splitlines() would cut it. Raises UserError."""
     try:
-        lines = read_file(path).decode().splitlines()
+        lines = [line.removesuffix("\r") for line in read_file(path).decode("utf-8-sig").split("\n")]
     except (OSError, UnicodeError) as error:
         raise UserError(f"--prompts {path} can't be read as UTF-8 text ({getattr(error, 'strerror', error)}); give a "
                         "text file") from None
     require(any(lines), f"--prompts {path} holds no prompt; write one prompt per line")
+    if path.endswith(".jsonl"):
+        return [text_of_line(line.encode(), f"--prompts {path}, line {number},")
+                for number, line in enumerate(lines, 1) if line.strip()]
     return [line for line in lines if line]
 
 
@@ -101,17 +107,16 @@ def find_tokenizer(checkpoint: Path, config: Config, flags: argparse.Namespace) 
     source = data_path or config.data_path
     if data_path is None and (checkpoint / "tokenizer.json").is_file():
         tokenizer, source = build_tokenizer(str(checkpoint), **encoding), checkpoint
-        vocab_size = tokenizer.vocab_size
     else:
         require(source, f"{checkpoint} has no tokenizer, because it was imported from a folder without a "
                 "tokenizer.json; give a data folder as --data-path")
         require(data_path or Path(source).exists(), f"the tokenizer is stored with the training data, but the folder "
                 f"{source} no longer exists; give its new path as --data-path")
-        corpus = load_corpus(source)
-        tokenizer, vocab_size = None, corpus.vocab_size
-    require(vocab_size <= config.vocab_size, f"the tokenizer of {source} has {vocab_size} tokens, but the model has "
-            f"only {config.vocab_size}; give the data folder that the model was trained on as --data-path")
-    return tokenizer or corpus.tokenizer(**encoding)
+        tokenizer = load_corpus(source).tokenizer(**encoding)
+    require(tokenizer.vocab_size <= config.vocab_size, f"the tokenizer of {source} has {tokenizer.vocab_size} tokens, "
+            f"but the model has only {config.vocab_size}; give the data folder that the model was trained on as "
+            "--data-path")
+    return tokenizer
 
 
 def main(arguments: list[str], launch: LaunchInfo) -> int:
@@ -136,7 +141,12 @@ def main(arguments: list[str], launch: LaunchInfo) -> int:
     seed = from_rank_0(secrets.randbelow(2**31) if flags.seed is None else flags.seed)
     if flags.seed is None and launch.rank == 0:
         print(f"seed {seed}: --seed {seed} gives the same texts again", file=sys.stderr)
-    write_texts(flags, model, mesh, tokenizer, seed)
+    try:
+        write_texts(flags, model, mesh, tokenizer, seed)
+    except NotFinite as error:
+        good = newest_finite_checkpoint(checkpoint.absolute().parents[1], (step_of(checkpoint) or 0) - 1)
+        raise NotFinite(f"{error}; " + (f"use the last good checkpoint: --load {good}" if good
+                                        else f"give another checkpoint than {checkpoint}")) from None
     dist.barrier()
     dist.destroy_process_group()
     check_output()

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from nanodomino.errors import NotFinite, require
 from nanodomino.generate.cache import KeyValueCache
 from nanodomino.layers.dropout_and_positions import seeded_generator
 from nanodomino.mesh import Mesh
@@ -22,6 +23,7 @@ from nanodomino.model import GPT
 from nanodomino.parallel import gather_logits
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+NOT_FINITE = "the model's logits are not finite, as after training that has diverged"
 
 
 @sdpa_kernel(KERNELS)
@@ -73,14 +75,16 @@ def next_token(cache: KeyValueCache, mesh: Mesh, new, vocab_size: int, temperatu
         if following and following[0] != mesh.pp_rank:
             dist.send(x, mesh.stage_rank(following[0]), group=mesh.pp_group)
     cache.finish(new)
-    token = torch.zeros(1, dtype=torch.int64, device=mesh.device)
+    token = torch.full([1], -1, device=mesh.device)            # tells all ranks if the logits are not finite
     if cache.model.post_process:
         logits = gather_logits(cache.logits(x[:, -1:]), *cache.model.head, vocab_size)
-        token[0] = sample_token(logits[0, 0], temperature, top_k, generator)
+        if logits.isfinite().all():
+            token[0] = sample_token(logits[0, 0], temperature, top_k, generator)
     if mesh.pp > 1:
         dist.broadcast(token, mesh.stage_rank(placement.location(placement.last)[0]), group=mesh.pp_group)
     for name in config.groups_that_generate_together:          # their ranks may round differently
         dist.broadcast(token, group=mesh.group(name), group_src=0)
+    require(token >= 0, NOT_FINITE, NotFinite)
     return int(token)
 
 

@@ -40,7 +40,6 @@ class Writer:
 def write_texts(flags: argparse.Namespace, model: GPT, mesh: Mesh, tokenizer: Tokenizer, seed: int):
     """Print --num-samples texts for each prompt while they are generated. At the end, print tokens/s to stderr."""
     config = model.config
-    context_name = "seq-length" if config.context_length == config.seq_length else "max-position-embeddings"
     is_rank_0, longest = dist.get_rank() == 0, config.context_length
     writer, draft = Writer(tokenizer), config.draft() if flags.draft else None
     written, start_time = 0, time.perf_counter()
@@ -48,8 +47,8 @@ def write_texts(flags: argparse.Namespace, model: GPT, mesh: Mesh, tokenizer: To
         begin = [] if tokenizer.begin_of_text is None else [tokenizer.begin_of_text]
         prompt = [*begin, *tokenizer.encode(text).tolist()] or [tokenizer.end_of_text]
         if is_rank_0 and len(prompt) > longest and sample == 0:
-            print(f"the prompt has {counted(len(prompt), 'token')}, but the model sees only the last {longest} "
-                  f"({context_name})", file=sys.stderr)
+            print(f"the prompt has {counted(len(prompt), 'token')}, but the model sees only the last {longest}, its "
+                  "context length", file=sys.stderr)
         print((SEPARATOR if number else "") + text, end="", flush=True)
         tokens = generate(model, mesh, prompt, flags.max_tokens, tokenizer.vocab_size, flags.temperature, flags.top_k,
                           seed, number, writer.write_token, tokenizer.end_of_text, draft)

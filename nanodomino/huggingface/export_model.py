@@ -73,20 +73,21 @@ def export_model(folder: Path, out: Path, dtype_name: str | None = None, max_byt
                 weight_map={hf_name: name for name, mappings_of_file in zip(names, files)
                             for mapping in mappings_of_file for hf_name in mapping.hf_shapes}))
         imported = any((checkpoint / name).is_file() for name in TOKENIZER_FILES)       # else take the data folder's
-        copied = copy_files((*TOKENIZER_FILES, GENERATION),
-                            checkpoint if imported or not config.data_path else Path(config.data_path), temporary)
-        write_json(temporary / "config.json", values | special_tokens(temporary, config))
+        source = checkpoint if imported or not config.data_path else Path(config.data_path)
+        copied = copy_files((*TOKENIZER_FILES, GENERATION), source, temporary)
+        write_json(temporary / "config.json", values | special_tokens(temporary, source / "meta.json"))
     return (f"{out}: {family.architecture}, {counted(len(names), 'weight file')}, "
             f"{element_count(mappings):,} elements in {dtype_name}, {tokenizer_summary(copied)}{left_out}")
 
 
-def special_tokens(folder: Path, config: Config) -> dict:
+def special_tokens(folder: Path, meta: Path) -> dict:
     """Return the ids of the special tokens, {name: id}. An unknown id is None: if it were left out, Transformers
-    would assume an id that this vocabulary may not have."""
-    ids = dict.fromkeys(SPECIAL_TOKENS)
-    data = Path(config.data_path or "") / "meta.json"
-    if (folder / GENERATION).is_file():
-        ids |= {name: value for name, value in read_json(folder / GENERATION).items() if name in SPECIAL_TOKENS}
-    elif config.data_path and data.is_file():
-        ids["eos_token_id"] = read_json(data).get("end_of_text")
-    return ids
+    would assume an id that this vocabulary may not have. The end-of-text in `meta`, the data's meta.json if there is
+    one, is what generate uses, so it replaces another one, also in the generation_config.json of `folder`.
+    """
+    stored = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
+    old, end = stored.get("eos_token_id"), read_json(meta).get("end_of_text") if meta.is_file() else None
+    if end is not None and end not in (old if isinstance(old, list) else [old]):
+        stored |= dict(eos_token_id=end)
+        write_json(folder / GENERATION, stored)
+    return {name: stored.get(name) for name in SPECIAL_TOKENS}

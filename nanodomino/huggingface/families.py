@@ -38,7 +38,7 @@ class Family:
     defaults: dict              # {entry: the value that Transformers assumes if it is missing}
     read: tuple = ()            # functions of config_rules.py for the other entries
     write: tuple = ()           # their inverses
-    aliases: dict = dataclasses.field(default_factory=dict)    # {name that some versions of Transformers write: entry}
+    aliases: dict = dataclasses.field(default_factory=dict)    # {another name of an entry in Transformers: entry}
 
 
 GPT2 = Family(
@@ -53,7 +53,9 @@ GPT2 = Family(
     supported={"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,)},
     defaults={"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
     write=(lambda config: {"attn_pdrop": config.attention_dropout,          # or Transformers would train with 0.1
-                           **dict.fromkeys(("resid_pdrop", "embd_pdrop"), config.hidden_dropout)},))
+                           **dict.fromkeys(("resid_pdrop", "embd_pdrop"), config.hidden_dropout)},),
+    aliases={"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
+             "max_position_embeddings": "n_positions"})
 LLAMA = Family(
     "LlamaForCausalLM", "model.", LLAMA_MODULES, r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
     sizes={"vocab_size": ("vocab_size", None), "num_hidden_layers": ("num_layers", None),
@@ -129,7 +131,11 @@ def family_of_json(values: dict, source) -> Family:
 def read_config(values: dict, source) -> Config:
     """Return the Config that a config.json describes, resolved for one process. Raises UserError."""
     family = family_of_json(values, source)
-    values = {family.aliases.get(name, name): value for name, value in values.items()}
+    values = values.copy()
+    for name in family.aliases.keys() & values.keys():
+        entry, value = family.aliases[name], values.pop(name)
+        require(values.setdefault(entry, value) == value, f"{source} has {entry} {shown(values[entry])} and {name} "
+                f"{shown(value)}, which mean the same; correct it")
     defaults = {entry: supported[0] for entry, supported in family.supported.items()} | family.defaults
     reader, sizes = ConfigReader(values, defaults, source), SimpleNamespace()
     for entry, (setting, default) in family.sizes.items():
@@ -144,7 +150,8 @@ def read_config(values: dict, source) -> Config:
     for read in family.read:
         settings |= read(reader)
     reader.check_all_read()
-    settings |= dict(model=nearest_preset(settings), seq_length=min(sizes.max_position_embeddings, IMPORTED_SEQ_LENGTH))
+    settings |= dict(model=nearest_preset(settings), trained_positions=sizes.max_position_embeddings,
+                     seq_length=min(sizes.max_position_embeddings, IMPORTED_SEQ_LENGTH))
     try:
         config = Config(**settings, given=tuple(sorted(settings))).resolve(1)
         return config.with_vocabulary(sizes.vocab_size)

@@ -9,7 +9,7 @@ import torch
 
 from nanodomino.corpus.huggingface_tokenizer import FILES
 from nanodomino.errors import UserError, require
-from nanodomino.files import delete, write_file
+from nanodomino.files import delete, read_json, write_file
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 *TOKENIZER_FILES, GENERATION = FILES
@@ -33,10 +33,15 @@ def open_weight_files(folder: Path) -> dict:
     """Return {tensor's name: the open safetensors file that holds it} of a folder. Only headers are read. A tensor is
     mapped into memory when it is used. Raises UserError.
 
-    The index of a large model is not needed: match_tensors() finds out whether a tensor is missing.
+    The index of a large model names its files; without an index they are the files model-*.safetensors.
+    match_tensors() finds out whether a tensor is missing.
     """
-    whole = folder / WEIGHTS
-    paths, found = [whole] if whole.exists() else sorted(folder.glob("model-*.safetensors")), {}
+    whole, index, found = folder / WEIGHTS, folder / INDEX, {}
+    paths = [whole] if whole.exists() else sorted(folder.glob("model-*.safetensors"))
+    if not whole.exists() and index.exists():
+        names = read_json(index).get("weight_map")
+        require(isinstance(names, dict), f"{index} has no weight_map {{tensor: file}}; download it again")
+        paths = [folder / name for name in sorted(set(map(str, names.values())))]
     require(paths, f"{folder} has neither {WEIGHTS} nor model-00001-of-*.safetensors; give a folder in the format that "
             "save_pretrained(DIR) writes")
     package = import_safetensors()

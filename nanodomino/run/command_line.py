@@ -37,7 +37,7 @@ def from_command_line(arguments: list[str], world_size: int) -> Config:
     flags = vars(command_line_parser().parse_args(arguments))
     requested = read_settings(Path(flags["config"])) | flags if "config" in flags else flags
     run = recorded_settings(Path(requested["run_dir"])) if requested.get("run_dir") else None
-    remembered, given = {}, {name for name, value in requested.items() if value is not None}
+    remembered, loaded, given = {}, None, {name for name, value in requested.items() if value is not None}
     if run:
         remembered = remembered_settings(check_record(run, requested["run_dir"]))
         given |= {*(run.get("given") or ())} - requested.keys()
@@ -47,6 +47,7 @@ def from_command_line(arguments: list[str], world_size: int) -> Config:
         longer = (requested.get("seq_length") or 0) > remembered.get("max_position_embeddings", 0)
         if longer and requested.get("finetune") and remembered.get("position_embedding_type") != "learned_absolute":
             remembered.pop("max_position_embeddings", None)    # no weight depends on it
+    remembered["trained_positions"] = (run or loaded or {}).get("trained_positions")
     given -= set(names_affecting(Config, "launch"))
     config = Config(**remembered | requested, given=tuple(sorted(given))).resolve(world_size)
     check_needs(config, flags)

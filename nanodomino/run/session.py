@@ -9,23 +9,26 @@ training itself: reports, checkpoints, timelines, signals, a sample at the end.
 
 import dataclasses
 import gc
+import math
 import signal
 import time
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from data.prepare import DEFAULT_CORPUS, prepare_default_corpus
 from nanodomino.checkpoint.find_checkpoints import recorded_settings
-from nanodomino.checkpoint.load import restore
+from nanodomino.checkpoint.load import newest_finite_checkpoint, restore
+from nanodomino.checkpoint.manifest import step_of
 from nanodomino.checkpoint.save import Saver
 from nanodomino.comm.trace import Trace
 from nanodomino.comm.world import LaunchInfo, find_device, start_world
 from nanodomino.config.config import Config
 from nanodomino.corpus.prepared_folder import Corpus, load_corpus
-from nanodomino.errors import UserError, counted, require
+from nanodomino.errors import NotFinite, UserError, counted, require
 from nanodomino.generate.generation import generate
 from nanodomino.mesh import Mesh, make_mesh
 from nanodomino.run.agreement import check_agreement, from_rank_0
@@ -115,6 +118,7 @@ class Session:
         self.starts_from_weights = run.weights_only            # of another run, without its optimizer state
         self.trace = Trace(mesh.device, recording=False)
         self.done = self.step = 0
+        self.loss, self.last_good = 0.0, -1    # of the latest step; the weights after step last_good had a finite loss
         self.stopped = self.stopped_by_signal = False
 
     def load(self, model, optimizer):
@@ -122,6 +126,7 @@ class Session:
         config, run = self.config, self.run
         if run.checkpoint:
             self.done = restore(run.checkpoint, model, optimizer, self.mesh, run.weights_only)
+            self.last_good = (step_of(run.checkpoint) or 0) - optimizer.skipped_in_a_row - 1
         self.saver = Saver(run.folder, self.mesh, config.keep_last, config.timeout)
         self.report = Report(config, self.corpus, self.mesh, run.folder, self.done, dist.get_rank() == 0, run.news)
         if self.done < config.train_iters:
@@ -154,17 +159,27 @@ class Session:
         """Report a finished step, draw its timeline, and decide whether to stop. Raises UserError if too many steps in
         a row were skipped. result: its StepResult."""
         config, step, self.trace.recording = self.config, self.step, False
-        self.done, self.stopped_by_signal = step, result.stop
+        self.done, self.stopped_by_signal, self.loss = step, result.stop, result.loss
+        self.last_good = min(self.last_good, step - 1) if result.skipped else step - 1
         self.stopped = result.stop or (config.exit_interval is not None and step % config.exit_interval == 0)
         self.report.step(step, result, learning_rate, time.perf_counter() - self.step_start)
         if step in config.traced_steps and (step == config.traced_steps[-1] or self.stopped):
             self.report.say(draw_timeline(self.trace, self.mesh, self.run.folder / f"trace-{step:08d}"))
         if optimizer.skipped_in_a_row >= config.max_skipped_steps:
-            self.saver.wait()                                  # wait for a checkpoint that is still being written
-            self.report.draw_curve()
-            raise UserError(f"{counted(optimizer.skipped_in_a_row, 'step')} in a row, up to step {step}, had a loss or "
-                            f"gradient that is not finite; {optimizer.loss_scale.advice()}start from an earlier "
-                            f"checkpoint, or from scratch, with a smaller --lr than {config.lr}")
+            raise self.not_finite(f"{counted(optimizer.skipped_in_a_row, 'step')} in a row, up to step {step}, had a "
+                                  f"loss or gradient that is not finite; {optimizer.loss_scale.advice()}")
+
+    def not_finite(self, problem: str) -> NotFinite:
+        """Return an error with the command that goes on from the last good checkpoint: its weights are finite, and had
+        a finite loss in the next step. If this launch has trained nothing, that is one before the loaded checkpoint."""
+        self.saver.wait()                                      # wait for a checkpoint that is still being written
+        self.report.draw_curve()
+        config, loaded = self.config, None if self.step else self.run.checkpoint
+        good = newest_finite_checkpoint(loaded.absolute().parents[1] if loaded else self.run.folder, self.last_good)
+        flags = f"--lr {config.lr / 2:g}" if self.step else "--finetune" if config.finetune else "--train-iters 0"
+        return NotFinite(problem + (
+            f"go on from the last good checkpoint: {'python' if config.world_size == 1 else 'torchrun ...'} train.py "
+            f"--load {good} {flags}" if good else f"start again with a smaller --lr than {config.lr:g}"))
 
     def time_to(self, interval: int) -> bool:
         """Return whether the finished step is the last one or a multiple of `interval`."""
@@ -173,10 +188,17 @@ class Session:
     def report_loss(self, split: str, evaluate):
         """Report evaluate(dataset), the loss on a split, if the run has one."""
         if split in self.datasets and self.config.eval_iters:
-            self.report.losses(self.done, split, evaluate(self.datasets[split]))
+            self.report.losses(self.done, split, loss := evaluate(self.datasets[split]))
+            if not 0 < self.done < self.config.train_iters and not math.isfinite(loss):
+                raise self.not_finite(f"the {split} loss of step {self.done} is {loss}; ")
 
     def save(self, model, optimizer):
-        """Start to save a checkpoint. Warn if copies of a parameter have drifted apart."""
+        """Start to save a checkpoint, but not of weights that are not finite: the run resumes from its newest one.
+        Warn if copies of a parameter have drifted apart. Raises NotFinite."""
+        ends = torch.stack([end for weight in model.parameters() for end in weight.detach().aminmax()])
+        dist.all_reduce(total := (0.0 * ends).sum())           # 0, or NaN if a weight of any rank is not finite
+        if total != 0.0:
+            raise self.not_finite(f"the weights after step {self.done} are not finite and were not saved; ")
         if warning := drift_warning(model, optimizer, self.mesh):
             self.report.say(f"warning: {warning}")
         self.saver.save(self.done, model, optimizer, self.config)
@@ -200,19 +222,27 @@ class Session:
         """Report the end of the run and print a sample. Returns the exit code."""
         self.report.end(self.done, time.perf_counter() - self.start_time)
         self.watchdog.finished.set()                           # the other replicas may wait long for the sample
-        if self.config.sample_tokens:
-            write_sample(model, self.config, self.corpus, self.datasets.get("valid", self.datasets["train"]), self.mesh)
+        problem = None if math.isfinite(self.loss) else f"the loss of step {self.done} is {self.loss}"
+        if self.config.sample_tokens and not problem:
+            dataset = self.datasets.get("valid", self.datasets["train"])
+            problem = write_sample(model, self.config, self.corpus, dataset, self.mesh)
+        if problem := from_rank_0(problem):
+            raise self.not_finite(f"{problem}; ")
         return 0
 
 
 def write_sample(model, config: Config, corpus: Corpus, dataset, mesh: Mesh):
     """Let the first replica continue the first tokens of a split, and print the text. If an option spreads a replica's
-    weights over several ranks of the dp group, these generate the same text."""
+    weights over several ranks of the dp group, these generate the same text. Returns an error's text if the logits are
+    not finite."""
     _, index = mesh.axis("dp")
     if index < max([1, *(mesh.axis(name)[0] for name in config.groups_that_generate_together)]):
         prompt = dataset.batch(0, 0, 0, 1, 1, 1, shuffle=False).tokens[0, :PROMPT_TOKENS].tolist()
-        tokens = generate(model, mesh, prompt, config.sample_tokens, corpus.vocab_size, config.temperature,
-                          config.top_k, config.seed, end_of_text=corpus.end_of_text)
+        try:
+            tokens = generate(model, mesh, prompt, config.sample_tokens, corpus.vocab_size, config.temperature,
+                              config.top_k, config.seed, end_of_text=corpus.end_of_text)
+        except NotFinite as error:
+            return str(error)
         if index > 0:
             return
         tokenizer = corpus.tokenizer()

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of, newest_intact_checkpoint
-from nanodomino.checkpoint.load import full_weights, open_weights
-from nanodomino.checkpoint.manifest import file_digest, manifest_text, verify
+from nanodomino.checkpoint.load import full_weights, newest_finite_checkpoint, open_weights
+from nanodomino.checkpoint.manifest import file_digest, manifest_text, step_of, verify
 from nanodomino.errors import UserError
 from support.checkpoints import write_empty_checkpoint
 
@@ -70,6 +70,14 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(run_dir, dam
     assert newest_intact_checkpoint(run_dir, reports.append) == previous
     assert len(reports) == 1 and newest.name in reports[0] and words in reports[0]
     assert reports[0].endswith("; trying the previous checkpoint") and "use another checkpoint" not in reports[0]
+
+
+def test_a_checkpoint_whose_weights_are_not_finite_is_not_the_last_good_one(run_dir):
+    newest, previous = checkpoints_of(run_dir)
+    last = step_of(newest)
+    assert [newest_finite_checkpoint(run_dir, step) for step in (last, last - 1)] == [newest, previous]
+    forge(newest, SHARD, b"\xff" * (newest / SHARD).stat().st_size)        # as floats, these bytes are NaN
+    assert [newest_finite_checkpoint(run_dir, step) for step in (last, 0)] == [previous, None]
 
 
 def test_a_file_on_a_bad_disk_is_reported_by_name(run_dir, monkeypatch):

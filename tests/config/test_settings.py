@@ -26,6 +26,7 @@ from nanodomino.config.flags import markdown
 from nanodomino.config.saved_settings import check_settings, from_record, to_record
 from nanodomino.data import TokenDataset
 from nanodomino.errors import UserError
+from nanodomino.huggingface.families import read_config
 from nanodomino.model import meta_model
 from nanodomino.run.command_line import command_line_parser, from_command_line
 from nanodomino.run.run_folder import open_run
@@ -303,6 +304,20 @@ def test_fine_tuning_extends_the_context_of_a_model_with_rope(pool, tmp_path):
     assert ("; seq_length 24 (was 12); max_position_embeddings 24 (was 12); rotary_base 500.0 (was 10000.0); "
             "rotary_seq_len_interpolation_factor 2.0 (was 1.0)\n") in ended.output and ended.code == 0, ended.output
     assert settled("--load", tmp_path / "new", "--finetune", "--seq-length", 8).max_position_embeddings == 24
+
+
+def test_the_context_of_learned_positions_is_all_that_the_weights_were_trained_with(tmp_path, begun):
+    """Not those that no run has trained, but those that an earlier one has, and all of an imported model's."""
+    run, config = begun("--seq-length", 16, "--max-position-embeddings", 2048)
+    assert config.context_length == 16
+    for number, (length, context) in enumerate([(32, 32), (8, 32), (24, 32)]):
+        tuned = settled("--load", run, "--finetune", "--seq-length", length, "--run-dir", tmp_path / f"new{number}")
+        (run := tmp_path / f"new{number}").mkdir()
+        (run / "config.json").write_text(json.dumps(to_record(tuned)))
+        assert tuned.context_length == settled("--run-dir", run).context_length == context
+    sizes = dict(model_type="gpt2", vocab_size=9, n_layer=1, n_embd=8, n_head=2, n_positions=2048)
+    assert read_config(sizes, "config.json").context_length == 2048
+    assert settled("--model", "nano-llama", "--max-position-embeddings", 999).context_length == 999
 
 
 def test_a_setting_without_effect_is_refused_only_if_its_flag_was_given(begun):

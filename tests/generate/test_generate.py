@@ -11,6 +11,7 @@ import os
 import random
 import re
 import shlex
+import shutil
 import signal
 import sys
 from types import SimpleNamespace
@@ -26,10 +27,11 @@ from support.harness import END_OF_TEXT, FAMILIES, build, plain_text, sizes_of, 
 from support.reference import random_weights
 
 from nanodomino.corpus.tokenizer import TiktokenTokenizer, build_tokenizer
+from nanodomino.errors import NotFinite
 from nanodomino.generate.cache import KeyValueCache
 from nanodomino.generate.generation import generate, sample_token
 from nanodomino.generate.printing import SEPARATOR, Writer
-from nanodomino.options.multi_token_prediction.draft import Draft
+from nanodomino.options.multi_token_prediction.draft import Draft, most_likely
 
 DOCUMENTS = dict(reset_position_ids=True, reset_attention_mask=True)
 UNTIED = dict(untie_embeddings_and_output_weights=True)
@@ -237,16 +239,35 @@ def test_without_a_seed_one_is_drawn_that_all_ranks_share_and_that_can_be_repeat
 
 def test_prompts_of_every_kind(written, folder):
     """No prompt, a byte that is not UTF-8, those of a file, the name of end-of-text, more than 16 tokens of context."""
-    (folder / "prompts.txt").write_text("ö\r\n\nline\n")
+    (folder / "prompts.txt").write_bytes("\ufeffö\r\n\nl\u2028i\fn\x85e!\n".encode())
+    (folder / "prompts.jsonl").write_text('{"text": "two\\nlines\\n"}\n\n{"text": ""}\r\n')
     assert written("--max-tokens 0 --seed 1") == ("\n", 0)
     assert written("--max-tokens 0 --seed 1 --prompt \udcff") == ("?\n", 0)
-    texts = SEPARATOR.join(f"{text}\n" for text in ("ö", "ö", "line", "line"))
+    texts = SEPARATOR.join(f"{text}\n" for text in 2 * ["ö"] + 2 * ["l\u2028i\fn\x85e!"])
     assert written("--max-tokens 0 --seed 1 --prompts prompts.txt --num-samples 2") == (texts, 0)
+    assert written("--max-tokens 0 --seed 1 --prompts prompts.jsonl") == (f"two\nlines\n\n{SEPARATOR}\n", 0)
     named, tokens = written("--max-tokens 3 --seed 1 --prompt '<|endoftext|><|endoftext|>'")
     assert tokens == 3 and named.startswith("the prompt has 26 tokens"), "as in a document, the name is ordinary text"
     long, tokens = written("--max-tokens 3 --seed 1 --prompt 'line 1 of a text that'", processes=2)
-    assert tokens == 3 and long.startswith("the prompt has 21 tokens, but the model sees only the last 16 "
-                                           "(seq-length)\nline 1 of a text that")
+    assert tokens == 3 and long.startswith("the prompt has 21 tokens, but the model sees only the last 16, "
+                                           "its context length\nline 1 of a text that")
+
+
+def test_a_model_that_has_diverged_is_refused_with_the_last_good_checkpoint(fork_server, folder):
+    """Whatever the temperature, on all ranks, and if it is evaluated: its weights are finite, its logits are NaN."""
+    shutil.copytree(folder / "run", folder / "diverged")
+    train = "--run-dir diverged --dtype float32 --train-iters 51 --lr 1e30 --eval-iters 0 --sample-tokens 0"
+    assert fork_server.launch("train.py", [(train.split(), {})], folder, PATIENCE).code == 0
+    good, wrong = (folder / "diverged" / "checkpoints" / f"step-000000{step}" for step in (50, 51))
+    for module, flags, places, advice in (
+            ("nanodomino.generate", "--temperature 0", [{}], f"use the last good checkpoint: --load {good}"),
+            ("nanodomino.generate", "", launcher_environments(2), f"use the last good checkpoint: --load {good}"),
+            ("train.py", "--data-path tokens --train-iters 0 --device cpu", [{}],
+             f"go on from the last good checkpoint: python train.py --load {good} --train-iters 0")):
+        words = ["--load", str(wrong), *flags.split()]
+        ended = fork_server.launch(module, [(words, place) for place in places], folder, PATIENCE)
+        assert ended.code == 1 and ended.output.endswith(f"; {advice}\n"), ended.output
+        assert "Traceback" not in ended.output and ended.output.count("error: ") == 1, ended.output
 
 
 @needs_proc
@@ -270,6 +291,15 @@ def test_a_draft_of_several_tokens_gives_no_more_than_were_asked_for():
     draft = SimpleNamespace(chunks=lambda model: [], next_tokens=lambda *_: [1, 2, 3])
     model = SimpleNamespace(config=config, chunks=[])
     assert generate(model, None, [0], 4, vocab_size=9, draft=draft) == [0, 1, 2, 3, 1]
+
+
+@pytest.mark.table
+def test_a_draft_is_not_taken_from_logits_that_are_not_finite(monkeypatch):
+    monkeypatch.setattr("nanodomino.options.multi_token_prediction.draft.gather_logits", lambda logits, *_: logits)
+    cache = SimpleNamespace(logits=lambda x: x, model=SimpleNamespace(head=[None]))
+    assert most_likely(cache, torch.tensor([[[0.0, 2.0]]]), 2) == [1]
+    with pytest.raises(NotFinite, match="the model's logits are not finite"):
+        most_likely(cache, torch.tensor([[[0.0, 2.0], [0.0, torch.nan]]]), 2)
 
 
 @pytest.mark.table

@@ -22,7 +22,7 @@ from nanodomino.errors import UserError
 from nanodomino.generate.__main__ import main as generate_main
 from nanodomino.huggingface import export_model as exporting, import_model as importing
 from nanodomino.huggingface.__main__ import main
-from nanodomino.huggingface.export_model import export_model, split_into_files
+from nanodomino.huggingface.export_model import export_model, special_tokens, split_into_files
 from nanodomino.huggingface.families import FAMILIES, family_of, nearest_preset, read_config, write_config
 from nanodomino.huggingface.import_model import import_model
 from nanodomino.huggingface.safetensors_files import GENERATION
@@ -186,7 +186,8 @@ def assert_imports_alike(changed, original, tmp_path):
 
 
 def test_names_without_prefix_and_old_buffers_are_understood(saved, folder, tmp_path):
-    """OpenAI's gpt2 on the hub has such names, and stores masks, which are not weights."""
+    """OpenAI's gpt2 on the hub has such names, and stores masks, which are not weights. Some writers give its sizes
+    the names of other families."""
     def as_openai(tensors):
         for name in list(tensors):
             tensors[name.removeprefix("transformer.")] = tensors.pop(name)
@@ -197,7 +198,7 @@ def test_names_without_prefix_and_old_buffers_are_understood(saved, folder, tmp_
     changed = folder("gpt2")
     change_tensors(changed, as_openai)
     change_config(changed, n_ctx=LENGTH, task_specific_params={"text-generation": {"do_sample": True}},
-                  architectures=...)
+                  architectures=..., hidden_size=48, n_layer=..., num_hidden_layers=3)
     assert_imports_alike(changed, saved("gpt2")[1], tmp_path)
 
 
@@ -254,6 +255,7 @@ def test_an_imported_model_is_trained_and_exported(pool, transformers, saved, tm
     model, folder = saved(name)
     corpus = load_corpus(make_corpus(tmp_path))
     (corpus.path / "tokenizer.json").write_text("{}")
+    (corpus.path / GENERATION).write_text('{"eos_token_id": 5, "top_k": 3}')
     import_model(folder, tmp_path / "imported")
     flags = (f"--load {tmp_path / 'imported'} {'--finetune' if pp > 1 else ''} --data-path {corpus.path} "
              f"--run-dir {tmp_path / 'run'} --train-iters 2 --global-batch-size 8 --micro-batch-size 2 --tp {tp} "
@@ -270,7 +272,10 @@ def test_an_imported_model_is_trained_and_exported(pool, transformers, saved, tm
     out = tmp_path / "out"
     assert "with tokenizer.json" in export_model(tmp_path / "run", out)
     loaded, problems = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
-    assert not any(problems.values()) and loaded.config.eos_token_id == corpus.end_of_text
+    assert not any(problems.values()) and loaded.config.eos_token_id == corpus.end_of_text == 256
+    assert json.loads((out / GENERATION).read_text()) == dict(eos_token_id=256, top_k=3), "what generate ends at"
+    (out / GENERATION).write_text('{"eos_token_id": [5, 256]}')
+    assert special_tokens(out, corpus.path / "meta.json")["eos_token_id"] == [5, 256], "a list may name others too"
     import_model(out, tmp_path / "again")
     assert same_bits(weights_of(tmp_path / "again"), weights_of(checkpoint))
     assert not same_bits(weights_of(tmp_path / "again"), weights_of(tmp_path / "imported"))
@@ -345,7 +350,7 @@ def test_missing_entries_have_the_defaults_of_transformers(transformers):
     for model_type, family in FAMILIES.items():
         values = transformers.AutoConfig.for_model(model_type).to_dict()
         values |= values.get("rope_parameters") or {}
-        values |= {entry: values[name] for name, entry in family.aliases.items()}
+        values |= {entry: values[name] for name, entry in family.aliases.items() if name in values}
         defaults = {entry: supported[0] for entry, supported in family.supported.items()} | family.defaults
         if values.get("use_sliding_window") is False:
             del defaults["sliding_window"]

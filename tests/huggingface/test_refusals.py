@@ -16,7 +16,8 @@ from nanodomino.huggingface.__main__ import main
 from nanodomino.huggingface.export_model import export_model
 from nanodomino.huggingface.families import read_config, write_config
 from nanodomino.huggingface.import_model import import_model
-from support.huggingface import LENGTH, LLAMA3, change_config, change_tensors
+from nanodomino.huggingface.safetensors_files import INDEX
+from support.huggingface import LENGTH, LLAMA3, change_config, change_tensors, same_bits, weights_of
 
 
 def assert_import_refused(folder, tmp_path, message, names=""):
@@ -32,6 +33,7 @@ CONFIGS = [      # (model, changes of config.json, error)
     ("gpt2", dict(activation_function="gelu"), f'activation_function "gelu", {ONLY} "gelu_new" or "gelu_pytorch_tanh"'),
     ("gpt2", dict(scale_attn_weights=False), f"has scale_attn_weights false, {ONLY} true"),
     ("gpt2", dict(n_layer=0), f"has n_layer 0{WHOLE}; correct it"),
+    ("gpt2", dict(hidden_size=32), "has n_embd 48 and hidden_size 32, which mean the same; correct it"),
     ("gpt2", dict(layer_norm_epsilon=-1.0), f"has layer_norm_epsilon -1.0, but it {POSITIVE} number"),
     ("gpt2", dict(tie_word_embeddings=False), "lacks lm_head.weight, which a GPT2LMHeadModel with this config.json"),
     ("gpt2", dict(model_type="gemma3"), 'a model of type "gemma3", but only gpt2, llama, mistral, .* can be imported'),
@@ -106,6 +108,7 @@ FILES = [        # (change of a folder with three weight files, error)
     (lambda folder: [path.unlink() for path in folder.glob("model*")], "has neither model.safetensors nor model-00001"),
     (lambda folder: (folder / PART.format(2)).unlink(), "lacks .* and others, which a .*; download the folder again"),
     (lambda folder: os.truncate(folder / PART.format(2), 5000), "00002-of-.* is damaged or not a safetensors file"),
+    (lambda folder: (folder / INDEX).write_text('{"weight_map": []}'), "has no weight_map .*; download it again"),
     (lambda folder: shutil.copy(folder / PART.format(2), folder / PART.format(3)), "is in .*-00003-.* and in another"),
 ]
 
@@ -115,6 +118,20 @@ def test_a_damaged_folder_is_refused(folder, tmp_path, change, message):
     changed = split_weights(folder("gpt2"))
     change(changed)
     assert_import_refused(changed, tmp_path, message)
+
+
+def test_the_index_says_which_files_hold_the_weights(saved, folder, tmp_path):
+    """They may have any names, and another file that looks like one of them, such as a second copy, is not read."""
+    from safetensors.torch import load_file
+    changed, names = split_weights(folder("gpt2")), {}
+    shutil.copy(changed / PART.format(1), changed / "model-00009.safetensors")
+    for part in range(1, 4):
+        path = (changed / PART.format(part)).rename(changed / f"weights.{part}.safetensors")
+        names |= dict.fromkeys(load_file(path), path.name)
+    (changed / INDEX).write_text(json.dumps({"weight_map": names}))
+    for source, name in ((saved("gpt2")[1], "whole"), (changed, "split")):
+        import_model(source, tmp_path / name)
+    assert same_bits(weights_of(tmp_path / "split"), weights_of(tmp_path / "whole"))
 
 
 # ---- wrong types

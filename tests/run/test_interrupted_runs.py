@@ -6,6 +6,7 @@ torchrun itself matters, they use torchrun. tests/random_kills.py kills at rando
 
 import errno
 import os
+import re
 import signal
 import time
 from types import SimpleNamespace
@@ -295,8 +296,30 @@ def test_consecutive_skipped_steps_are_counted_across_restarts(pool, tmp_path, b
     assert [step for step, skipped in metric_points(run, "skipped") if skipped] == list(bad)
     if last:
         assert f"error: 2 steps in a row, up to step {last}, had a loss or gradient that is not finite" in ended.output
+        assert ended.code == 1 and f"train.py --load {run}/checkpoints/step-00000002 --lr" in ended.output
     else:
         assert ended.code == 0 and saved_steps(run)[0] == 6
+
+
+@pytest.mark.parametrize("world_size, flags, problem, saved", [
+    (1, "--train-iters 5", "the valid loss of step 5 is nan", [4, 2]),
+    (4, "--train-iters 5 --eval-iters 0 --sample-tokens 9 --tp 1 --pp 2", "the model's logits are not", [5, 4, 2]),
+    (2, "--train-iters 6 --eval-iters 0 --tp 1 --pp 1", "the loss of step 6 is nan", [6, 4, 2]),
+    (2, "--train-iters 5 --eval-iters 0 --tp 2 --fp16", "the weights after step 5 are not finite", [4, 2])],
+    ids=["evaluation", "sample", "last step", "weights"])
+def test_a_run_that_diverges_at_its_end_says_how_to_go_on(pool, tmp_path, world_size, flags, problem, saved):
+    """On all ranks alike, with exit code 1. The command that it prints works. Weights in fp16 become infinite."""
+    make_corpus(tmp_path)
+    run, flags = tmp_path / "run", ["--run-dir", tmp_path / "run", "--save-interval", 2, *flags.split()]
+    assert train_in_pool(pool, tmp_path, *flags, "--train-iters", 4, "--sample-tokens", 0,
+                         world_size=world_size).code == 0
+    ended = train_in_pool(pool, tmp_path, *flags, "--lr", 1e30, world_size=world_size)
+    (said,) = re.findall(rf"error: {problem}.*; go on from the last good checkpoint: .*train.py (.*)", ended.output)
+    assert ended.code == 1 and said == f"--load {run}/checkpoints/step-00000004 --lr 5e+29", ended
+    assert saved_steps(run) == saved
+    again = train_in_pool(pool, tmp_path, *flags, *said.split()[:2], "--run-dir", tmp_path / "new", "--train-iters", 5,
+                          world_size=world_size)
+    assert again.code == 0 and saved_steps(tmp_path / "new") == [5], again
 
 
 # ---- drifted apart, or out of disk

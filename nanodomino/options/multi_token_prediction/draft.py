@@ -16,7 +16,9 @@ It has its own keys and values, for all tokens that are part of the text.
 
 import torch
 
+from nanodomino.errors import NotFinite, require
 from nanodomino.generate.cache import KeyValueCache
+from nanodomino.generate.generation import NOT_FINITE
 from nanodomino.model import Chunk
 from nanodomino.options.multi_token_prediction.runner import depth_chunks
 from nanodomino.parallel import gather_logits
@@ -70,4 +72,6 @@ def guess_next(cache: KeyValueCache, new, x, following: list[int], vocab_size: i
 
 def most_likely(cache: KeyValueCache, x, vocab_size: int) -> list[int]:
     """Return the most likely next token at each place of the hidden states x [1, m, h]."""
-    return gather_logits(cache.logits(x), *cache.model.head, vocab_size)[0].argmax(dim=-1).tolist()
+    logits = gather_logits(cache.logits(x), *cache.model.head, vocab_size)[0]
+    require(logits.isfinite().all(), NOT_FINITE, NotFinite)
+    return logits.argmax(dim=-1).tolist()
