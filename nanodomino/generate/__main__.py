@@ -100,7 +100,7 @@ def find_tokenizer(checkpoint: Path, config: Config, flags: argparse.Namespace) 
     data_path, encoding = flags.data_path, dict(special_tokens=flags.special_tokens, begin_of_text=flags.begin_of_text)
     source = data_path or config.data_path
     if data_path is None and (checkpoint / "tokenizer.json").is_file():
-        tokenizer, source = build_tokenizer(str(checkpoint), **encoding), checkpoint
+        tokenizer, source = build_tokenizer(str(checkpoint), **encoding, end_of_text="eos_token"), checkpoint
         vocab_size = tokenizer.vocab_size
     else:
         require(source, f"{checkpoint} has no tokenizer, because it was imported from a folder without a "
