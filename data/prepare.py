@@ -7,19 +7,23 @@
 
     files, folders -> documents -> chunks of text -> token ids -> train.bin  valid.bin  test.bin  meta.json
 
-A document is a text file, or a line of a .jsonl file ({"text": ...}, Megatron-LM's convention). Each document is
-followed by one end-of-text token. The document goes as a whole to the split that is furthest below its share of the
-bytes so far. This rule needs no random numbers. Each split gets documents from all parts of the input, and the shares
-are met even if there are few documents or their sizes differ. For a small text they are raised to about 2,049 tokens, a
-sample of most models, but at most to a twentieth of the text. If a split gets no document, for example because the
-input is one big file, its share is cut off the end of the largest split.
+A document is a text file, a row of a parquet file, or a line of a .jsonl file ({"text": ...}, Megatron-LM's
+convention). A .json file whose first line is such an object is read like a .jsonl file, another .json file like a text
+file. All but parquet may be compressed with gzip. Each document ends with one end-of-text token. It is the tokenizer's
+separator of documents, such as <|endoftext|>, even if its eos_token ends a chat turn, such as <|im_end|>.
+
+A document goes as a whole to the split that is furthest below its share of the bytes so far. This rule needs no random
+numbers. Each split gets documents from all parts of the input, and the shares are met even if there are few documents
+or their sizes differ. For a small text they are raised to about 2,049 tokens, a sample of most models, but at most to a
+twentieth of the text. If a split gets no document, for example because the input is one big file, its share is cut off
+the end of the largest split.
 
 No document may be in both training and validation data. So a file that several inputs name is read once, and copies
 of a document go to the same split.
 
-Memory use does not grow with the size of a text file, because text is read in chunks. A line of a .jsonl file is one
-chunk. Each document costs about a hundred bytes of memory. The tokenizer gets the chunks of many documents at once, so
-that all cores have work.
+Memory use does not grow with the size of a text file, because text is read in chunks. A line or row is one chunk. Each
+document costs about a hundred bytes of memory. The tokenizer gets the chunks of many documents at once, so that all
+cores have work.
 """
 
 import argparse
@@ -31,7 +35,6 @@ import shutil
 import sys
 import sysconfig
 import uuid
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain
@@ -43,7 +46,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a script, Python looks in data/ only
 
 from nanodomino.config.flags import Parser
-from nanodomino.corpus.documents import find_files, read_documents
+from nanodomino.corpus.documents import NAMED, find_files, note, read_documents
 from nanodomino.corpus.prepared_folder import FORMAT, SPLITS, load_corpus
 from nanodomino.corpus.tokenizer import Tokenizer, build_tokenizer
 from nanodomino.errors import UserError, counted, require, run_command
@@ -54,22 +57,23 @@ STANDARD_LIBRARY = f"the standard library of Python {sys.version.split()[0]}"
 SAMPLE_TOKENS = 2049            # of a sample of 2,048 tokens and their labels
 AT_ONCE = 1 << 22               # characters of all texts that are tokenized at once
 BLOCK = 1 << 20                 # tokens counted at once
+SEPARATOR_INSIDE = "end-of-text inside, where --reset-attention-mask cuts; another --end-of-text may prevent it"
 PAIRS_COUNTED = 1 << 24         # only pairs in the first 2**24 tokens are counted, which takes up to 0.5 GB of memory
 
 
 def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), progress=True, source=None, special_tokens=False,
-            begin_of_text=False) -> dict:
+            begin_of_text=False, end_of_text=None, key="text") -> dict:
     """Tokenize the documents of `inputs` into the folder `output`; return its meta.json as a dict. Raises UserError."""
     inputs = [inputs] if isinstance(inputs, (str, Path)) else list(inputs)
     weights = check_split(split)
-    text_tokenizer = build_tokenizer(tokenizer, special_tokens, begin_of_text)
+    text_tokenizer = build_tokenizer(tokenizer, special_tokens, begin_of_text, end_of_text)
     dtype = np.dtype("<u2" if text_tokenizer.vocab_size <= 1 << 16 else "<u4")
     output = Path(os.path.realpath(output))
     with new_folder(output) as folder:
-        files, skipped = find_files(inputs)
-        total = sum(map(os.path.getsize, files))
+        files, notes = find_files(inputs, key)
+        total = sum(os.path.getsize(path) for path, _, _ in files)
         weights = raise_small_shares(weights, total)
-        tokens, documents = write_splits(folder, files, total, text_tokenizer, dtype, weights, skipped, progress)
+        tokens, documents = write_splits(folder, files, total, text_tokenizer, dtype, weights, notes, progress, key)
         cut_off = fill_empty_splits(folder, tokens, dtype, weights)
         paths = {split: folder / f"{split}.bin" for split in SPLITS}
         counts = {split: token_counts(path, dtype, text_tokenizer.vocab_size) for split, path in paths.items()}
@@ -79,7 +83,7 @@ def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), progress=True,
             "vocab_size": text_tokenizer.vocab_size, "end_of_text": text_tokenizer.end_of_text,
             "dtype": dtype.name, "split": weights, "tokens": dict(zip(SPLITS, tokens)),
             "bytes": {split: text_bytes(counts[split], text_tokenizer) for split in SPLITS},
-            "documents": dict(zip(SPLITS, documents)), "cut_off": cut_off, "skipped": dict(+skipped),
+            "documents": dict(zip(SPLITS, documents)), "cut_off": cut_off, "notes": notes,
             "unigram_entropy": entropy(counts["train"]), "bigram_entropy": bigram, "bigram_tokens": pairs,
             "sha256": {split: file_sha256(path) for split, path in paths.items()}}
         if text_tokenizer.name == "huggingface":
@@ -151,62 +155,72 @@ def raise_small_shares(weights: list[float], size: int) -> list[float]:
 
 # ---- documents -> splits of token ids
 
-def write_splits(folder: Path, files: list[str], total: int, tokenizer: Tokenizer, dtype, weights: list[float],
-                 skipped: Counter, progress: bool) -> tuple[list[int], list[int]]:
+def write_splits(folder: Path, files: list, total: int, tokenizer: Tokenizer, dtype, weights: list[float], notes: dict,
+                 progress: bool, key: str) -> tuple[list[int], list[int]]:
     """Write each document to its split. Returns the numbers of tokens and of documents in each split.
 
-    total: bytes of all files. skipped: counts skipped documents by reason; updated here.
+    total: bytes of all files. notes: see note() in documents.py; updated here.
     """
-    begin = b"" if tokenizer.begin_of_text is None else np.array([tokenizer.begin_of_text], dtype).tobytes()
-    end_of_text = np.array([tokenizer.end_of_text], dtype).tobytes()
-    documents, written, split_of = [0] * 3, [0] * 3, {}
+    begin = [] if tokenizer.begin_of_text is None else [tokenizer.begin_of_text]
+    documents, written, split_of, separator = [0] * 3, [0] * 3, {}, [tokenizer.end_of_text]
     with ExitStack() as stack:
         outputs = [stack.enter_context(open_regular_file(folder / f"{split}.bin", "wb")) for split in SPLITS]
         bar = stack.enter_context(tqdm(desc="tokenizing", total=total, unit="B", unit_scale=True,
                                        disable=None if progress else True))     # None: no bar in a log file
 
         def pieces():
-            """Yield (split, text to be tokenized, or bytes to be written as they are)."""
+            """Yield (split, text to be tokenized, or None at the end of a document, the document's place)."""
             position = 0
-            for document in read_documents(files):
+            for document in read_documents(files, key):
                 first = next(document.chunks, "")
                 if first:
                     # documents of equal length with equal first chunks count as copies
                     copies = hashlib.blake2b(b"%d " % document.size + first.encode(), digest_size=8).digest()
                     if copies not in split_of:
-                        # a .jsonl file is not all text, so extrapolate from the text in the files read so far
+                        # a file may be compressed or not all text, so extrapolate from the text read so far
                         expected = total * sum(written) / position if position else total
                         split_of[copies] = choose_split(document.size, written, documents, weights, expected)
                     split = split_of[copies]
                     documents[split] += 1
                     written[split] += document.size
-                    yield split, begin
                     for chunk in chain([first], document.chunks):
-                        yield split, chunk
+                        yield split, chunk, document.place
                         bar.update(len(chunk.encode()))
-                    yield split, end_of_text
+                    yield split, None, document.place
                 else:
-                    skipped["empty documents"] += 1
-                position += document.size_in_file
+                    note(notes, "skipped, empty", document.place)
+                position = document.position
                 bar.update(position - bar.n)
 
+        last, inside = None, False          # of this document: the last token so far; whether the separator is inside
         for batch in batches(pieces()):
-            encoded = iter(tokenizer.encode_batch([piece for _, piece in batch if isinstance(piece, str)]))
-            for split, piece in batch:
-                outputs[split].write(next(encoded).astype(dtype).tobytes() if isinstance(piece, str) else piece)
+            encoded = iter(tokenizer.encode_batch([text for _, text, _ in batch if text is not None]))
+            for split, text, place in batch:
+                if text is None:
+                    ids = np.array([] if last == separator else separator)
+                    if inside:
+                        note(notes, SEPARATOR_INSIDE, place)
+                    last, inside = None, False
+                else:
+                    ids = next(encoded)
+                    inside |= last == separator or separator[0] in ids[:-1]
+                    if begin and last is None and ids[:1].tolist() != begin:
+                        ids = np.append(begin, ids)
+                    last = ids[-1:].tolist()
+                outputs[split].write(ids.astype(dtype).tobytes())
         tokens = [output.tell() // dtype.itemsize for output in outputs]
-    require(sum(documents),
-            f"the input holds no text ({counted(len(files), 'file')}, {skipped_text(skipped) or 'none skipped'}); "
-            "check the paths")
+    found = "; ".join([counted(len(files), "file"), *note_lines(notes)])
+    require(sum(documents), f"the input holds no text ({found}); check the paths")
     return tokens, documents
 
 
-def batches(pieces: Iterator[tuple[int, str | bytes]]) -> Iterator[list[tuple[int, str | bytes]]]:
-    """Yield lists of pieces (split, text) with about AT_ONCE characters. A short text takes memory too: 64 more."""
+def batches(pieces: Iterator[tuple[int, str | None, str]]) -> Iterator[list[tuple[int, str | None, str]]]:
+    """Yield lists of pieces (split, text, place) with about AT_ONCE characters. A short text takes memory too: 64 more.
+    """
     batch, size = [], 0
-    for split, text in pieces:
-        batch.append((split, text))
-        size += len(text) + 64
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece[1] or "") + 64
         if size >= AT_ONCE:
             yield batch
             batch, size = [], 0
@@ -289,8 +303,10 @@ def entropy(counts) -> float:
 
 # ---- the command line
 
-def skipped_text(skipped: dict) -> str:
-    return ", ".join(f"{reason}: {count:,}" for reason, count in skipped.items() if count)
+def note_lines(notes: dict) -> list[str]:
+    """Return for example "skipped, hidden: 12 (.a, .b, .c, .d, .e, ...)" for each note."""
+    return [f"{what}: {entry['count']:,} ({', '.join(entry['first'])}{', ...' * (entry['count'] > NAMED)})"
+            for what, entry in notes.items()]
 
 
 def print_summary(meta: dict, output: Path):
@@ -303,8 +319,8 @@ def print_summary(meta: dict, output: Path):
               f"{counted(tokens, 'token', ','):>22} {tokens / total:>7.2%}")
     if meta["cut_off"]:
         print(f"  too few documents for all splits: {' and '.join(meta['cut_off'])} cut off the end of the largest one")
-    if meta["skipped"]:
-        print(f"  skipped {skipped_text(meta['skipped'])}")
+    for line in note_lines(meta["notes"]):
+        print(f"  {line}")
     print(f"  a model that knows only token frequencies has a loss of {meta['unigram_entropy']:.3f} nats per token, "
           f"one that also sees the previous token {meta['bigram_entropy']:.3f}\nwritten to {output}")
 
@@ -313,7 +329,10 @@ def main():
     parser = Parser("python data/prepare.py", usage="python data/prepare.py [flags]", description=__doc__,
                     allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", nargs="+", metavar="TEXT",
-                        help="text or .jsonl files, and folders (default: Python's own standard library)")
+                        help="files of text, .jsonl or parquet, also with gzip, and folders (default: Python's own "
+                        "standard library)")
+    parser.add_argument("--key", default="text", metavar="NAME",
+                        help="the key, or column, of the text in JSON lines and parquet (default text)")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="the folder to create")
     parser.add_argument("--tokenizer", default="byte", metavar="NAME",
                         help="byte (default), gpt2, or the folder or tokenizer.json of a Hugging Face tokenizer "
@@ -324,14 +343,17 @@ def main():
     parser.add_argument("--begin-of-text", action="store_true",
                         help="for a Hugging Face tokenizer: put its begin-of-text token, such as <s>, in front of each "
                         "document")
+    parser.add_argument("--end-of-text", metavar="TOKEN",
+                        help="for a Hugging Face tokenizer: the token that ends each document (default: <|endoftext|>, "
+                        "<|end_of_text|> or </s> where the tokenizer has it, else its eos_token)")
     parser.add_argument("--split", default="949,50,1", metavar="SHARES",
                         help="shares of train,valid,test (default 949,50,1); raised for a small text so that each "
                         "split holds a sample")
-    flags = parser.parse_args()
-    require(flags.output or not flags.input, "--input needs --output, the folder to create; try --output data/mine")
-    inputs, output = flags.input or standard_library(), flags.output or DEFAULT_CORPUS
-    meta = prepare(inputs, output, flags.tokenizer, flags.split, source=None if flags.input else STANDARD_LIBRARY,
-                   special_tokens=flags.special_tokens, begin_of_text=flags.begin_of_text)
+    flags = vars(parser.parse_args())
+    inputs, output = flags.pop("input"), flags.pop("output")
+    require(output or not inputs, "--input needs --output, the folder to create; try --output data/mine")
+    output = output or DEFAULT_CORPUS
+    meta = prepare(inputs or standard_library(), output, source=None if inputs else STANDARD_LIBRARY, **flags)
     print_summary(meta, output)
 
 

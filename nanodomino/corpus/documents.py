@@ -1,4 +1,13 @@
-"""Finds text files and reads the documents in them: a document is a text file, or a line of a .jsonl file.
+"""Finds text files and reads the documents in them.
+
+**Types.** open_input() decides the type of a file by its name as typed (for a link: its own) and by its first bytes:
+
+    parquet       starts with PAR1; a row is a document
+    JSON lines    is named .jsonl, or its first line is a JSON object with the key of the text and its name is not .txt;
+                  a line is a document
+    text          is anything else in UTF-8, also another .json file; the file is a document
+
+A file that starts with 1f 8b is decompressed by gzip first, and .gz does not count as part of its name.
 
 **Long documents.** A file is encoded in chunks, because it may have gigabytes, and encoding takes some 60 bytes of
 memory per byte of text. A tokenizer splits a text into words, and byte-pair encoding (BPE) merges only within a word.
@@ -6,16 +15,21 @@ If the chunks end between two words, they have the token ids of the whole file. 
 a space in front of each text that they encode. They also put one in front of each chunk.)
 """
 
+import gzip
+import io
 import json
 import os
 import re
-from collections import Counter
+import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from typing import BinaryIO
 
 from nanodomino.errors import UserError, require
 
 CHUNK = 1 << 20                 # characters read at once
+NAMED = 5                       # a note names so many files or documents, and counts the others
 
 # A cut is safe
 #   - before a single space, because a word may begin with a space but never ends with one;
@@ -29,87 +43,139 @@ SAFE_CUT = re.compile(r"(?<=\S)(?= \S)|(?<=[A-Za-z0-9])(?=[^\S\x1c-\x1f])|(?<=\S
 
 @dataclass
 class Document:
+    place: str                  # its file, and its line or row
     size: int                   # bytes of text
-    size_in_file: int           # bytes in the file, for the progress bar
+    position: int               # bytes of all files, as they are stored, up to its end; for the progress bar
     chunks: Iterator[str]       # the text, in parts that can be tokenized one by one
 
 
-def find_files(inputs: list) -> tuple[list[str], Counter]:
+def note(notes: dict, what: str, name: str):
+    """Count a file or document in `notes`, {what: {"count": number, "first": names}}, and keep the first few names."""
+    entry = notes.setdefault(what, {"count": 0, "first": []})
+    entry["count"] += 1
+    entry["first"] += [name][:NAMED - len(entry["first"])]
+
+
+def find_files(inputs: list, key: str) -> tuple[list[tuple[str, str, int]], dict]:
     """Find the text files that `inputs`, files and folders, name. Raises UserError.
 
-    Returns (paths, {reason: number of files skipped}). Links are resolved, so a file that several inputs name is read
-    once.
+    Returns ([(path, type, bytes if the type is text)], notes). A file with several names or links is read once.
     """
-    files, skipped = {}, Counter()              # files: an ordered set
+    found, notes, folders = {}, {}, set()
     for name in map(str, inputs):
         require(os.path.exists(name), f"no file or folder matches the input {name}; check the path")
-        if os.path.isdir(name):
-            files |= dict.fromkeys(map(os.path.realpath, text_files_below(name, skipped)))
-            continue
-        require(os.path.isfile(name),
+        require(os.path.isfile(name) or os.path.isdir(name),
                 f"the input {name} is neither a file nor a folder; write its text to a file first")
-        files[os.path.realpath(name)] = None
-    return list(files), skipped
+        for path in files_in(name, folders, notes):
+            if (real := os.path.realpath(path)) in found:
+                continue
+            try:
+                with open_input(path, key) as (kind, _, _):
+                    size = sum(len(chunk.encode()) for chunk in text_chunks(path, key)) if kind == "text" else 0
+                found[real] = path, kind, size
+                if kind == "text" and path.removesuffix(".gz").endswith(".json"):
+                    note(notes, f'read as one text, because the first line is no JSON object with "{key}"', path)
+            except UserError as error:
+                require(path != name, str(error))
+                note(notes, "skipped, not UTF-8 text or damaged", path)
+                found[real] = None
+    return list(filter(None, found.values())), notes
 
 
-def text_files_below(top: str, skipped: Counter) -> Iterator[str]:
-    """Yield the text files in a folder and its subfolders in sorted order. Counts in `skipped` the files that it skips:
-    hidden ones, and those that are not text."""
-    def fail(error):
-        raise error
+def files_in(path: str, seen: set[str], notes: dict) -> Iterator[str]:
+    """Yield the file, or a folder's files and then its subfolders', in sorted order. seen: the real paths of folders
+    that are not read again, because a link may lead to a folder above itself; updated here."""
+    if os.path.isfile(path):
+        yield path
+    elif not os.path.isdir(path):
+        note(notes, "skipped, neither a file nor a folder", path)
+    elif (real := os.path.realpath(path)) not in seen:
+        seen.add(real)
+        paths = [os.path.join(path, name) for name in os.listdir(path)]
+        for below in sorted(paths, key=lambda below: (os.path.isdir(below), below)):
+            if os.path.basename(below).startswith("."):
+                note(notes, "skipped, hidden", below)
+            else:
+                yield from files_in(below, seen, notes)
 
-    for folder, folders, names in os.walk(top, onerror=fail):
-        skipped["hidden files or folders"] += sum(name.startswith(".") for name in folders + names)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for path in (os.path.join(folder, name) for name in sorted(names) if not name.startswith(".")):
-            if os.path.isfile(path):
-                if is_text(path):
-                    yield path
-                else:
-                    skipped["files that are not UTF-8 text"] += 1
 
-
-def is_text(path: str) -> bool:
-    """Return whether the whole file is UTF-8 without NUL characters."""
+@contextmanager
+def open_input(path: str, key: str) -> Iterator[tuple[str, BinaryIO, BinaryIO]]:
+    """Open a file and yield (its type, the file, the file as it is stored, which may be compressed). Raises UserError
+    if the file is damaged, also while the with block reads it."""
+    name = path.lower().removesuffix(".gz")
     try:
-        with open(path, encoding="utf-8", newline="") as file:
-            return not any("\0" in chunk for chunk in iter(lambda: file.read(CHUNK), ""))
-    except UnicodeDecodeError:
-        return False
+        with (open(path, "rb") as stored,
+              gzip.open(stored) if stored.peek(2)[:2] == b"\x1f\x8b" else nullcontext(stored) as file):
+            kind = "parquet" if file.peek(4)[:4] == b"PAR1" else "JSON lines" if name.endswith(".jsonl") else "text"
+            if kind == "text" and not name.endswith(".txt"):
+                with suppress(UserError):
+                    text_of(file.readline(CHUNK), key, path)
+                    kind = "JSON lines"
+                file.seek(0)
+            yield kind, file, stored
+    except (EOFError, zlib.error, ValueError, OSError) as error:
+        if getattr(error, "filename", None):
+            raise
+        fault = "not UTF-8 text" if isinstance(error, UnicodeError) else f"damaged ({error})"
+        raise UserError(f"the input {path} is {fault}; convert or decompress it first") from None
 
 
-def read_documents(files: list[str]) -> Iterator[Document]:
-    """Yield the documents in the files that find_files() returned."""
-    for path in files:
-        if not path.endswith(".jsonl"):
-            yield Document(size := os.path.getsize(path), size, text_chunks(path))
-            continue
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                text = text_of_line(line, f"{path}, line {number},") if line.strip() else ""
-                yield Document(len(text.encode()), len(line), iter([text]))
+def read_documents(files: list[tuple[str, str, int]], key: str) -> Iterator[Document]:
+    """Yield the documents in the files that find_files() returned. Raises UserError."""
+    done = 0
+    for path, kind, size in files:
+        end = done + os.path.getsize(path)
+        if kind == "text":
+            yield Document(path, size, end, text_chunks(path, key))
+        else:
+            with open_input(path, key) as (_, file, stored):
+                for number, record in enumerate(file if kind == "JSON lines" else parquet_rows(path, file, key), 1):
+                    place = f"{path}, {'line' if kind == 'JSON lines' else 'row'} {number}"
+                    text = "" if isinstance(record, bytes) and record.isspace() else text_of(record, key, place)
+                    yield Document(place, len(text.encode()), done + stored.tell(), iter([text]))
+        done = end
 
 
-def text_of_line(line: bytes, place: str) -> str:
-    """Return the text field of a line of a .jsonl file. Raises UserError. place: file and line number, for errors."""
+def parquet_rows(path: str, file: BinaryIO, key: str) -> Iterator[dict]:
+    """Yield {key: text} for each row. Raises UserError."""
     try:
-        # JSON can contain half of a surrogate pair, which UTF-8 can't encode: it becomes a question mark.
-        return json.loads(line)["text"].encode("utf-8", "replace").decode("utf-8")
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise UserError(f'{place} is no JSON object with a text field; each line of a .jsonl file must look like '
-                        '{"text": "..."}') from None
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise UserError(f"{path} needs the package pyarrow, which cannot be imported ({error}); pip install -r "
+                        "requirements-extra.txt") from None
+    table = ParquetFile(file)
+    columns = table.schema_arrow.names
+    require(key in columns, f'{path} has no column "{key}", only {str(columns)[:200]}; name another with --key')
+    for rows in table.iter_batches(1000, columns=[key]):
+        yield from rows.to_pylist()
 
 
-def text_chunks(path: str) -> Iterator[str]:
-    """Yield the text of a file in chunks that end at safe cuts. Raises UserError if it is not UTF-8."""
+def text_of(record: bytes | dict, key: str, place: str) -> str:
+    """Return the text of a JSON line or of a row. Raises UserError. place: file and line."""
+    advice = f'; each must look like {{"{key}": "..."}}, and --key names another key'
+    try:
+        record = json.loads(record) if isinstance(record, bytes) else record
+    except (ValueError, RecursionError) as error:
+        fault = f"is not JSON ({error})" if isinstance(error, ValueError) else "is nested too deeply"
+        raise UserError(f"{place}, {fault}{advice}") from None
+    require(isinstance(record, dict), f"{place}, is no JSON object{advice}")
+    require(key in record, f'{place}, has no key "{key}", only {str([*record])[:200]}{advice}')
+    require(isinstance(text := record[key], str), f'{place}, has no string as "{key}", but {str(text)[:40]}{advice}')
+    # JSON can contain half of a surrogate pair, which UTF-8 can't encode: it becomes a question mark
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def text_chunks(path: str, key: str) -> Iterator[str]:
+    """Yield the text of a file, without a byte-order mark, in chunks that end at safe cuts. Raises UserError if it is
+    not UTF-8, or contains NUL, as UTF-16 and binary files do."""
     rest = ""
-    try:
-        with open(path, encoding="utf-8", newline="") as file:
-            while chunk := file.read(CHUNK):
-                *chunks, rest = split_at_safe_cuts(rest + chunk)
-                yield from chunks
-    except UnicodeDecodeError:
-        raise UserError(f"the input {path} is not UTF-8 text; convert or decompress it first") from None
+    with open_input(path, key) as (_, binary, _), io.TextIOWrapper(binary, "utf-8-sig", newline="") as file:
+        while chunk := file.read(CHUNK):
+            if "\0" in chunk:
+                raise UnicodeError
+            *chunks, rest = split_at_safe_cuts(rest + chunk)
+            yield from chunks
     if rest:
         yield rest
 

@@ -7,6 +7,9 @@
 For both kinds the bytes of each token are known, so generated text can be printed token by token. The name of a
 special token is ordinary text in documents and prompts: a web page about <|endoftext|> does not end where it mentions
 this token. With --special-tokens the name means the token, as in the text that a chat template writes.
+
+A tokenizer must not change a text, except that it may compose characters, as Qwen's does (Unicode's NFC). Nearly all
+texts are in NFC, and stay as they are.
 """
 
 import json
@@ -22,8 +25,11 @@ from nanodomino.files import read_file
 # The files of a tokenizer; all but the first are optional.
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
          "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json")
+SEPARATORS = ("<|endoftext|>", "<|end_of_text|>")       # end documents, but not a chat's turns
 # The usual names of the tokens that tokenizer_config.json may name
-SPECIAL_TOKENS = {"eos_token": ("<|endoftext|>", "<|end_of_text|>", "</s>"), "bos_token": ("<|begin_of_text|>", "<s>")}
+SPECIAL_TOKENS = {"eos_token": (*SEPARATORS, "</s>"), "bos_token": ("<|begin_of_text|>", "<s>")}
+# Each normalizer but NFC changes it: q\u0303 has no composed form, and \u200b is a space to some
+SAMPLE = "x \t\r\n  \n" + "".join(map(chr, range(33, 127))) + " é q\u0303 ﬁ ² 東京 한 🙂 \a\u00a0\u200b  "
 ACCEPTED = "only BPE that is byte-level (GPT-2, Llama 3, Qwen, SmolLM2) or has byte_fallback (Llama 2, Mistral) works"
 
 
@@ -35,7 +41,7 @@ def bytes_of_characters() -> dict[str, int]:
 
 
 class HuggingFaceTokenizer:
-    """Wraps a tokenizer of the package as a Tokenizer; tokenizer.py explains special_tokens and begin_of_text.
+    """Wraps a tokenizer of the package as a Tokenizer; tokenizer.py explains the other arguments.
 
     path: its tokenizer.json. Raises UserError if the tokenizer is of neither kind above, or does not decode a text's
     ids to that text.
@@ -43,7 +49,7 @@ class HuggingFaceTokenizer:
 
     name = "huggingface"
 
-    def __init__(self, package_tokenizer, path: Path, special_tokens: bool, begin_of_text: bool):
+    def __init__(self, package_tokenizer, path: Path, special_tokens: bool, begin_of_text: bool, end_of_text):
         package_tokenizer.no_truncation()
         package_tokenizer.no_padding()
         package_tokenizer.encode_special_tokens = not special_tokens
@@ -55,21 +61,28 @@ class HuggingFaceTokenizer:
                 f"{type(model).__name__} tokenizer without byte-level symbols or byte_fallback; {ACCEPTED}")
         self.byte_of = bytes_of_characters() if byte_level else {}
         self.vocab_size = 1 + max(package_tokenizer.get_vocab().values())       # there may be gaps between ids
-        self.end_of_text = self.id_of("eos_token", "")
-        self.begin_of_text = self.id_of("bos_token", ", or leave out --begin-of-text") if begin_of_text else None
-        sample = "x \n" + "".join(map(chr, range(33, 127)))
-        ids = self.encode(sample)
-        require(self.decode(ids) == b"".join(map(self.token_bytes, ids)).decode().lstrip() == sample,
+        self.end_of_text = end_of_text if isinstance(end_of_text, int) else self.id_of(
+            "eos_token", " or as --end-of-text", end_of_text)
+        self.begin_of_text = self.id_of(
+            "bos_token", ", or leave out --begin-of-text", "bos_token") if begin_of_text else None
+        ids = self.encode(SAMPLE)
+        alphabet = self.byte_of or [f"<0x{byte:02X}>" for byte in range(256)]
+        require(self.decode(ids) == b"".join(map(self.token_bytes, ids)).decode(errors="replace").lstrip() == SAMPLE
+                and self.decode(self.encode("  x")).startswith(" ")     # Mistral's removes one space
+                and None not in map(package_tokenizer.token_to_id, alphabet),
                 f"{path} changes a text that is encoded and then decoded; {ACCEPTED}")
 
-    def id_of(self, key: str, otherwise: str) -> int:
-        """Return the id of the token that ends or begins a document: the one that `key` in tokenizer_config.json names,
-        else the first usual one that the tokenizer has. Raises UserError; otherwise: another advice."""
+    def id_of(self, key: str, otherwise: str, name: str | None) -> int:
+        """Return the id of the token `name` that ends or begins a document. `key`: the token that `key` names in
+        tokenizer_config.json, else the first usual one. None: the same, but a separator of documents replaces an
+        unusual one. Raises UserError; otherwise: another advice."""
         added = {token.content: i for i, token in self.package_tokenizer.get_added_tokens_decoder().items()}
         config = self.files.get("tokenizer_config.json")
         found = json.loads(read_file(config)).get(key) if config else None
         found = found.get("content") if isinstance(found, dict) else found
-        found = found or next((name for name in SPECIAL_TOKENS[key] if name in added), None)
+        usual = SPECIAL_TOKENS[key]
+        others = usual if not found else SEPARATORS if name is None and found not in usual else ()
+        found = name if name not in (None, key) else next((token for token in others if token in added), found)
         require(found in added, f"{self.files['tokenizer.json']} has no added token {str(found)[:80]!r} as its {key}; "
                 f"name one in tokenizer_config.json{otherwise}: {', '.join(sorted(added)[:8]) or 'it has none'}")
         return added[found]
@@ -105,7 +118,7 @@ def errors_of_the_package(action: str):
                         "another tokenizer") from None
 
 
-def read_huggingface(path, special_tokens=False, begin_of_text=False) -> HuggingFaceTokenizer:
+def read_huggingface(path, special_tokens=False, begin_of_text=False, end_of_text=None) -> HuggingFaceTokenizer:
     """Read a tokenizer.json, or the one in a folder. Raises UserError. See build_tokenizer in tokenizer.py."""
     path = Path(path, "tokenizer.json") if Path(path).is_dir() else Path(path)
     require(path.is_file() and path.name != "tokenizer.model", f"there is no {path} (sentencepiece's tokenizer.model "
@@ -116,4 +129,5 @@ def read_huggingface(path, special_tokens=False, begin_of_text=False) -> Hugging
         raise UserError(f"{path} needs the package tokenizers, which cannot be imported ({error}); pip install -r "
                         "requirements-extra.txt") from None
     with errors_of_the_package(f"read {path}"):
-        return HuggingFaceTokenizer(Tokenizer.from_str(read_file(path).decode()), path, special_tokens, begin_of_text)
+        return HuggingFaceTokenizer(Tokenizer.from_str(read_file(path).decode()), path, special_tokens, begin_of_text,
+                                    end_of_text)

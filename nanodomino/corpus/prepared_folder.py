@@ -57,7 +57,7 @@ class Corpus:
         options on even if the corpus was encoded without them."""
         tokenizer = build_tokenizer(self.path if self.tokenizer_name == "huggingface" else self.tokenizer_name,
                                     special_tokens or self.meta.get("special_tokens") is True,
-                                    begin_of_text or self.meta.get("begin_of_text") is True)
+                                    begin_of_text or self.meta.get("begin_of_text") is True, self.end_of_text)
         check(tokenizer.vocab_size == self.vocab_size,
               f"{self.path / 'meta.json'} records a vocabulary of {self.vocab_size} tokens, but its tokenizer "
               f"{self.tokenizer_name} has {tokenizer.vocab_size}")

@@ -79,18 +79,21 @@ class ByteTokenizer(TiktokenTokenizer):
         return np.frombuffer(text.encode(), np.uint8)       # faster than tiktoken, same ids
 
 
-def build_tokenizer(name, special_tokens=False, begin_of_text=False) -> Tokenizer:
+def build_tokenizer(name, special_tokens=False, begin_of_text=False, end_of_text=None) -> Tokenizer:
     """Return the tokenizer `name`: "byte", "gpt2", or the path of a Hugging Face tokenizer. Raises UserError.
 
     The other arguments are for Hugging Face tokenizers only:
     special_tokens: the name of a special token in a text means the token; otherwise the name is ordinary text.
     begin_of_text: put the tokenizer's begin-of-text token in front of each document and prompt.
+    end_of_text: name or id of the token that ends a document; "eos_token": the one that tokenizer_config.json names so;
+        None: the same, but <|endoftext|> or <|end_of_text|> instead of one that may end a chat turn.
     """
     if name not in TOKENIZERS:
         require(Path(name).exists(), f"unknown tokenizer '{name}'; try one of {', '.join(TOKENIZERS)}, or the path of "
                 "a Hugging Face tokenizer's folder")
-        return read_huggingface(name, special_tokens, begin_of_text)
-    for flag, value in (("--special-tokens", special_tokens), ("--begin-of-text", begin_of_text)):
+        return read_huggingface(name, special_tokens, begin_of_text, end_of_text)
+    for flag, value in (("--special-tokens", special_tokens), ("--begin-of-text", begin_of_text),
+                        ("--end-of-text", isinstance(end_of_text, str))):
         require(not value, f"{flag} is for Hugging Face tokenizers, but the tokenizer is {name}; leave {flag} out")
     if name == "byte":
         return ByteTokenizer()

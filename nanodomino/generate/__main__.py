@@ -20,7 +20,7 @@ from nanodomino.checkpoint.manifest import read_manifest, step_of
 from nanodomino.comm.world import LaunchInfo, find_device, start_world
 from nanodomino.config.config import Config
 from nanodomino.config.flags import Parser
-from nanodomino.corpus.documents import text_of_line
+from nanodomino.corpus.documents import text_of
 from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.corpus.tokenizer import Tokenizer, build_tokenizer
 from nanodomino.errors import NotFinite, UserError, check_output, require
@@ -93,7 +93,7 @@ def read_prompts(path: str) -> list[str]:
                         "text file") from None
     require(any(lines), f"--prompts {path} holds no prompt; write one prompt per line")
     if path.endswith(".jsonl"):
-        return [text_of_line(line.encode(), f"--prompts {path}, line {number},")
+        return [text_of(line.encode(), "text", f"--prompts {path}, line {number}")
                 for number, line in enumerate(lines, 1) if line.strip()]
     return [line for line in lines if line]
 
@@ -106,7 +106,7 @@ def find_tokenizer(checkpoint: Path, config: Config, flags: argparse.Namespace) 
     data_path, encoding = flags.data_path, dict(special_tokens=flags.special_tokens, begin_of_text=flags.begin_of_text)
     source = data_path or config.data_path
     if data_path is None and (checkpoint / "tokenizer.json").is_file():
-        tokenizer, source = build_tokenizer(str(checkpoint), **encoding), checkpoint
+        tokenizer, source = build_tokenizer(str(checkpoint), **encoding, end_of_text="eos_token"), checkpoint
     else:
         require(source, f"{checkpoint} has no tokenizer, because it was imported from a folder without a "
                 "tokenizer.json; give a data folder as --data-path")

@@ -206,13 +206,16 @@ def test_a_regular_expression_that_gives_up_on_a_text_ends_in_one_sentence(tmp_p
 
 # ---- in the data folder
 
-@pytest.mark.parametrize("family, end", [("gpt2", "<|endoftext|>"), ("qwen2", "<|im_end|>"), ("llama2", "</s>")])
-def test_a_data_folder_reads_its_tokens_after_the_tokenizer_has_moved(tmp_path, families, family, end):
-    """End-of-text is tokenizer_config.json's eos_token, else a usual name; in a document that name is text."""
+@pytest.mark.parametrize("family, end, chosen", [
+    ("gpt2", "<|endoftext|>", None), ("qwen2", "<|endoftext|>", None), ("qwen2", "<|im_end|>", "<|im_end|>"),
+    ("llama3", "<|end_of_text|>", None), ("llama2", "</s>", None)])
+def test_a_data_folder_reads_its_tokens_after_the_tokenizer_has_moved(tmp_path, families, family, end, chosen):
+    """End-of-text is --end-of-text, else the separator of documents (qwen2's eos_token is <|im_end|>), else a usual
+    name; in a document that name is text."""
     original, out = Path(shutil.copytree(families[family], tmp_path / "original")), tmp_path / "out"
     (original / "special_tokens_map.json").write_text("{}")
     text = f"Hello {end} you\n"
-    meta = prepare(write(tmp_path / "a.txt", text), out, original, split=(1, 0, 0), progress=False)
+    meta = prepare(write(tmp_path / "a.txt", text), out, original, split=(1, 0, 0), progress=False, end_of_text=chosen)
     shutil.rmtree(original)
     corpus = load_corpus(out)
     ids, tokenizer = np.fromfile(out / "train.bin", corpus.dtype).tolist(), corpus.tokenizer()
@@ -220,8 +223,25 @@ def test_a_data_folder_reads_its_tokens_after_the_tokenizer_has_moved(tmp_path, 
     assert meta["tokenizer"] == "huggingface" and ids[-1] == tokenizer.end_of_text == corpus.end_of_text
     files = [name for name in FILES if (out / name).exists()]
     assert files == [name for name in FILES if (families[family] / name).exists() or name == FILES[2]]
-    prepare(tmp_path / "a.txt", tmp_path / "again", out / "tokenizer.json", split=(1, 0, 0), progress=False)
+    prepare(tmp_path / "a.txt", tmp_path / "again", out / "tokenizer.json", split=(1, 0, 0), progress=False,
+            end_of_text=chosen)
     assert np.fromfile(tmp_path / "again/train.bin", corpus.dtype).tolist() == ids, "its copy serves as the tokenizer"
+
+
+def test_a_document_ends_once_and_one_with_its_own_separator_inside_is_named(tmp_path, monkeypatch, families):
+    """Also if a chunk ends with the separator. A document with its own begin-of-text token gets no second one."""
+    monkeypatch.setattr(documents, "CHUNK", 20)
+    begin, end = "<|begin_of_text|>", "<|end_of_text|>"
+    texts, out = ["a", f"b{end}", f"{begin}c", f"d{end}e", f"f{end}{end}", f"ggggggg{end} g"], tmp_path / "out"
+    for i, text in enumerate(texts):
+        write(tmp_path / f"{i}.txt", text)
+    monkeypatch.chdir(tmp_path)
+    meta = prepare([f"{i}.txt" for i in range(6)], out, families["llama3"], split=(1, 0, 0), progress=False,
+                   special_tokens=True, begin_of_text=True)
+    ids = np.fromfile(out / "train.bin", load_corpus(out).dtype)
+    assert load_corpus(out).tokenizer().decode(ids) == "".join(
+        begin + text.removeprefix(begin).removesuffix(end) + end for text in [*texts[:4], f"f{end}{end}", texts[5]])
+    assert meta["notes"] == {prepare_module.SEPARATOR_INSIDE: {"count": 3, "first": ["3.txt", "4.txt", "5.txt"]}}
 
 
 def test_a_corpus_of_another_tokenizer_than_an_imported_models_is_refused(tmp_path, families):
@@ -273,10 +293,18 @@ def whole(**changes):
     return lambda record: record.update(changes)
 
 
+def without_a_byte(record):
+    record["model"]["vocab"]["a byte that is missing"] = record["model"]["vocab"].pop("ÿ")
+
+
 REFUSED = {      # what: (family, change, message)
     "another model": ("gpt2", whole(model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}),
                       "is a WordLevel tokenizer"),
-    "lower case": ("gpt2", whole(normalizer={"type": "Lowercase"}), "changes a text that is encoded and then decoded"),
+    **{f"{family} with {normalizer}": (family, whole(normalizer=normalizer), "changes a text that is encoded and")
+       for family in ("gpt2", "mistral") for normalizer in (
+           *({"type": name} for name in ("Lowercase", "NFKC", "NFD", "NFKD", "StripAccents", "Nmt")),
+           *({"type": "Strip", "strip_left": left, "strip_right": not left} for left in (True, False)))},
+    "a byte is missing": ("gpt2", without_a_byte, "changes a text"),
     "a regex without text": (
         "gpt2", whole(normalizer={"type": "Replace", "pattern": {"Regex": "(?=x)"}, "content": "y"}),
         "the tokenizers package cannot encode"),
@@ -296,17 +324,17 @@ def test_missing_and_broken_files_are_named_in_one_sentence(tmp_path, families, 
     good = (families["gpt2"] / "tokenizer.json").read_text("utf-8")
     for file, text in [("sentencepiece/tokenizer.model", "x"), ("broken/tokenizer.json", "{"),
                        ("config/tokenizer.json", good), ("config/tokenizer_config.json", "{"),
-                       ("end/tokenizer.json", good), ("end/tokenizer_config.json", '{"eos_token": "x"}')]:
+                       ("end/tokenizer.json", good), ("end/tokenizer_config.json", '{"bos_token": "x"}')]:
         (tmp_path / file).parent.mkdir(exist_ok=True)
         write(tmp_path / file, text)
     for name, message in [
             ("sentencepiece", "sentencepiece/tokenizer.json (sentencepiece's tokenizer.model can't be used instead)"),
             ("sentencepiece/tokenizer.model", "tokenizer.model can't be used instead"),
             ("broken", "the tokenizers package cannot read"), ("config", "the tokenizers package cannot read"),
-            ("end", "has no added token 'x' as its eos_token; name one in tokenizer_config.json: <|endoftext|>"),
+            ("end", "has no added token 'x' as its bos_token; name one in tokenizer_config.json, or leave out"),
             ("nowhere", "try one of byte, gpt2, or the path of a Hugging Face tokenizer's folder")]:
         with pytest.raises(UserError) as caught:
-            build_tokenizer(tmp_path / name)
+            build_tokenizer(tmp_path / name, begin_of_text=name == "end")
         assert message in str(caught.value) and "\n" not in str(caught.value)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UserError, match="needs the package tokenizers, .*; pip install -r requirements-extra.txt"):

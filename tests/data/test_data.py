@@ -167,20 +167,69 @@ def test_the_default_corpus_is_python_itself(tmp_path):
 
 # Inputs
 
-def test_a_folder_is_read_in_order_without_hidden_and_binary_files(tmp_path):
-    """A file with two names is read once: its second reading could go to another split."""
-    for name, content in {"b.txt": b"bb", "a/z.txt": b"az", "a/a.md": b"aa",
-                          "c.jsonl": b'{"text": "c0"}\n\n{"text": "c\\ud800\\ud83d\\ude42"}\n',
-                          ".git/config": b"no", ".hidden": b"no", "image.png": b"\x89PNG\xff", "zero.txt": b"a\0b",
-                          "empty.txt": b""}.items():
-        path = tmp_path / "in" / name
+def test_a_folder_is_read_in_order_without_hidden_and_binary_files(tmp_path, monkeypatch):
+    """A file with two names is read once: its second reading could go to another split. A link to a folder above it
+    ends nothing."""
+    for name, content in {"in/b.txt": b"bb", "in/a/z.txt": b"az", "in/a/a.md": b"aa", "elsewhere/e.txt": b"ee",
+                          "in/c.jsonl": b'{"text": "c0"}\n\n{"text": "c\\ud800\\ud83d\\ude42"}\n',
+                          **{f"in/{i}.png": b"\x89PNG\xff" for i in range(5)}, "in/.git/config": b"no",
+                          "in/.hidden": b"no", "in/zero.txt": b"a\0b", "in/empty.txt": b""}.items():
+        path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
     (tmp_path / "in" / "dangling").symlink_to("nowhere")
-    (tmp_path / "in" / "link").symlink_to("b.txt")
-    meta = quietly([tmp_path / "in", tmp_path / "in/link"], tmp_path / "out", split=(1, 0, 0))
-    assert documents_in(tmp_path / "out") == ["bb", "c0", "c?🙂", "aa", "az"], "half a surrogate pair becomes ?"
-    assert meta["skipped"] == {"hidden files or folders": 2, "files that are not UTF-8 text": 2, "empty documents": 2}
+    for name, target in {"link": "b.txt", "a/loop": "../../in", "z": "../elsewhere"}.items():
+        (tmp_path / "in" / name).symlink_to(target)
+    monkeypatch.chdir(tmp_path)
+    meta = quietly(["in", "in/link"], tmp_path / "out", split=(1, 0, 0))
+    assert documents_in(tmp_path / "out") == ["bb", "c0", "c?🙂", "aa", "az", "ee"], "half a surrogate pair becomes ?"
+    assert prepare_module.note_lines(meta["notes"]) == [
+        "skipped, hidden: 2 (in/.hidden, in/.git)",
+        "skipped, not UTF-8 text or damaged: 6 (in/0.png, in/1.png, in/2.png, in/3.png, in/4.png, ...)",
+        "skipped, neither a file nor a folder: 1 (in/dangling)",
+        "skipped, empty: 2 (in/c.jsonl, line 2, in/empty.txt)"]
+
+
+LINES, BOM, TWO = b'{"text": "one", "id": 1}\n{"id": 2, "text": "two"}\n', b"\xef\xbb\xbf", ["one", "two"]
+TYPES = [       # (name, content, documents): the name as typed and the first bytes decide
+    ("a.jsonl", LINES, TWO), ("a.jsonl.gz", gzip.compress(LINES[:25]) + gzip.compress(LINES[25:]), TWO),
+    ("a.jsonl.gz", LINES, TWO), ("a.json", BOM + LINES, TWO), ("blob", gzip.compress(LINES), TWO),
+    ("a.txt", LINES, [LINES.decode()]), ("a.json", b'{\n"text": "one"\n}', ['{\n"text": "one"\n}']),
+    ("a.md", b"\n" + LINES, ["\n" + LINES.decode()]), ("a.txt.gz", gzip.compress(BOM + b"x\r\n"), ["x\r\n"])]
+
+
+@pytest.mark.parametrize("target", ["a.txt", "a.jsonl", None])
+def test_the_name_as_typed_and_the_first_bytes_decide_the_type(tmp_path, target):
+    """A link's own name counts, not its target's: a cache that is ordered by content names files by checksums."""
+    for i, (name, content, expected) in enumerate(TYPES):
+        (tmp_path / f"{i}").mkdir()
+        (stored := tmp_path / f"{i}" / (target or name)).write_bytes(content)
+        if not (path := stored.with_name(name)).exists():
+            path.symlink_to(stored)
+        meta = quietly(path, tmp_path / f"out{i}", split=(1, 0, 0))
+        assert documents_in(tmp_path / f"out{i}") == expected, (i, name)
+        assert [*meta["notes"]] == ['read as one text, because the first line is no JSON object with "text"'] * (
+            name == "a.json" and expected != TWO)
+
+
+def test_parquet_is_read_by_column(tmp_path, monkeypatch):
+    pyarrow = pytest.importorskip("pyarrow", reason="needs pyarrow: pip install -r requirements-extra.txt")
+    pytest.importorskip("pyarrow.parquet").write_table(
+        pyarrow.table({"id": [1, 2, 3], "words": ["one", "zwei", None], "text": ["1", "2", "3"]}), tmp_path / "a", 2)
+    quietly(tmp_path / "a", tmp_path / "out", split=(1, 0, 0))
+    assert documents_in(tmp_path / "out") == ["1", "2", "3"]
+    stored = (tmp_path / "a").read_bytes()
+    (tmp_path / "b").write_bytes(stored[:-9])
+    for name, key, message in [("a", "id", '/a, row 1, has no string as "id", but 1;'),
+                               ("a", "words", '/a, row 3, has no string as "words", but None;'),
+                               ("a", "x", """/a has no column "x", only ['id', 'words', 'text']; name another with"""),
+                               ("b", "text", "/b is damaged (")]:
+        with pytest.raises(UserError) as caught:
+            quietly(tmp_path / name, tmp_path / "other", key=key)
+        assert message in str(caught.value) and "\n" not in str(caught.value)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(UserError, match="needs the package pyarrow, .*; pip install -r requirements-extra.txt"):
+        quietly(tmp_path / "a", tmp_path / "other")
 
 
 # Splits
@@ -306,14 +355,20 @@ def test_the_command_line_tells_a_person_what_it_made(tmp_path, monkeypatch, cap
     assert errors == "", "no progress bar where nobody looks"
 
 
+FAULTS = [       # (line, message)
+    (b'{"text": ', "is not JSON (Expecting value: line 2 column 1 (char 10))"), (b'["text"]', "is no JSON object"),
+    (b'{"words": "a", "id": 1}', """has no key "text", only ['words', 'id']"""), (b"{}", 'has no key "text", only []'),
+    (b'{"text": null}', 'has no string as "text", but None'),
+    (b'{"text": ' + b"[" * 100_000, "is nested too deeply"), (b'"text"', "is no JSON object")]
 MISTAKES = [     # (arguments, message)
-    ("empty.txt --output out", "the input holds no text (1 file, empty documents: 1)"),
-    ("nothing --output out", "the input holds no text (0 files"),
+    ("empty.txt --output out", "the input holds no text (1 file; skipped, empty: 1 (empty.txt))"),
+    ("nothing --output out", "the input holds no text (0 files)"),
     ("pipe --output out", "pipe is neither a file nor a folder"),
     ("latin.txt --output out", "latin.txt is not UTF-8 text; convert or"),
-    ("bad.jsonl --output out", "bad.jsonl, line 2, is no JSON object with a text field"),
-    ("textless.jsonl --output out", "textless.jsonl, line 2, is no JSON object with a text field"),
-    ("a.gz --output out", "a.gz is not UTF-8 text; convert or decompress it first"),
+    *[(f"{i}.jsonl --output out", f'{i}.jsonl, line 2, {fault}; each must look like {{"text": "..."}}, and --key names')
+      for i, (_, fault) in enumerate(FAULTS)],
+    ("0.jsonl --output out --key words", """0.jsonl, line 1, has no key "words", only ['text']; each must look like"""),
+    ("cut.jsonl.gz --output out", "cut.jsonl.gz is damaged (Compressed file ended"),
     ("a.txt", "--input needs --output"), ("a.txt --output out --split 9,-1,2", "but is 9,-1,2"),
     ("a.txt --output out --split 1,nan,1", "but is 1,nan,1"), ("a.txt --output out --split 0,1,1", "the first above 0"),
     ("a.txt --output out --special-tokens", "--special-tokens is for Hugging Face tokenizers, but the tokenizer is")]
@@ -322,8 +377,8 @@ MISTAKES = [     # (arguments, message)
 def test_command_line_mistakes_are_one_sentence(tmp_path, monkeypatch):
     """tests/run/test_bad_input.py has more of them."""
     for name, content in {"a.txt": b"text", "empty.txt": b"", "latin.txt": b"good start\n" * 9 + b"caf\xe9",
-                          "bad.jsonl": b'{"text": "a"}\n{"text": \n', "textless.jsonl": b'\n{"text": 3}\n',
-                          "a.gz": gzip.compress(b"text")}.items():
+                          **{f"{i}.jsonl": b'{"text": "a"}\n' + line + b"\n" for i, (line, _) in enumerate(FAULTS)},
+                          "cut.jsonl.gz": gzip.compress(LINES)[:-9]}.items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / "nothing").mkdir()
     os.mkfifo(tmp_path / "pipe")
