@@ -136,10 +136,6 @@ class Seams:
     cache_class = KeyValueCache          # keeps keys and values during generation
     groups_that_generate_together = ()   # the names of groups whose ranks must choose the same tokens
 
-    def draft(self):
-        """Return an object that guesses tokens for the main model, or None; see options/multi_token_prediction."""
-        return None
-
     def for_export(self):
         """Return (the Config of the part of the model that Hugging Face knows, "; " and words about the rest)."""
         return self, ""

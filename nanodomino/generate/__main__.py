@@ -67,16 +67,11 @@ def command_line(arguments: list[str]) -> argparse.Namespace:
                         "the training data was prepared with this flag)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"),
                         help="where to compute; auto is cuda if there is a GPU, else cpu (default auto)")
-    parser.add_argument("--draft", action="store_true",
-                        help="guess tokens with the first depth of multi-token prediction: the same text in fewer "
-                        "steps; needs --temperature 0 (default: off)")
     flags = parser.parse_args(arguments)
     for name, least in (("num_samples", 1), ("max_tokens", 0), ("top_k", 0), ("seed", 0)):
         if (value := getattr(flags, name)) is not None:
             check_range(flag_name(name), value, at_least=least)
     check_range("--temperature", flags.temperature, type=float)
-    require(not flags.draft or flags.temperature == 0.0, f"--draft needs --temperature 0, but the temperature is "
-            f"{flags.temperature:g}; change that, or leave out --draft")
     require(not (flags.prompt and flags.prompts), "--prompt and --prompts contradict each other; give only one")
     flags.prompt = flags.prompt.encode(errors="replace").decode()         # bytes that are not UTF-8 become "?"
     flags.prompts = [flags.prompt] if flags.prompts is None else read_prompts(flags.prompts)
@@ -128,8 +123,6 @@ def main(arguments: list[str], launch: LaunchInfo) -> int:
     # what may fail comes before the process groups start
     checkpoint = find_checkpoint(Path(flags.load))
     config = config_of(checkpoint, read_manifest(checkpoint), tp, tensor_model_parallel_size=tp, device=flags.device)
-    require(not flags.draft or config.draft(), f"--draft needs a depth of multi-token prediction, but {checkpoint} was "
-            "trained with --mtp-num-layers 0; leave out --draft")
     tokenizer = find_tokenizer(checkpoint, config, flags)
     device = find_device(config, launch)
 

@@ -26,28 +26,21 @@ class KeyValueCache:
 
     size: the number of positions that the cache can hold; the first `length` of them are filled.
     end_of_text: the token that ends a text; an option may let it end what later tokens can see.
-    chunks: the chunks whose layers need keys and values.
 
     The layers are given this cache instead of a MasksAndPositions, so it defines the methods that layers call.
     """
 
-    def __init__(self, model: GPT, size: int, end_of_text: int | None, chunks: list[Chunk]):
+    def __init__(self, model: GPT, size: int, end_of_text: int | None):
         config, self.model, self.length, self.end_of_text = model.config, model, 0, end_of_text
         shape = (1, config.num_query_groups // model.mesh.tp, size, config.kv_channels)
         self.keys_and_values = {
             sublayer.site: torch.zeros(2, *shape, device=model.mesh.device, dtype=config.params_dtype)
-            for chunk in chunks for sublayer in chunk.sublayers if sublayer.attends}
+            for chunk in model.chunks for sublayer in chunk.sublayers if sublayer.attends}
 
     def start(self, tokens):
-        """Compute the positions and the attention bias of the new tokens [1, m]."""
-        config, m = self.model.config, tokens.size(1)
+        """Compute the positions and the attention bias of the new tokens [1, m]. Unless the cache is empty, m is 1."""
         self.positions, self.first_visible, self.bias = self.look_around(tokens)
-        if m > 1 and self.length > 0:                          # the last m of all visible tokens attend causally
-            earlier = self.length - self.first_visible
-            later = torch.ones(m, earlier + m, dtype=torch.bool, device=tokens.device).triu(earlier + 1)
-            self.bias = torch.zeros(later.shape, dtype=config.params_dtype, device=later.device)
-            self.bias.masked_fill_(later, -torch.inf)
-        self.rotary = rotation(config, self.positions, m, tokens.device)
+        self.rotary = rotation(self.model.config, self.positions, tokens.size(1), tokens.device)
 
     def look_around(self, tokens):
         """Return (the positions [1, m] of the new tokens, the index of the first cached token that they see, an

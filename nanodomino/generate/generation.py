@@ -23,40 +23,33 @@ from nanodomino.model import GPT
 from nanodomino.parallel import gather_logits
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-NOT_FINITE = "the model's logits are not finite, as after training that has diverged"
 
 
 @sdpa_kernel(KERNELS)
 @torch.no_grad()
 def generate(model: GPT, mesh: Mesh, tokens: list[int], max_tokens: int, vocab_size: int, temperature=0.8, top_k=0,
-             seed=0, sample=0, show=lambda token: None, end_of_text=None, draft=None) -> list[int]:
+             seed=0, sample=0, show=lambda token: None, end_of_text=None) -> list[int]:
     """Return the prompt `tokens` (at least one token), followed by up to max_tokens new tokens. If end_of_text is
     sampled, the text ends without it. Every rank of a replica must call this with the same arguments.
 
     vocab_size: the number of tokens that the tokenizer knows. The model may have more, but they are never chosen.
     sample: the number of this text; texts with the same seed but different numbers use different random numbers.
     show(token): called on every rank after each token.
-    draft: a Draft, which gives the text of temperature 0 in fewer steps.
     """
     generator, longest = seeded_generator("cpu", seed, "generate", sample), model.config.context_length
     tokens, window, wanted = list(tokens), tokens[-longest:], len(tokens) + max_tokens
-    new_cache = partial(model.config.cache_class, model, min(longest, len(window) + max_tokens), end_of_text,
-                        [*model.chunks, *(draft.chunks(model) if draft else [])])
+    new_cache = partial(model.config.cache_class, model, min(longest, len(window) + max_tokens), end_of_text)
     cache = new_cache()
     while len(tokens) < wanted:
         if len(window) > longest:
             window, cache = window[-(longest // 2 or 1):], new_cache()
-        if draft:
-            chosen = draft.next_tokens(cache, window, vocab_size)
-        else:
-            new = torch.tensor([window[cache.length:]], device=mesh.device)
-            chosen = [next_token(cache, mesh, new, vocab_size, temperature, top_k, generator)]
-        for token in chosen[:wanted - len(tokens)]:
-            if token == end_of_text:
-                return tokens
-            tokens.append(token)
-            window.append(token)
-            show(token)
+        new = torch.tensor([window[cache.length:]], device=mesh.device)
+        token = next_token(cache, mesh, new, vocab_size, temperature, top_k, generator)
+        if token == end_of_text:
+            break
+        tokens.append(token)
+        window.append(token)
+        show(token)
     return tokens
 
 
@@ -84,7 +77,7 @@ def next_token(cache: KeyValueCache, mesh: Mesh, new, vocab_size: int, temperatu
         dist.broadcast(token, mesh.stage_rank(placement.location(placement.last)[0]), group=mesh.pp_group)
     for name in config.groups_that_generate_together:          # their ranks may round differently
         dist.broadcast(token, group=mesh.group(name), group_src=0)
-    require(token >= 0, NOT_FINITE, NotFinite)
+    require(token >= 0, "the model's logits are not finite, as after training that has diverged", NotFinite)
     return int(token)
 
 

@@ -41,8 +41,7 @@ def write_texts(flags: argparse.Namespace, model: GPT, mesh: Mesh, tokenizer: To
     """Print --num-samples texts for each prompt while they are generated. At the end, print tokens/s to stderr."""
     config = model.config
     is_rank_0, longest = dist.get_rank() == 0, config.context_length
-    writer, draft = Writer(tokenizer), config.draft() if flags.draft else None
-    written, start_time = 0, time.perf_counter()
+    writer, written, start_time = Writer(tokenizer), 0, time.perf_counter()
     for number, (text, sample) in enumerate(product(flags.prompts, range(flags.num_samples))):
         begin = [] if tokenizer.begin_of_text is None else [tokenizer.begin_of_text]
         prompt = [*begin, *tokenizer.encode(text).tolist()] or [tokenizer.end_of_text]
@@ -51,10 +50,10 @@ def write_texts(flags: argparse.Namespace, model: GPT, mesh: Mesh, tokenizer: To
                   "context length", file=sys.stderr)
         print((SEPARATOR if number else "") + text, end="", flush=True)
         tokens = generate(model, mesh, prompt, flags.max_tokens, tokenizer.vocab_size, flags.temperature, flags.top_k,
-                          seed, number, writer.write_token, tokenizer.end_of_text, draft)
+                          seed, number, writer.write_token, tokenizer.end_of_text)
         written += len(tokens) - len(prompt)
         writer.end_text()
     seconds = time.perf_counter() - start_time
     if is_rank_0:
-        print(f"{counted(written, 'token')} in {seconds:.2f} s, {written / seconds:.1f} tokens/s"
-              + (f", from {counted(draft.steps, 'step')} of the main model" if draft else ""), file=sys.stderr)
+        print(f"{counted(written, 'token')} in {seconds:.2f} s, {written / seconds:.1f} tokens/s",
+              file=sys.stderr)

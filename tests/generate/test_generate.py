@@ -14,7 +14,6 @@ import shlex
 import shutil
 import signal
 import sys
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -27,11 +26,8 @@ from support.harness import END_OF_TEXT, FAMILIES, build, plain_text, sizes_of, 
 from support.reference import random_weights
 
 from nanodomino.corpus.tokenizer import TiktokenTokenizer, build_tokenizer
-from nanodomino.errors import NotFinite
-from nanodomino.generate.cache import KeyValueCache
 from nanodomino.generate.generation import generate, sample_token
 from nanodomino.generate.printing import SEPARATOR, Writer
-from nanodomino.options.multi_token_prediction.draft import Draft, most_likely
 
 DOCUMENTS = dict(reset_position_ids=True, reset_attention_mask=True)
 UNTIED = dict(untie_embeddings_and_output_weights=True)
@@ -98,37 +94,6 @@ def test_the_sample_of_ranks_with_experts_is_what_one_process_generates_from_the
     loaded = train_in_pool(pool, tmp_path, *run, "--tp", 1, "--pp", 1, "--cp", 1, "--ep", 1)
     texts = [ended.output.partition("---- a sample")[2] for ended in (trained, loaded)]
     assert "has already done 2 steps" in loaded.output and len(texts[0]) > 100 and texts[0] == texts[1]
-
-
-def draft_rank(config, weights, prompts):
-    mesh, model, _, _ = build(config, weights)
-    end = END_OF_TEXT if config.reset_attention_mask else None
-    drafts = [Draft() for _ in prompts]
-    return [(generate(model, mesh, prompt, 14, 20, temperature=0.0, end_of_text=end),
-             generate(model, mesh, prompt, 14, 20, end_of_text=end, draft=draft), draft.steps)
-            for prompt, draft in zip(prompts, drafts)]
-
-
-@pytest.mark.parametrize("options", [{}, FAMILIES["llama"] | dict(tensor_model_parallel_size=2), DOCUMENTS],
-                         ids=["gpt2", "llama-tp2", "documents"])
-def test_a_draft_gives_the_same_text_in_fewer_steps(pool, options):
-    """Also when the context of 8 tokens fills up. The layers add less and less, until each token depends only on the
-    previous one. A depth that passes the embedding of the next token on to the head then guesses nearly every token."""
-    config = tiny(options.get("tensor_model_parallel_size", 1), mtp_num_layers=2, **UNTIED | options)
-    weights = weights_and_data(config, 1)[0]
-    weights["embedding.word_embeddings.weight"] *= 3.0         # otherwise it repeats itself
-    weights["mtp.0.eh_proj.weight"] = torch.eye(config.hidden_size, 2 * config.hidden_size, dtype=torch.float64)
-    prompts, needed = [[1], [4, 1, END_OF_TEXT, 2, 5], [*range(5, 20)]], []
-    for strength in (1.0, 0.3, 0.0):
-        for name, weight in weights.items():
-            if re.search(r"dense|position|bias", name):
-                weight *= strength
-        results = pool.run(draft_rank, config, weights, prompts, world_size=config.world_size)
-        assert all(result == results[0] for result in results)
-        assert all(drafted == plain for plain, drafted, _ in results[0])
-        assert any(len(set(plain[-14:])) > 3 for plain, *_ in results[0]), "a text that repeats itself shows nothing"
-        needed.append(sum(steps for *_, steps in results[0]))
-    assert needed[2] < 30 < needed[1] < needed[0] <= 42        # of 42 tokens
 
 
 def documents_rank(config, weights, prompts):
@@ -283,29 +248,3 @@ def test_control_c_or_a_reader_that_has_gone_ends_it_without_a_traceback(fork_se
     assert process.wait(PATIENCE) == -number
     output = process.output()
     assert output.startswith("line") and "Traceback" not in output and "Interrupt" not in output, output
-
-
-@pytest.mark.table
-def test_a_draft_of_several_tokens_gives_no_more_than_were_asked_for():
-    config = SimpleNamespace(context_length=8, cache_class=lambda *_: SimpleNamespace(length=0))
-    draft = SimpleNamespace(chunks=lambda model: [], next_tokens=lambda *_: [1, 2, 3])
-    model = SimpleNamespace(config=config, chunks=[])
-    assert generate(model, None, [0], 4, vocab_size=9, draft=draft) == [0, 1, 2, 3, 1]
-
-
-@pytest.mark.table
-def test_a_draft_is_not_taken_from_logits_that_are_not_finite(monkeypatch):
-    monkeypatch.setattr("nanodomino.options.multi_token_prediction.draft.gather_logits", lambda logits, *_: logits)
-    cache = SimpleNamespace(logits=lambda x: x, model=SimpleNamespace(head=[None]))
-    assert most_likely(cache, torch.tensor([[[0.0, 2.0]]]), 2) == [1]
-    with pytest.raises(NotFinite, match="the model's logits are not finite"):
-        most_likely(cache, torch.tensor([[[0.0, 2.0], [0.0, torch.nan]]]), 2)
-
-
-@pytest.mark.table
-def test_drafted_tokens_see_the_visible_tokens_and_those_before_them():
-    """The last two of five cached tokens belong to the document, which begins at place 3."""
-    config = SimpleNamespace(params_dtype=torch.float32, rope=False)
-    cache = SimpleNamespace(model=SimpleNamespace(config=config), length=5, look_around=lambda tokens: (None, 3, None))
-    KeyValueCache.start(cache, torch.zeros(1, 2))
-    assert cache.bias.isinf().tolist() == [[False, False, False, True], [False] * 4]

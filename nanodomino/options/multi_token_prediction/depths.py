@@ -27,7 +27,7 @@ beyond the sample. And if attention or positions restart in each document, a dep
 document, because its hidden states know nothing of the next document. All losses have the same divisor, as in the
 paper. So it does not matter how the places that do not count are spread over microbatches and ranks.
 
-Evaluation runs no depth, and the exported model has none. Generation can use the first depth as a draft.
+Evaluation and generation run no depth, and the exported model has none.
 """
 
 import torch

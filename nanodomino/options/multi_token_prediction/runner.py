@@ -47,7 +47,7 @@ class PredictionDepths(NothingBehindHead):
         model = domino.model
         self.factor = model.config.mtp_loss_scaling_factor / len(model.mtp)
         self.counts_here = model.mesh.tp_rank == 0             # all tp ranks have the same losses
-        self.chunks = depth_chunks(model)
+        self.chunks = [Chunk([depth.layer], pre_process=False, post_process=True) for depth in model.mtp]
         chunks = [*(chunk for chunk in model.chunks if chunk.post_process), *self.chunks]
         self.after = dict(zip(chunks, zip(model.mtp, self.chunks)))                    # chunk -> the depth after it
 
@@ -96,8 +96,3 @@ class PredictionDepths(NothingBehindHead):
         yield from self.ends.add_word_gradients(slice, depth.site, batch.tokens, flights)
         ready(self.domino.model.embedding.word_embeddings)
         return grad_x
-
-
-def depth_chunks(model) -> list[Chunk]:
-    """Return a chunk for each depth that this stage holds."""
-    return [Chunk([depth.layer], pre_process=False, post_process=True) for depth in getattr(model, "mtp", ())]

@@ -8,7 +8,6 @@ from torch import nn
 from nanodomino.errors import counted, require
 from nanodomino.layers.positions import to_device
 from nanodomino.options.multi_token_prediction.depths import PredictionDepth
-from nanodomino.options.multi_token_prediction.draft import Draft
 from nanodomino.options.multi_token_prediction.runner import PredictionDepths
 from nanodomino.settings.setting import model_setting
 
@@ -68,9 +67,6 @@ class Settings:
             last.extras["ahead"] = replace(last, tokens=last.labels, labels=labels, loss_mask=loss_mask, extras={})
             last = last.extras["ahead"]
         return batch
-
-    def draft(self):
-        return Draft() if self.mtp_num_layers else super().draft()
 
     def for_export(self):
         depths, (config, left_out) = counted(self.mtp_num_layers, "depth"), super().for_export()
