@@ -102,16 +102,17 @@ def find_tokenizer(checkpoint: Path, config: Config, flags: argparse.Namespace) 
     source = data_path or config.data_path
     if data_path is None and (checkpoint / "tokenizer.json").is_file():
         tokenizer, source = build_tokenizer(str(checkpoint), **encoding, end_of_text="eos_token"), checkpoint
+        vocab_size = tokenizer.vocab_size
     else:
         require(source, f"{checkpoint} has no tokenizer, because it was imported from a folder without a "
                 "tokenizer.json; give a data folder as --data-path")
         require(data_path or Path(source).exists(), f"the tokenizer is stored with the training data, but the folder "
                 f"{source} no longer exists; give its new path as --data-path")
-        tokenizer = load_corpus(source).tokenizer(**encoding)
-    require(tokenizer.vocab_size <= config.vocab_size, f"the tokenizer of {source} has {tokenizer.vocab_size} tokens, "
-            f"but the model has only {config.vocab_size}; give the data folder that the model was trained on as "
-            "--data-path")
-    return tokenizer
+        corpus = load_corpus(source)
+        tokenizer, vocab_size = None, corpus.vocab_size
+    require(vocab_size <= config.vocab_size, f"the tokenizer of {source} has {vocab_size} tokens, but the model has "
+            f"only {config.vocab_size}; give the data folder that the model was trained on as --data-path")
+    return tokenizer or corpus.tokenizer(**encoding)
 
 
 def main(arguments: list[str], launch: LaunchInfo) -> int:
