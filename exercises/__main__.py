@@ -8,6 +8,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from nanodomino.errors import run_command
+
 from . import workbook
 from .grade import grade
 from .predict import TASKS, predict
@@ -26,11 +28,9 @@ def read_work(number):
     if not work.exists():
         return None
     try:
-        workbook.parts(work.read_text())
-    except SyntaxError as error:
-        sys.exit(f"Python cannot read {shown(work)}: {error.msg}, in line {error.lineno} or just above: "
-                 "correct it, or move the file away and start again.")
-    return work.read_text()
+        return workbook.read(work)
+    except workbook.Wrong as wrong:
+        sys.exit(f"{wrong}: correct it, or move the file away and start again.")
 
 
 def start(number):
@@ -43,12 +43,12 @@ def start(number):
                  "or move the file away and start again.")
     if state == "answered":
         copy = next(path for path in (work.with_suffix(f".{i}.py") for i in range(1, 10**6)) if not path.exists())
-        copy.write_text(text)
+        copy.write_text(text, "utf-8")
         print(f"Your answer is now in {shown(copy)}. To go back, copy it over {shown(work)}.")
     if state != "blank":
         text = workbook.replace_answer(text, number, workbook.blanks(number))
         work.parent.mkdir(exist_ok=True)
-        work.write_text(text)
+        work.write_text(text, "utf-8")
     print(f"Exercise {number}: fill the blank in {shown(work)}, line {line_of(text, number)}. "
           f"Then run: python -m exercises check {number}")
 
@@ -60,8 +60,11 @@ def line_of(text, number):
 def hint(number):
     """Print the next hint. The file hints.json beside the work file counts them."""
     seen_file, hints = workbook.WORK / "hints.json", workbook.check_of(number).HINTS
-    seen = json.loads(seen_file.read_text()) if seen_file.exists() else {}
-    count = seen[str(number)] = seen.get(str(number), 0) % len(hints) + 1
+    try:
+        seen = json.loads(seen_file.read_text()) if seen_file.exists() else {}
+        count = seen[str(number)] = int(seen.get(str(number), 0)) % len(hints) + 1
+    except (ValueError, AttributeError, TypeError, OverflowError, RecursionError):
+        sys.exit(f"{shown(seen_file)} must hold {{exercise: number of hints}}, but it is damaged; delete the file.")
     seen_file.parent.mkdir(exist_ok=True)
     seen_file.write_text(json.dumps(seen))
     last = f"\nThis was the last hint. The reference: python -m exercises show {number}" * (count == len(hints))
@@ -120,4 +123,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -150,7 +150,7 @@ class World:
                         raise RankError(f"rank {rank} never calls wait() on its {work.call}")
         except Stopped:
             pass
-        except Exception as error:
+        except BaseException as error:                       # an answer may call exit(); Ctrl-C reaches another thread
             if self.failure is None:
                 error.rank = rank
                 self.failure = error

@@ -30,13 +30,18 @@ SIGNS = {"solved": "+", "wrong": "x", "time limit": "t"}                  # all 
 
 
 def grade(folder: Path):
-    """Print the table of a folder's files, and write it there."""
-    paths = sorted([*folder.glob("*.py"), *folder.glob("*/minimal.py"), *folder.glob("*/beyond.py")])
-    if not paths:
+    """Print a line for each student, then the table of all, and write it into the folder."""
+    files, results = {}, {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.is_dir() and path.name[0] not in "._":
+            files[path.name] = [one for one in (path / "minimal.py", path / "beyond.py") if one.is_file()]
+        elif path.suffix == ".py":
+            files.setdefault(path.stem, []).append(path)
+    if not any(files.values()):
         sys.exit(f"{folder} must hold, under each student's name, a copy of exercises/work; name another folder")
-    results = {}
-    for path in paths:
-        results.setdefault(path.stem if path.parent == folder else path.parent.name, {}).update(results_of(path))
+    for name, paths in files.items():
+        found = results[name] = {number: record for path in paths for number, record in results_of(path).items()}
+        print(f"{name}: {sum(record['result'] == 'solved' for record in found.values())} solved", flush=True)
     (folder / "grades.json").write_text(json.dumps(results, indent=1))
     (folder / "grades.txt").write_text(table(results))
     print(table(results), end="")
@@ -49,6 +54,8 @@ def table(results):
     for name, found in results.items():
         signs = [SIGNS.get(found.get(number, {}).get("result"), ".") for number in numbers]
         lines.append(f"{name:{width}} {' '.join(f'{sign:>2}' for sign in signs)}   {signs.count('+')} solved")
+        if not found:
+            sentences[name, "neither minimal.py nor beyond.py is there, nor an exercise's function."] = ["no file"]
         for number, record in sorted(found.items()):
             if record["sentence"]:
                 sentences.setdefault((name, record["sentence"]), []).append(str(number))
@@ -63,15 +70,13 @@ def results_of(path: Path):
     """Return {exercise: {"result": ..., "sentence": ... or None, "confined": ...}} for the exercises in a file."""
     from . import workbook                                                # not above: a child first confines itself
 
-    text, results = path.read_text(errors="replace"), {}
     numbers = next((workbook.exercises_of(one) for one in workbook.SOURCES if one.name == path.name), workbook.CHECKS)
-    for number in numbers:
-        try:
-            result = workbook.state_of(text, number)
-        except (SyntaxError, ValueError, RecursionError):
-            result = "answered"                                           # check() has a sentence
-        if result != "missing":
-            results[number] = {"result": result, "sentence": None, "confined": True}
+    try:
+        states = {number: workbook.state_of(workbook.read(path), number) for number in numbers}
+    except workbook.Wrong as wrong:
+        return {number: {"result": "wrong", "sentence": str(wrong), "confined": True} for number in numbers}
+    results = {number: {"result": state, "sentence": None, "confined": True} for number, state in states.items()
+               if state != "missing"}
     answered = [number for number in results if results[number]["result"] == "answered"]
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         return results | dict(zip(answered, threads.map(lambda number: run(path, number), answered)))
@@ -110,7 +115,7 @@ def judge_file(path, number):
     print(json.dumps(confine(Path.cwd())), file=out)
     from . import workbook
 
-    print(json.dumps(workbook.check(number, path.read_text(errors="replace"), path)), file=out)
+    print(json.dumps(workbook.check(number, workbook.read(path), path)), file=out)
 
 
 def confine(folder: Path) -> bool:

@@ -11,7 +11,7 @@ again, run: marimo export html exercises/playground.py --no-include-code -o docs
 import marimo        # not found? Run: pip install -r requirements-extra.txt
 
 __generated_with = "0.25.2"
-app = marimo.App(width="medium", app_title="nanodomino's playground")
+app = marimo.App(width="medium", app_title="nanodomino's playground", css_file="playground.css")
 
 with app.setup:
     import base64

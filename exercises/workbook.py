@@ -43,6 +43,17 @@ def compiled(text, path):
     return compile(text, str(path), "exec")
 
 
+def read(path):
+    """Return the text of a student's file, without a byte-order mark. Raises Wrong if Python cannot read the file."""
+    try:
+        compiled(text := path.read_text("utf-8-sig"), path)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:      # not UTF-8, a NUL: ValueError
+        line = getattr(error, "lineno", None)
+        raise Wrong(f"Python cannot read {shown(path)}: {getattr(error, 'msg', error)}"
+                    + f", in line {line} or just above" * bool(line)) from None
+    return text
+
+
 def parts(text):
     """Return {name: (first line, last line)} of the functions and classes at the top of a file, counted from 0."""
     return {node.name: (node.lineno - 1, node.end_lineno - 1) for node in parsed(text).body
@@ -163,15 +174,15 @@ def check(number, text, path):
         its.check(answer, load()) if hasattr(its, "check") else judge(its.program, answer, its.MISTAKES)
     except Wrong as wrong:
         return str(wrong) + where(wrong.__cause__, path)
-    except SyntaxError as error:
-        return f"Python cannot read the file: {error.msg}\n    {shown(path)}, line {error.lineno} or just above"
     except Endless as error:
         return "Your code does not end: it was stopped after two seconds of computation." + where(error, path)
     except RankError as error:
         return f"On fake ranks, {error}." + where(error, path)
     except NotImplementedError as error:
         return f"{names} {verb} not finished: {error}." + where(error, path)
-    except Exception as error:
+    except BaseException as error:                           # also exit()
+        if isinstance(error, KeyboardInterrupt) and not hasattr(error, "rank"):
+            raise                                            # Ctrl-C
         return f"{type(error).__name__}: {error}" + where(error, path)
     return None
 

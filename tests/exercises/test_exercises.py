@@ -99,9 +99,16 @@ def test_the_command_line_keeps_answers(tmp_path, monkeypatch, capsys):
     assert workbook.reference(9)[0] in run("show", "9")
     assert f"fill the blank in {tmp_path / 'beyond.py'}, line" in run("start", "11")
     assert re.search("(?m)^11 .* blank$", run("status"))
-    work.write_text(f"({work.read_text()}")
-    assert re.fullmatch(r"Python cannot read .*minimal.py: .*, in line \d+ or just above: correct it, or .*\.\n",
-                        run("status"))
+    for damaged in ("{", "[]", '{"7": "x"}', '{"7": 1e999}'):
+        (tmp_path / "hints.json").write_text(damaged)
+        assert re.fullmatch(".*hints.json must hold .*, but it is damaged; delete the file.\n", run("hint", "7"))
+    status, text = run("status"), work.read_bytes()
+    work.write_bytes(b"\xef\xbb\xbf" + text)
+    assert run("status") == status, "a byte-order mark, as Windows writes it, is no part of the text"
+    for damaged, words in ((b"(" + text, r".*, in line \d+ or just above"), (text + b"\0", ".*null bytes.*"),
+                           (b"# \xe9\n" + text, ".*can't decode byte 0xe9.*")):
+        work.write_bytes(damaged)
+        assert re.fullmatch(f"Python cannot read .*minimal.py: {words}: correct it, or .*\\.\n", run("status"))
 
 
 @pytest.mark.parametrize("number", ANSWERS)
@@ -155,16 +162,25 @@ def test_rows_of_beyond_are_parts_of_an_all_reduce():
 
 
 def test_a_folder_of_answers_is_graded(tmp_path, monkeypatch, capsys):
-    """Right, wrong, crashing and endless answers; the wrong one tries to write into another student's file."""
+    """Right, wrong, crashing, ending and endless answers; the wrong one tries to write into another student's file. A
+    file that is not UTF-8 is wrong, and a folder without a file is named."""
     blank = "def interleave(generators):\n"
     for name, body in {"ann": ANSWERS[7][0][0], "bob": f"    open({str(tmp_path / 'ann.py')!r}, 'a').write('1 / 0')",
-                       "cat": "    __import__('os')._exit(0)"}.items():
+                       "cat": "    __import__('os')._exit(0)", "fay": "    exit()",
+                       "gil": "    raise KeyboardInterrupt"}.items():
         (tmp_path / f"{name}.py").write_text(blank + body.lstrip("\n"))
+    (tmp_path / "hal").mkdir()
+    (tmp_path / "ida.py").write_bytes(b"# \xe9")
     command_line.main(["grade", str(tmp_path)])
     graded = json.loads((tmp_path / "grades.json").read_text())
     assert {name: {number: record["result"] for number, record in found.items()} for name, found in graded.items()} == {
-        "ann": {"7": "solved"}, "bob": {"7": "wrong"}, "cat": {"7": "wrong"}}
-    assert re.search(r"(?m)^bob +x   0 solved$", capsys.readouterr().out)
+        "ann": {"7": "solved"}, **dict.fromkeys(("bob", "cat", "fay", "gil"), {"7": "wrong"}), "hal": {},
+        "ida": dict.fromkeys(map(str, workbook.CHECKS), "wrong")}
+    printed = capsys.readouterr().out
+    assert re.search(r"(?m)^bob +(\. +){6}x +(\. +){9}0 solved$", printed)
+    assert "\nhal, no file: neither minimal.py nor beyond.py is there" in printed
+    assert printed.startswith("ann: 1 solved\nbob: 0 solved\n") and "ida.py: 'utf-8' codec can't decode" in printed
+    assert "SystemExit" in graded["fay"]["7"]["sentence"] and "KeyboardInterrupt" in graded["gil"]["7"]["sentence"]
     if graded["bob"]["7"]["confined"]:
         assert "PermissionError" in graded["bob"]["7"]["sentence"] and "1 / 0" not in (tmp_path / "ann.py").read_text()
     (tmp_path / "dan.py").write_text(f"{blank}    __import__('time').sleep(600)")
