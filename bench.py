@@ -22,6 +22,9 @@ A question that needs several processes starts them itself, each on its own core
 """
 
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))       # `python -I` and PYTHONSAFEPATH leave it out
 
 from nanodomino.errors import run_command
 

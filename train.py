@@ -16,9 +16,12 @@ Most functions have the names that a reader of Megatron-LM expects.
 
 import sys
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))       # `python -I` and PYTHONSAFEPATH leave it out
 
 from nanodomino import pipeline
 from nanodomino.comm.world import LaunchInfo

@@ -50,7 +50,7 @@ from nanodomino.corpus.documents import NAMED, find_files, note, read_documents
 from nanodomino.corpus.prepared_folder import FORMAT, SPLITS, load_corpus
 from nanodomino.corpus.tokenizer import Tokenizer, build_tokenizer
 from nanodomino.errors import UserError, counted, require, run_command
-from nanodomino.files import delete, open_regular_file, read_file, write_file
+from nanodomino.files import delete, naming, open_regular_file, read_file, sha256, write_file
 
 DEFAULT_CORPUS = Path(__file__).resolve().parent / "python-stdlib"
 STANDARD_LIBRARY = f"the standard library of Python {sys.version.split()[0]}"
@@ -85,7 +85,7 @@ def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), progress=True,
             "bytes": {split: text_bytes(counts[split], text_tokenizer) for split in SPLITS},
             "documents": dict(zip(SPLITS, documents)), "cut_off": cut_off, "notes": notes,
             "unigram_entropy": entropy(counts["train"]), "bigram_entropy": bigram, "bigram_tokens": pairs,
-            "sha256": {split: file_sha256(path) for split, path in paths.items()}}
+            "sha256": {split: sha256(path) for split, path in paths.items()}}
         if text_tokenizer.name == "huggingface":
             meta |= dict(special_tokens=special_tokens, begin_of_text=begin_of_text)
         for name, path in text_tokenizer.files.items():         # copies, because the originals may move
@@ -108,8 +108,9 @@ def new_folder(output: Path) -> Iterator[Path]:
     folder = output.parent / f".{output.name}.{uuid.uuid4().hex}"
     folder.mkdir()
     try:
-        yield folder
-        folder.rename(output)
+        with naming(output):                                   # a write to a full disk names no file
+            yield folder
+            folder.rename(output)
     finally:
         delete(folder)
 
@@ -260,12 +261,6 @@ def fill_empty_splits(folder: Path, tokens: list[int], dtype, weights: list[floa
 
 
 # ---- counts and reference losses
-
-def file_sha256(path: Path) -> str:
-    """Return a file's SHA-256 in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
 
 def token_counts(path: Path, dtype, vocabulary: int) -> np.ndarray:
     """Return how often each token occurs. Counts in blocks, because np.bincount takes 8 bytes of memory per token."""

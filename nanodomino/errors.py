@@ -2,7 +2,7 @@
 
     main returns                  its exit code
     UserError                     prints "error: SENTENCE" on stderr; exit code 2, for a NotFinite 1
-    OSError                       prints "error: PATH: REASON; ..." on stderr; exit code 1. No command needs to catch it
+    OSError, or no thread left    prints "error: PATH: REASON; ..." on stderr; exit code 1. No command needs to catch it
     Ctrl-C                        prints nothing; exit code 130, the shell's code for a process that SIGINT ended
     stdout is closed, or its      the work continues without output (but SIGPIPE ends generate). At the end a full disk
     disk is full                  is an OSError; a reader that has seen enough, such as `| head -1`, is not
@@ -15,6 +15,11 @@ import io
 import os
 import signal
 import sys
+
+
+# What Python and gloo say when a process may not have another file or thread, and the shell's command for the limit.
+LIMITS = {"Too many open files": "ulimit -n", "can't start new thread": "ulimit -u",
+          "Resource temporarily unavailable": "ulimit -u"}
 
 
 class UserError(Exception):
@@ -41,10 +46,15 @@ def counted(number: int, noun: str, form="") -> str:
     return f"{number:{form}} {noun}" + ("" if number == 1 else "es" if noun.endswith(("s", "ch")) else "s")
 
 
-def sentence_and_code(error: UserError | OSError) -> tuple[str, int]:
-    """Return the sentence to print for an error that is no bug of ours, and the exit code."""
+def sentence_and_code(error: Exception) -> tuple[str, int] | None:
+    """Return the sentence to print for an error that is no bug of ours, and the exit code; None for another error."""
     if isinstance(error, UserError):
         return str(error), error.exit_code
+    for reason, limit in LIMITS.items():
+        if reason in str(error):
+            return f"the system refuses more: {reason}; raise the limit with {limit}, or end other programs", 1
+    if not isinstance(error, OSError):
+        return None
     path = f"{str(error.filename)[:200]}: " if error.filename is not None else ""
     return f"{path}{error.strerror or error}; fix that, or choose another file or folder", 1
 
@@ -58,8 +68,10 @@ def run_command(main, *arguments):
         except SystemExit as end:                              # --help
             code = end.code
         check_output()
-    except (UserError, OSError) as error:
-        sentence, code = sentence_and_code(error)
+    except Exception as error:
+        if not (known := sentence_and_code(error)):
+            raise
+        sentence, code = known
         print(f"error: {sentence}", file=sys.stderr)
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT

@@ -11,11 +11,13 @@ Each problem is an OSError, whose `strerror` is a phrase for an error message.
 """
 
 import errno
+import hashlib
 import json
 import os
 import shutil
 import stat
-from contextlib import suppress
+from collections.abc import Iterable
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from nanodomino.errors import UserError, require
@@ -51,6 +53,32 @@ def read_file(path, limit=LIMIT) -> bytes:
         return file.read()
 
 
+def file_size(path) -> int:
+    """Return the size of a regular file in bytes. Raises OSError."""
+    with open_regular_file(path) as file:
+        return os.fstat(file.fileno()).st_size
+
+
+def sha256(path) -> str:
+    """Return the SHA-256 of a regular file in hexadecimal. Raises OSError. (hashlib.file_digest needs Python 3.11.)"""
+    with naming(path), open_regular_file(path) as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+@contextmanager
+def naming(path):
+    """Name `path` in an OSError that names no file. A read or a write raises such an error, for example on a full disk.
+    """
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 def read_json(path) -> dict:
     """Return the JSON object in a file. Raises UserError."""
     try:
@@ -62,14 +90,14 @@ def read_json(path) -> dict:
     return values
 
 
-def write_file(path: Path, data: bytes, flush=False):
-    """Write a whole file in the place of whatever is at `path`, so that a reader never sees half of it. flush: wait
-    until the data is on the disk."""
+def write_file(path: Path, data: bytes | Iterable[bytes], flush=False):
+    """Write a whole file in the place of whatever is at `path`, so a reader never sees half of it. data: the bytes,
+    or parts of them. flush: wait until the data is on the disk."""
     temporary = path.with_name(f".{path.name}-{os.getpid()}")  # two processes may write the same file
     temporary.unlink(missing_ok=True)                          # left by a process that was killed
     try:
-        with open_regular_file(temporary, "xb") as file:
-            file.write(data)
+        with naming(path), open_regular_file(temporary, "xb") as file:
+            file.writelines([data] if isinstance(data, bytes) else data)
             if flush:
                 file.flush()
                 os.fsync(file.fileno())

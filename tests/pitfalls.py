@@ -41,7 +41,7 @@ import train
 from nanodomino import domino, model
 from nanodomino.checkpoint import load, save
 from nanodomino.checkpoint.find_checkpoints import newest_intact_checkpoint
-from nanodomino.checkpoint.manifest import file_digests, manifest_text
+from nanodomino.checkpoint.manifest import file_digest, manifest_text
 from nanodomino.domino import Domino, LinearPair
 from nanodomino.layers import attention
 from nanodomino.layers.dropout_and_positions import MasksAndPositions, seeded_generator
@@ -527,7 +527,7 @@ def named_too_early(right, config, self, step, boxes, manifest):
     final = self.run_dir / "checkpoints" / f"step-{step:08d}"
     final.mkdir(parents=True)
     (final / "index.json").write_text("{}")
-    files = file_digests([final / "index.json"])
+    files = {"index.json": file_digest(final / "index.json")}
     (final / "manifest.json").write_text(manifest_text({**manifest, "config": {}, "files": files}))
     save.write_boxes(final / "rank-00000.bin", boxes)
 

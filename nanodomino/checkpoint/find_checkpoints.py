@@ -28,14 +28,18 @@ def checkpoints_of(run_dir: Path) -> list[Path]:
 
 def newest_intact_checkpoint(run_dir: Path, report=print) -> Path | None:
     """Return the newest intact checkpoint of a run, or None. Skip damaged checkpoints; report(text) reports each."""
-    for folder in checkpoints_of(run_dir):
-        try:
-            verify(folder)
-            return folder
-        except (UserError, OSError) as error:
-            problem = sentence_and_code(error)[0].removesuffix("; use another checkpoint")
-            report(f"warning: {problem}; trying the previous checkpoint")
-    return None
+    return next((folder for folder in checkpoints_of(run_dir) if is_intact(folder, report)), None)
+
+
+def is_intact(folder: Path, report=lambda text: None) -> bool:
+    """Check every byte of a checkpoint. report(text): called with a warning if the checkpoint is damaged."""
+    try:
+        verify(folder)
+        return True
+    except (UserError, OSError) as error:
+        problem = sentence_and_code(error)[0].removesuffix("; use another checkpoint")
+        report(f"warning: {problem}; trying the previous checkpoint")
+        return False
 
 
 def find_checkpoint(folder: Path) -> Path:

@@ -17,10 +17,11 @@ from pathlib import Path
 
 from nanodomino.checkpoint.tensor_index import FORMAT, INDEX, Share, index_text
 from nanodomino.errors import UserError, require
-from nanodomino.files import open_regular_file, read_file, write_file
+from nanodomino.files import file_size, read_file, sha256, write_file
 
 STEP_NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")      # matches exactly the names f"step-{step:08d}"
 FILE_NAME = re.compile(r"\w[\w.-]{0,99}")                      # with a / it could lead to any file
+MEASURES = dict(size=file_size, sha256=sha256)                 # in this order, because large files take long to hash
 TYPES = dict(step=int, adam_steps=int, config=dict, files=dict)
 
 
@@ -33,19 +34,8 @@ def step_of(folder: Path) -> int | None:
 # ---- checksums
 
 def file_digest(path: Path) -> dict:
-    """Return the size and SHA-256 of a file. Raises UserError."""
-    try:
-        with open_regular_file(path) as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            return dict(size=file.tell(), sha256=digest)
-    except OSError as error:
-        raise UserError(f"{path} can't be read ({error.strerror}); use another checkpoint") from None
-
-
-def file_digests(paths: list[Path]) -> dict[str, dict]:
-    """Return {name: size and SHA-256} of the files. Hashes them in parallel, because large files take long to hash."""
-    with ThreadPoolExecutor() as pool:                         # hashlib releases the interpreter lock
-        return {path.name: digest for path, digest in zip(paths, pool.map(file_digest, paths))}
+    """Return the size and SHA-256 of a file. Raises OSError."""
+    return {name: measure(path) for name, measure in MEASURES.items()}
 
 
 def manifest_text(content: dict) -> str:
@@ -64,7 +54,8 @@ def write_manifest(folder: Path, content: dict, shares: list[Share], advice: str
     files = {share.file: share.digest for share in shares}
     missing = [name for name in files if not (folder / name).is_file()]
     require(not missing, f"{folder} lacks {', '.join(missing)}; {advice}")
-    content["files"] = files | file_digests([path for path in sorted(folder.iterdir()) if path.name not in files])
+    content["files"] = files | {path.name: file_digest(path) for path in sorted(folder.iterdir())
+                                if path.name not in files}
     write_file(folder / "manifest.json", manifest_text(content).encode(), flush=True)
     flush_folder(folder)
 
@@ -106,7 +97,13 @@ def verify(folder: Path) -> dict:
     content = read_manifest(folder)
     require(step_of(folder) in (None, content["step"]), f"{folder} holds the checkpoint of step {content['step']}, but "
             "its name says another step; rename the folder")
-    for name, digest in file_digests([folder / name for name in content["files"]]).items():
-        require(digest == content["files"][name], f"{folder / name} is damaged: its size or its SHA-256 differs from "
-                "the manifest's; use another checkpoint")
+    files = content["files"]
+    try:
+        for measure, function in MEASURES.items():
+            with ThreadPoolExecutor() as pool:                 # hashlib releases the interpreter lock
+                for name, value in zip(files, pool.map(function, [folder / name for name in files])):
+                    require(isinstance(files[name], dict) and files[name].get(measure) == value, f"{folder / name} is "
+                            f"damaged: its {measure} differs from the manifest's; use another checkpoint")
+    except OSError as error:
+        raise UserError(f"{error.filename} can't be read ({error.strerror}); use another checkpoint") from None
     return content

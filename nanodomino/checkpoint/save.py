@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nanodomino.checkpoint.find_checkpoints import checkpoints_of, delete_checkpoint
+from nanodomino.checkpoint.find_checkpoints import checkpoints_of, delete_checkpoint, is_intact
 from nanodomino.checkpoint.tensor_index import FORMAT, Share, write_boxes
 from nanodomino.checkpoint.manifest import flush_folder, step_of, write_manifest
 from nanodomino.checkpoint.shards import BucketRange, LocalBox, local_boxes, range_to_save
@@ -67,6 +67,7 @@ class Saver:
         self.run_dir, self.mesh, self.keep_last = run_dir, mesh, keep_last
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self.thread, self.error = None, None
+        self.intact = set()                # checkpoints that this process has written or verified
         self.copies = []                   # allocated once, because the first use of new memory is slow
 
     def save(self, step: int, model: GPT, optimizer: ZeroOptimizer, config: Config):
@@ -78,9 +79,13 @@ class Saver:
         manifest = dict(format=FORMAT, step=step, adam_steps=optimizer.updates,
                         skipped_in_a_row=optimizer.skipped_in_a_row, loss_scale=optimizer.loss_scale.state(),
                         config=to_record(config))
-        self.thread = threading.Thread(target=self.write_or_note_error, args=(step, boxes, manifest),
-                                       name=f"checkpoint of step {step}")
-        self.thread.start()
+        thread = threading.Thread(target=self.write_or_note_error, args=(step, boxes, manifest),
+                                  name=f"checkpoint of step {step}")
+        try:
+            thread.start()
+            self.thread = thread
+        except RuntimeError:               # the system allows no further thread: training waits for this save
+            self.write_or_note_error(step, boxes, manifest)
 
     def wait(self):
         """Wait until the last save has succeeded or failed."""
@@ -121,17 +126,21 @@ class Saver:
         """Write the index and the manifest, rename the folder, and only then delete old checkpoints.
 
         If the latest steps were skipped, the run may have diverged and may have to restart from an older checkpoint. So
-        no checkpoint is deleted then."""
+        no checkpoint is deleted then. A damaged checkpoint does not count as one of the last keep_last."""
         write_manifest(temporary, manifest, shares, "--run-dir must lie on a disk that all hosts share")
         if os.path.lexists(final):                             # the run went back and has reached this step again
             delete_checkpoint(final)
         temporary.rename(final)
         flush_folder(final.parent)
         if not manifest["skipped_in_a_row"]:
-            # A checkpoint of a later step is damaged: otherwise the run would have resumed from it.
-            until_now = [folder for folder in checkpoints_of(self.run_dir) if step_of(folder) <= step_of(final)]
-            for folder in until_now[self.keep_last:]:
-                delete_checkpoint(folder)
+            kept, self.intact = 0, self.intact | {final}
+            for folder in checkpoints_of(self.run_dir):
+                if step_of(folder) > step_of(final):           # damaged: otherwise the run would have resumed from it
+                    continue
+                if kept == self.keep_last:
+                    delete_checkpoint(folder)
+                elif folder in self.intact or is_intact(folder):
+                    kept, self.intact = kept + 1, self.intact | {folder}
 
 
 def attempt(function, *arguments) -> tuple:

@@ -6,7 +6,8 @@ torchrun starts one process per GPU, or any number of processes on CPUs, and set
     LOCAL_RANK, LOCAL_WORLD_SIZE    the same among the processes of this host
     MASTER_ADDR, MASTER_PORT        where all processes meet to exchange addresses
 
-Without these variables the process is a world of size 1. NCCL connects GPUs, gloo connects CPUs.
+Without these variables the process is a world of size 1. N processes that srun or mpirun starts would train N models,
+which read_launch_environment() refuses. NCCL connects GPUs, gloo connects CPUs.
 """
 
 import ctypes
@@ -23,6 +24,9 @@ from nanodomino.comm.network_interface import choose_interface
 from nanodomino.errors import UserError, require
 
 TIMEOUT = 600       # seconds; the default of --timeout
+# The number of processes that srun, Open MPI, MPICH or MVAPICH has started. SLURM_NTASKS is not among them: sbatch and
+# salloc set it, too, and run their script or shell once.
+LAUNCHER_SIZES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 NCCL_GRACE = 60     # NCCL's timeout aborts the process, so it comes this many seconds after run/watchdog.py's
 
 
@@ -37,10 +41,16 @@ class LaunchInfo:
 
 
 def read_launch_environment(environment=os.environ) -> LaunchInfo:
-    """Read torchrun's variables. Raises UserError if some are missing while others are set, or if one is invalid."""
+    """Read torchrun's variables. Raises UserError if some are missing while others are set, if one is invalid, or if
+    another launcher has started several processes without them."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     found = [name for name in names if environment.get(name)]
     if not found:
+        for name in LAUNCHER_SIZES:
+            count = environment.get(name, "1")
+            require(count == "1", f"{name} says that {count} copies of this program were started without torchrun, and "
+                    "each would run alone; start one torchrun per host instead (docs/running.md has a script for "
+                    f"SLURM), or unset {name} if each should run alone")
         return LaunchInfo()
     missing = [name for name in (*names, "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
     require(not missing, f"the environment has {', '.join(found)} but not {', '.join(missing)}; "

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import os
 
 from nanodomino.errors import UserError, require
 from nanodomino.settings.setting import flag_name, flag_settings
@@ -14,12 +15,22 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; {self.prog} --help lists every flag")
 
     def parse_known_args(self, args=None, namespace=None):
-        """Parse as ArgumentParser does, but refuse an empty value, except an empty prompt."""
+        """Parse as ArgumentParser does, but refuse an empty value, and replace a leading ~ by the home directory, as a
+        shell does in `--flag ~/x` and not in `--flag=~/x`. A prompt stays as it is."""
         parsed, rest = super().parse_known_args(args, namespace)
         for name, value in vars(parsed).items():
-            require(value != "" or name == "prompt",
-                    f"{flag_name(name)} must not be empty, but is ''; give a value, or leave it out")
+            if name == "prompt":
+                continue
+            require(value != "", f"{flag_name(name)} must not be empty, but is ''; give a value, or leave it out")
+            setattr(parsed, name, expand_home(value))
         return parsed, rest
+
+
+def expand_home(value):
+    """Return a path, or a list of paths, with a leading ~ replaced by the home directory; other values as they are."""
+    if isinstance(value, list):
+        return [expand_home(each) for each in value]
+    return type(value)(os.path.expanduser(value)) if isinstance(value, (str, os.PathLike)) else value
 
 
 def add_flags(parser, settings: list[dataclasses.Field], **defaults):

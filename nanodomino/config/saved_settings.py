@@ -39,8 +39,10 @@ def check_record(record: dict, source) -> dict:
     for name, value in record.items():
         type = list if name == "given" else known[name].type
         types = {float: (int, float), list: (list, tuple)}.get(type, type)
-        require(value is None or isinstance(value, types) and isinstance(value, bool) == (type is bool),
-                f"{source} gives {value!r} as {name}, but must give a value of type {type.__name__}; correct it")
+        require(value is None or isinstance(value, types) and isinstance(value, bool) == (type is bool)
+                and (type is not list or all(isinstance(each, str) for each in value)),
+                f"{source} gives {value!r} as {name}, but must give a value of type {type.__name__}"
+                f"{' of names' * (type is list)}; correct it")
     return record
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from nanodomino.checkpoint.find_checkpoints import recorded_settings
 from nanodomino.config.config import Config
-from nanodomino.config.flags import Parser, add_flags
+from nanodomino.config.flags import Parser, add_flags, expand_home
 from nanodomino.config.saved_settings import check_record, remembered_settings, taken_over
 from nanodomino.files import read_json
 from nanodomino.settings.rules import check_needs
@@ -60,7 +60,7 @@ def read_settings(path: Path) -> dict:
     The program writes `given` into a run's config.json. In a file without it, a user has given all the settings. Raises
     UserError.
     """
-    record = check_record(read_json(path), f"--config {path}")
+    record = {name: expand_home(value) for name, value in check_record(read_json(path), f"--config {path}").items()}
     unset = {setting.name: setting.default for setting in flag_settings(Config)
              if setting.name in record and record[setting.name] is None}
     return unset | (remembered_settings(record) if "given" in record else

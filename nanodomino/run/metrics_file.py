@@ -9,16 +9,19 @@ import itertools
 import json
 import os
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from nanodomino.files import open_regular_file, write_file
+
+LONGEST = 1 << 24        # bytes of a line; a longer one is cut into pieces, none of which can be read
 
 
 class MetricsFile:
     """Appends lines to metrics.jsonl. say(line): prints a warning."""
 
     def __init__(self, path: Path, say):
-        self.say, self.unwritten, self.warned = say, b"", False
+        self.path, self.say, self.unwritten, self.warned = path, say, b"", False
         self.file = open_regular_file(path, "ab", 0)
         self.empty = not os.fstat(self.file.fileno()).st_size
 
@@ -34,29 +37,39 @@ class MetricsFile:
                 self.say(f"warning: metrics.jsonl can't be written: {error}; training continues")
             self.warned = True
 
+    def in_place(self) -> bool:
+        """Return whether the file is still what its name leads to, and not deleted, renamed or replaced."""
+        with suppress(OSError):
+            return os.path.samestat(os.stat(self.path), os.fstat(self.file.fileno()))
+        return False
 
-def remove_outdated(path: Path, first_step: int, say=print) -> list[dict]:
-    """Leave only the lines in metrics.jsonl that a run with `first_step` steps done continues, and return them.
+
+def remove_outdated(path: Path, first_step: int, say=print, add=lambda values: None):
+    """Leave only the lines in metrics.jsonl that a run with `first_step` steps done continues, and call add(values) for
+    each. The file may be of any size, so no more than LONGEST of its bytes are in memory.
 
     A killed run may have written lines of steps after its last checkpoint, and half a line at the end. The test loss of
     a finished run is outdated if the run is continued.
     """
     with open_regular_file(path, "a+b") as file:               # makes the file if there is none
         file.seek(0)
-        lines = file.readlines()
-    if not first_step and len(lines) > 1:                      # the run was killed before its first step
-        copy = next(name for number in itertools.count(1)
-                    if not os.path.lexists(name := path.with_name(f"metrics-{number:03d}.jsonl")))
-        path.rename(copy)
-        say(f"this run starts over from step 0; the metrics of its previous start are in {copy}")
-    kept = [(line, values) for line in lines if first_step and (values := current_values(line, first_step))]
-    if len(kept) < len(lines):
-        write_file(path, b"".join(line for line, _ in kept))
-    return [values for _, values in kept]
+        lines = iter(partial(file.readline, LONGEST), b"")
+        if not first_step and next(lines, b"") and next(lines, b""):       # the run was killed before its first step
+            copy = next(name for number in itertools.count(1)
+                        if not os.path.lexists(name := path.with_name(f"metrics-{number:03d}.jsonl")))
+            path.rename(copy)
+            say(f"this run starts over from step 0; the metrics of its previous start are in {copy}")
+
+        def current_lines():
+            for line in lines if first_step else ():
+                if values := current_values(line, first_step):
+                    add(values)
+                    yield line
+        write_file(path, current_lines())
 
 
 def current_values(line: bytes, first_step: int) -> dict | None:
     """Return the values of a complete line of a step up to first_step; None for other lines and for the test loss."""
     with suppress(ValueError, KeyError, TypeError, RecursionError):
-        values = json.loads(line)
+        values = json.loads(line, parse_int=float)             # an int of 400 digits would not become a float later
         return values if line.endswith(b"\n") and values["step"] <= first_step and "test_loss" not in values else None

@@ -25,7 +25,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from nanodomino.comm.world import LaunchInfo, read_launch_environment
-from nanodomino.errors import UserError, sentence_and_code, tolerate_lost_output
+from nanodomino.errors import sentence_and_code, tolerate_lost_output
 from nanodomino.run.signals import stop_signals
 
 # What gloo, TCPStore and NCCL say when a peer is gone or does not answer. Shorter texts, such as "peer" and
@@ -69,8 +69,8 @@ def report_and_exit(launch: LaunchInfo, error: Exception):
         for number in stop_signals():                          # there is no step to finish any more
             signal.signal(number, signal.SIG_DFL)
     sys.stdout.flush()
-    if isinstance(error, UserError | OSError):
-        sentence, code = sentence_and_code(error)
+    if known := sentence_and_code(error):
+        sentence, code = known
         if launch.local_rank > 0:
             time.sleep(min(5 + launch.local_rank, 13))
         print(f"error: {sentence}", file=sys.stderr, flush=True)

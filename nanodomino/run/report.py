@@ -54,8 +54,7 @@ class Report:
                 settings = json.dumps(to_record(config), indent=2) + "\n"           # stored for later launches
                 write_file(run_dir / "config.json", settings.encode())
             self.curve = Curve(run_dir.resolve().name)
-            for values in remove_outdated(path := run_dir / "metrics.jsonl", first_step):
-                self.curve.add(values)
+            remove_outdated(path := run_dir / "metrics.jsonl", first_step, add=self.curve.add)
             self.metrics = MetricsFile(path, self.say)
             if config.tensorboard_dir:                         # needs the package tensorboard
                 from torch.utils.tensorboard import SummaryWriter
@@ -176,8 +175,11 @@ class Report:
 
     def end(self, step: int, seconds: float):
         self.bar.close()
+        lost = [name for name in ("config.json", "checkpoints") if not (self.run_dir / name).exists()]
+        lost += ["metrics.jsonl"] * bool(self.metrics and not self.metrics.in_place())
         self.say(f"{step} of {max(step, self.config.train_iters)} steps done, {seconds:.1f} s, peak memory of rank 0 "
-                 f"{peak_memory(self.mesh.device) / 2**20:,.0f} MiB, everything in {self.run_dir}")
+                 f"{peak_memory(self.mesh.device) / 2**20:,.0f} MiB, everything in {self.run_dir}"
+                 + f", except {' and '.join(lost)}, which another program has deleted or replaced" * bool(lost))
 
 
 def describe_stage(config: Config, stage: int) -> str:
