@@ -430,13 +430,13 @@ def other_samples(right, _, dataset, config, mesh, step, shuffle, microbatch, ch
 
 
 @pitfall("Evaluation averages the ranks' means", train, "evaluate")
-def evaluation_of_means(right, _, stage, dataset, config, mesh, on_action=None):
+def evaluation_of_means(right, _, stage, dataset, config, mesh):
     steps = range(min(config.eval_iters, math.ceil(dataset.windows / config.global_batch_size)))
     totals = [train.run_schedule(config.timetable.forwards, step, stage, dataset, config, mesh, shuffle=False)
               for step in steps]
     means = sum(one.loss_sum for one in totals) / sum(one.tokens for one in totals)
     dist.all_reduce(means)
-    return (means / dist.get_world_size()).item()
+    return (means / dist.get_world_size()).item(), None, None
 
 
 @pitfall("Evaluation drops the last, incomplete batch", train, "evaluate", world_size=1)

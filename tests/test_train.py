@@ -4,10 +4,12 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import shutil
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from support import ROOT
@@ -71,15 +73,18 @@ def nearly(points):
 
 
 @pytest.mark.table
-@pytest.mark.parametrize("windows, eval_iters, batches", [(10, 9, 3), (8, 9, 2), (10, 2, 2), (3, 9, 1)])
-def test_an_evaluation_covers_the_split_and_its_last_batch_may_be_smaller(monkeypatch, windows, eval_iters, batches):
+@pytest.mark.parametrize("windows, eval_iters, whole, batches", [
+    (10, 9, False, 3), (8, 9, False, 2), (10, 2, False, 2), (3, 9, False, 1), (10, 2, True, 3)])
+def test_an_evaluation_covers_the_split_and_its_last_batch_may_be_smaller(monkeypatch, windows, eval_iters, whole,
+                                                                         batches):
     """Batches of 4 samples in the split's own order. The loss of the first is 1, of the second 2, of the third 3."""
     monkeypatch.setattr(train, "run_schedule", lambda table, step, *_, shuffle=True, **__: Totals(
         *torch.tensor([2.0 * step + 2.0 + 9.0 * shuffle, 2.0]).double()))
     stage, dataset = SimpleNamespace(model=SimpleNamespace(post_process=True)), SimpleNamespace(windows=windows)
     config = tiny(1, global_batch_size=4, micro_batch_size=4, eval_iters=eval_iters)
     with fake_world(0, 1):
-        assert train.evaluate(stage, dataset, config, build(config)[0]) == (batches + 1) / 2
+        assert train.evaluate(stage, dataset, config, build(config)[0], whole) == (
+            (batches + 1) / 2, 2 * batches, min(4 * batches, windows))
 
 
 @pytest.mark.table
@@ -273,6 +278,25 @@ def test_train_iters_0_evaluates_and_finetune_begins_with_a_validation(pool, sma
     assert ended.output.index("step     0 | valid") < ended.output.index("step     1 |")
     ended = train_in_pool(pool, small, "--run-dir", run, "--train-iters", 0)
     assert ended.code == 0 and saved_steps(run) == [3] and len(metric_points(run, "loss")) == 3
+    again = [*metric_points(run, "valid_loss"), *metric_points(run, "test_loss")]
+    assert again == [(3, pytest.approx(loss, rel=1e-5)) for _, loss in trained], "each once"
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_bits_per_byte_are_those_of_the_scored_tokens(pool, tmp_path, masked):
+    """A document is "ab" or "wxyz" and its end. Step 7 scores 16 of the 12-token windows, step 8 all, the last of which
+    do not fill a global batch. With --eod-mask-loss the ends do not count; they have no bytes in either case."""
+    (tmp_path / "text.jsonl").write_text(200 * '{"text": "ab"}\n' + 200 * '{"text": "wxyz"}\n')
+    prepare(tmp_path / "text.jsonl", tmp_path / "tokens", split=(4, 4, 1), progress=False)
+    train_in_pool(pool, tmp_path, "--run-dir", tmp_path / "run", "--train-iters", 8, *["--eod-mask-loss"] * masked,
+                  world_size=2)
+    lines = [line for line in metrics(tmp_path / "run") if "valid_loss" in line]
+    stream = np.fromfile(tmp_path / "tokens/valid.bin", np.uint16)
+    for line, labels in zip(lines, (stream[1:16 * 12 + 1], stream[1:(len(stream) - 1) // 12 * 12 + 1]), strict=True):
+        letters = int((labels < 256).sum())
+        assert line["valid_tokens"] == (letters if masked else len(labels)), line
+        assert line["valid_bits_per_byte"] == pytest.approx(
+            line["valid_loss"] / math.log(2) * line["valid_tokens"] / letters)
 
 
 @pytest.mark.parametrize("flags, batch, lr", [("", 512, 6e-4), ("--finetune", 16, 6e-5),

@@ -35,11 +35,11 @@ class MetricsFile:
             self.warned = True
 
 
-def remove_outdated(path: Path, first_step: int, say=print) -> list[dict]:
+def remove_outdated(path: Path, first_step: int, say=print, evaluates_again=False) -> list[dict]:
     """Leave only the lines in metrics.jsonl that a run with `first_step` steps done continues, and return them.
 
     A killed run may have written lines of steps after its last checkpoint, and half a line at the end. The test loss of
-    a finished run is outdated if the run is continued.
+    a finished run is outdated if the run is continued. evaluates_again: the validation loss of `first_step` is, too.
     """
     with open_regular_file(path, "a+b") as file:               # makes the file if there is none
         file.seek(0)
@@ -49,7 +49,8 @@ def remove_outdated(path: Path, first_step: int, say=print) -> list[dict]:
                     if not os.path.lexists(name := path.with_name(f"metrics-{number:03d}.jsonl")))
         path.rename(copy)
         say(f"this run starts over from step 0; the metrics of its previous start are in {copy}")
-    kept = [(line, values) for line in lines if first_step and (values := current_values(line, first_step))]
+    kept = [(line, values) for line in lines if first_step and (values := current_values(line, first_step))
+            and not (evaluates_again and "valid_loss" in values and values["step"] == first_step)]
     if len(kept) < len(lines):
         write_file(path, b"".join(line for line, _ in kept))
     return [values for _, values in kept]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from data.prepare import DEFAULT_CORPUS, prepare_default_corpus
+from data.prepare import DEFAULT_CORPUS, check_unchanged, prepare_default_corpus
 from nanodomino.checkpoint.find_checkpoints import recorded_settings
 from nanodomino.checkpoint.load import restore
 from nanodomino.checkpoint.save import Saver
@@ -44,7 +44,8 @@ PROMPT_TOKENS = 32       # length of the prompt, taken from the validation text,
 
 
 def find_corpus(config: Config, launch: LaunchInfo) -> Corpus:
-    """Load the prepared data. If the default data is missing, the first process of each host prepares it first."""
+    """Load the prepared data, and check on the first process of each host that it has not changed. This process also
+    prepares the default data if that is missing."""
     folder = Path(config.data_path or DEFAULT_CORPUS)
     if config.data_path is None and not folder.exists():
         if launch.local_rank == 0:
@@ -54,7 +55,10 @@ def find_corpus(config: Config, launch: LaunchInfo) -> Corpus:
             require(waited < 600, f"{folder} was not prepared within 10 minutes; run python data/prepare.py first")
             time.sleep(0.2)
             waited += 0.2
-    return load_corpus(folder)
+    corpus = load_corpus(folder)
+    if launch.local_rank == 0:
+        check_unchanged(corpus)
+    return corpus
 
 
 @contextmanager
@@ -175,9 +179,11 @@ class Session:
         return self.done % interval == 0 or self.done == self.config.train_iters
 
     def report_loss(self, split: str, evaluate):
-        """Report evaluate(dataset), the loss on a split, if the run has one."""
+        """Report what evaluate(dataset, whole) returns for a split, if the run has one. During training, a validation
+        scores only a part of it."""
         if split in self.datasets and self.config.eval_iters:
-            self.report.losses(self.done, split, evaluate(self.datasets[split]))
+            whole = not 0 < self.done < self.config.train_iters
+            self.report.losses(self.done, split, *evaluate(self.datasets[split], whole))
 
     def save(self, model, optimizer):
         """Start to save a checkpoint. Warn if copies of a parameter have drifted apart."""

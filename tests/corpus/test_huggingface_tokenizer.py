@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import prepare as prepare_module
 from data.prepare import prepare
 from nanodomino.corpus import documents
 from nanodomino.corpus.huggingface_tokenizer import FILES
@@ -259,11 +258,16 @@ def test_a_data_folder_remembers_how_special_tokens_are_spelled_and_what_begins_
                        corpus.end_of_text] and tokenizer.encode(text).tolist() == ids[begins:-1]
 
 
-def test_neither_begin_of_text_nor_end_of_text_counts_as_bytes_of_text(families):
-    tokenizer = build_tokenizer(families["llama3"], begin_of_text=True)
-    document = [tokenizer.begin_of_text, *tokenizer.encode("some text").tolist(), tokenizer.end_of_text]
-    counts = np.bincount(2 * document, minlength=tokenizer.vocab_size)
-    assert prepare_module.text_bytes(counts, tokenizer) == 2 * len("some text")
+@pytest.mark.parametrize("name", ["llama3", "llama2", "mistral"])
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_space_in_front_of_a_document_and_its_begin_and_end_are_no_bytes_of_text(tmp_path, families, name, begins):
+    """The first token of the stream is no label. Within a document a space counts."""
+    texts = ["x", "some text  with spaces", "\n  y\n", "naïve 東京"]
+    write(tmp_path / "a.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in texts))
+    prepare(tmp_path / "a.jsonl", tmp_path / "out", families[name], (1, 0, 0), progress=False, begin_of_text=begins)
+    corpus = load_corpus(tmp_path / "out")
+    found = corpus.text_bytes("train", corpus.tokens["train"] - 1)
+    assert found == sum(len(text.encode()) for text in texts) - len("x") * (not begins)
 
 
 # ---- files that are refused

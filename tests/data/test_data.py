@@ -8,10 +8,12 @@ import shutil
 import sys
 import tracemalloc
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ from tiktoken._educational import bpe_train
 from data import prepare as prepare_module
 from data.prepare import prepare, prepare_default_corpus
 from nanodomino.config.config import Config
-from nanodomino.corpus import documents
+from nanodomino.corpus import documents, prepared_folder
 from nanodomino.corpus.prepared_folder import SPLITS, load_corpus
 from nanodomino.corpus.tokenizer import END_OF_TEXT, TiktokenTokenizer, build_tokenizer
 from nanodomino.data import Batch, TokenDataset
@@ -103,7 +105,6 @@ def test_text_survives_the_round_trip(tmp_path, gpt2, tokenizer):
     assert sorted(sum(found, [])) == sorted(texts)
     assert [len(part) for part in found] == list(meta["documents"].values())
     assert all(len(row(tmp_path / "out", split)) == meta["tokens"][split] > 0 for split in SPLITS)
-    assert list(meta["bytes"].values()) == [sum(len(text.encode()) for text in part) for part in found]
     assert meta["vocab_size"] == (257 if tokenizer == "byte" else 318) and meta["dtype"] == "uint16"
 
 
@@ -240,7 +241,6 @@ def test_one_document_is_cut_in_three(tmp_path, lines, sample):
     assert sum(parts, []) == [*text.encode(), BYTE_END], "train, then valid, then test, nothing twice, nothing lost"
     assert meta["cut_off"] == ["valid", "test"] and meta["documents"] == {"train": 1, "valid": 0, "test": 0}
     assert sample <= len(parts[2]) < 0.05 * len(text) and meta["split"] == pytest.approx([0.905, 0.048, 0.048], rel=0.1)
-    assert list(meta["bytes"].values()) == [len(parts[0]), len(parts[1]), len(parts[2]) - 1]
 
 
 def test_a_text_of_one_token_leaves_a_split_empty(tmp_path):
@@ -248,16 +248,44 @@ def test_a_text_of_one_token_leaves_a_split_empty(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}')
     meta = quietly(tmp_path / "a.jsonl", tmp_path / "out")
     assert meta["tokens"] == {"train": 1, "valid": 0, "test": 1} and meta["cut_off"] == ["test"]
-    assert meta["bytes"] == {"train": 1, "valid": 0, "test": 0}
-    corpus = load_corpus(tmp_path / "out")
-    assert corpus.bits_per_byte("train", math.log(2)) == 1 and corpus.bits_per_byte("test", 2.0) is None
 
 
 # Outputs
 
-def test_bits_per_byte_count_the_text_without_ends_of_documents(corpus):
-    assert corpus.bits_per_byte("valid", math.log(2)) == pytest.approx(corpus.tokens["valid"] / corpus.bytes["valid"])
-    assert corpus.bits_per_byte("valid", math.log(2), eod_mask_loss=True) == pytest.approx(1), "a token is a byte"
+def test_the_bytes_of_text_are_those_of_the_labels_that_are_scored(tmp_path, monkeypatch, gpt2):
+    """English first, Russian after it: the mean of the whole split gives other numbers. Ends of documents, and a
+    tokenizer that is not there, have no bytes."""
+    monkeypatch.setattr(prepared_folder, "BLOCK", 7)
+    texts = 9 * ["The quick brown fox jumps over lazy dogs.\n"] + 9 * ["Она сказала: «Нет!»\n"]
+    quietly(write_lines(tmp_path / "a.jsonl", texts), tmp_path / "out", tokenizer="gpt2", split=(1, 0, 0))
+    corpus, ids = load_corpus(tmp_path / "out"), row(tmp_path / "out")
+    tokenizer, last, mean = corpus.tokenizer(), len(ids) - 1, sum(len(text.encode()) for text in texts) / len(ids)
+    for count in (0, 1, 40, ids.index(corpus.end_of_text), ids.index(corpus.end_of_text) + 1, last):
+        labels = [token for token in ids[1:count + 1] if token != corpus.end_of_text]
+        assert corpus.text_bytes("train", count) == len(b"".join(map(tokenizer.token_bytes, labels)))
+    assert corpus.text_bytes("train", last) + len(tokenizer.token_bytes(ids[0])) == pytest.approx(mean * len(ids))
+    assert corpus.text_bytes("train", 40) > 1.5 * mean * 40
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: 1 / 0)
+    assert load_corpus(tmp_path / "out").text_bytes("train", 40) is None
+
+
+@pytest.mark.parametrize("byte, seconds, noticed", [
+    (None, 0, False), (None, 9, False), (0, 0, True), (-1, 0, True), (100_000, 9, True), (100_000, 0, False)])
+def test_a_changed_text_is_noticed_and_a_copied_one_is_not(tmp_path, byte, seconds, noticed):
+    """Byte 100,000 lies between two of the 16 blocks that every start compares. A folder of an earlier version has no
+    time stamps and no blocks."""
+    np.arange(1_500_000, dtype="<u2").tofile(path := tmp_path / "valid.bin")
+    (tmp_path / "train.bin").touch(), (tmp_path / "test.bin").touch()
+    sha256, stamps = ({split: find(tmp_path / f"{split}.bin") for split in SPLITS}
+                      for find in (prepare_module.file_sha256, prepare_module.file_stamp))
+    if byte is not None:
+        content = bytearray(path.read_bytes())
+        content[byte] ^= 1
+        path.write_bytes(content)
+    os.utime(path, (0, stamps["valid"]["time"] + seconds))
+    for meta, expected in (dict(stamps=stamps), noticed), ({}, byte is not None):
+        with pytest.raises(UserError, match="valid.bin has changed .* prepare the text") if expected else nullcontext():
+            prepare_module.check_unchanged(SimpleNamespace(path=tmp_path, sha256=sha256, meta=meta))
 
 
 def test_nothing_is_replaced(tmp_path):

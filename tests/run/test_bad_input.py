@@ -32,6 +32,7 @@ import train
 from nanodomino.checkpoint.manifest import file_digest, manifest_text
 from nanodomino.comm.world import LaunchInfo, read_launch_environment
 from nanodomino.config.config import Config
+from nanodomino.corpus.prepared_folder import SPLITS
 from nanodomino.errors import UserError, sentence_and_code
 from nanodomino.run import session
 from nanodomino.run.command_line import from_command_line
@@ -190,7 +191,13 @@ def shorten(split: str, tokens: int):
         cut(f"data/{split}.bin", 2 * tokens)(folder)
         counts = json.loads((folder / META).read_text())["tokens"]
         change_meta(tokens={**counts, split: tokens})(folder)
+        trust(folder)
     return change
+
+
+def trust(folder: Path):
+    """Write the checksums of the data, as it is now, into meta.json."""
+    change_meta(sha256={split: file_digest(folder / f"data/{split}.bin")["sha256"] for split in SPLITS})(folder)
 
 
 def flip(name: str, after=None):
@@ -233,6 +240,8 @@ TABLE += [Bad("--sample-tokens 5", says, damage, f"with {what}") for what, damag
     ("no valid.bin", remove("data/valid.bin"), "data/valid.bin is missing", PREPARE_AGAIN),
     ("half a token too few", cut("data/train.bin", -1), "tokens in 22894 bytes, but has 22893", PREPARE_AGAIN),
     ("one token too few", shorten("train", 128), "train split", "has 128 tokens", "+ 1 = 129", "lower --seq-length")]]
+TABLE += [Bad("--run-dir run", ["data/valid.bin has changed since it was prepared", PREPARE_AGAIN],
+              flip("data/valid.bin"), "with a changed text", processes=(1,))]                # rank 0 of a host looks
 TABLE += [Bad(f"--load {STEP}", says, damage, f"with {what}") for what, damage, *says in [
     ("no manifest", remove(MANIFEST), "is not a complete checkpoint", ANOTHER),
     ("a flipped bit in its manifest", flip(MANIFEST, after=b'"num_layers": '), "manifest.json is damaged", ANOTHER),
@@ -443,7 +452,8 @@ def test_a_rank_whose_error_is_probably_an_echo_waits_before_it_prints(monkeypat
 PROCESS_TABLE = [
     Bad("--run-dir data/meta.json", ["meta.json can't be written", "choose another"], what="on rank 0 alone"),
     Bad("--seq-length 16", ["token id 65535, outside the vocabulary of 257", PREPARE_AGAIN],
-        write("data/train.bin", 22894 * b"\xff"), "with tokens outside the vocabulary", processes=(4,)),
+        lambda folder: (write("data/train.bin", 22894 * b"\xff")(folder), trust(folder)),
+        "with tokens outside the vocabulary", processes=(4,)),
     Bad("nonsense", ["there is no question 'nonsense'", "try one of overlap"], command="bench.py", processes=(1,)),
     Bad("--timeout 1", ["has WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE but not RANK"], environment=dict(RANK=None)),
     Bad("--timeout 1", ["MASTER_PORT {port}", "choose a free port"], environment=dict(MASTER_PORT="{port}")),
