@@ -103,13 +103,10 @@ def train_step(step: int, stage: Domino, optimizer: ZeroOptimizer, dataset: Toke
 
 
 def evaluate(stage: Domino, dataset: TokenDataset, config: Config, mesh: Mesh, whole=False, on_action=None):
-    """Return the mean loss per token of a split, the number of tokens that counted, and that of windows.
-
-    whole: score the whole split, not only its first eval_iters global batches.
-    """
+    """Return the mean loss per token over the first eval_iters global batches of a split, or over the whole split, the
+    number of tokens that counted, and the number of windows."""
     sums, table = torch.zeros(2, dtype=torch.float64, device=mesh.device), config.timetable.forwards
-    batches = math.ceil(dataset.windows / config.global_batch_size)
-    batches = batches if whole else min(batches, config.eval_iters)
+    batches = min(math.ceil(dataset.windows / config.global_batch_size), math.inf if whole else config.eval_iters)
     for step in range(batches):
         totals = run_schedule(table, step, stage, dataset, config, mesh, shuffle=False, on_action=on_action)
         sums += torch.stack([totals.loss_sum, totals.tokens])
@@ -153,7 +150,7 @@ def pretrain(session: Session) -> int:
     """Build or load the model, train, validate, save, test and print a sample. Returns the exit code.
 
     With train_iters 0 it only validates and tests. A run that starts from --load --finetune validates before step 1.
-    The last validation comes after the last save, because it scores the whole split, which may take long.
+    The last validation scores the whole split. This may take long, so the last checkpoint is saved before it.
     """
     config, mesh, datasets = session.config, session.mesh, session.datasets
     model = model_builder(config, mesh, initialize=not session.run.checkpoint)

@@ -42,7 +42,7 @@ SHALLOW = "--num-layers", 2             # everything else is the default
 def corpus(tmp_path_factory):
     """A small corpus: this project's own source code."""
     folder = tmp_path_factory.mktemp("corpus") / "prepared"
-    prepare([str(ROOT / "nanodomino"), str(ROOT / "tests")], folder, split=(80, 10, 10), progress=False)
+    prepare([str(ROOT / "nanodomino"), str(ROOT / "tests")], folder, split=(98, 1, 1), progress=False)
     return folder
 
 
@@ -73,17 +73,15 @@ def nearly(points):
 
 
 @pytest.mark.table
-@pytest.mark.parametrize("windows, eval_iters, whole, batches", [
-    (10, 9, False, 3), (8, 9, False, 2), (10, 2, False, 2), (3, 9, False, 1), (10, 2, True, 3)])
-def test_an_evaluation_covers_the_split_and_its_last_batch_may_be_smaller(monkeypatch, windows, eval_iters, whole,
-                                                                         batches):
+@pytest.mark.parametrize("windows, batches, most", [(10, 3, 9), (8, 2, 9), (10, 2, 2), (3, 1, 9), (10, 3, None)])
+def test_an_evaluation_covers_the_split_and_its_last_batch_may_be_smaller(monkeypatch, windows, batches, most):
     """Batches of 4 samples in the split's own order. The loss of the first is 1, of the second 2, of the third 3."""
     monkeypatch.setattr(train, "run_schedule", lambda table, step, *_, shuffle=True, **__: Totals(
         *torch.tensor([2.0 * step + 2.0 + 9.0 * shuffle, 2.0]).double()))
     stage, dataset = SimpleNamespace(model=SimpleNamespace(post_process=True)), SimpleNamespace(windows=windows)
-    config = tiny(1, global_batch_size=4, micro_batch_size=4, eval_iters=eval_iters)
+    config = tiny(1, global_batch_size=4, micro_batch_size=4, eval_iters=most or 2)
     with fake_world(0, 1):
-        assert train.evaluate(stage, dataset, config, build(config)[0], whole) == (
+        assert train.evaluate(stage, dataset, config, build(config)[0], whole=most is None) == (
             (batches + 1) / 2, 2 * batches, min(4 * batches, windows))
 
 
@@ -112,6 +110,11 @@ def test_a_run_leaves_its_config_and_one_line_of_metrics_a_step(alone, corpus):
     assert set(steps[0]) == {"step", "loss", "grad_norm", "lr", "tokens", "step_ms", "tokens_per_second", "mfu",
                              "skipped", "loss_scale"}
     assert steps[-1]["tokens"] == 3 * 16 * 128 and steps[-1]["mfu"] is None
+    stream = np.fromfile(corpus / "valid.bin", np.uint16)
+    found = (metric_points(run_dir, f"valid_{name}") for name in ("tokens", "loss", "bits_per_byte"))
+    for windows, (_, size), (_, loss), (_, bits) in zip((16, (len(stream) - 1) // 128), *found, strict=True):
+        labels = stream[1:windows * 128 + 1]                   # bytes, and the ends of documents
+        assert (size, bits) == (len(labels), pytest.approx(loss / math.log(2) * size / (labels < 256).sum()))
     config = json.loads((run_dir / "config.json").read_text())
     assert config["train_iters"] == 3 and config["data_path"] == str(corpus) and config["vocab_size"] == 257
     for text in ("rank grid", "schedule 1f1b", "(unigram ", "bigram ", "valid loss", "test loss", "perplexity",
@@ -280,23 +283,6 @@ def test_train_iters_0_evaluates_and_finetune_begins_with_a_validation(pool, sma
     assert ended.code == 0 and saved_steps(run) == [3] and len(metric_points(run, "loss")) == 3
     again = [*metric_points(run, "valid_loss"), *metric_points(run, "test_loss")]
     assert again == [(3, pytest.approx(loss, rel=1e-5)) for _, loss in trained], "each once"
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_bits_per_byte_are_those_of_the_scored_tokens(pool, tmp_path, masked):
-    """A document is "ab" or "wxyz" and its end. Step 7 scores 16 of the 12-token windows, step 8 all, the last of which
-    do not fill a global batch. With --eod-mask-loss the ends do not count; they have no bytes in either case."""
-    (tmp_path / "text.jsonl").write_text(200 * '{"text": "ab"}\n' + 200 * '{"text": "wxyz"}\n')
-    prepare(tmp_path / "text.jsonl", tmp_path / "tokens", split=(4, 4, 1), progress=False)
-    train_in_pool(pool, tmp_path, "--run-dir", tmp_path / "run", "--train-iters", 8, *["--eod-mask-loss"] * masked,
-                  world_size=2)
-    lines = [line for line in metrics(tmp_path / "run") if "valid_loss" in line]
-    stream = np.fromfile(tmp_path / "tokens/valid.bin", np.uint16)
-    for line, labels in zip(lines, (stream[1:16 * 12 + 1], stream[1:(len(stream) - 1) // 12 * 12 + 1]), strict=True):
-        letters = int((labels < 256).sum())
-        assert line["valid_tokens"] == (letters if masked else len(labels)), line
-        assert line["valid_bits_per_byte"] == pytest.approx(
-            line["valid_loss"] / math.log(2) * line["valid_tokens"] / letters)
 
 
 @pytest.mark.parametrize("flags, batch, lr", [("", 512, 6e-4), ("--finetune", 16, 6e-5),

@@ -35,11 +35,11 @@ class MetricsFile:
             self.warned = True
 
 
-def remove_outdated(path: Path, first_step: int, say=print, evaluates_again=False) -> list[dict]:
+def remove_outdated(path: Path, first_step: int, train_iters: int, say=print) -> list[dict]:
     """Leave only the lines in metrics.jsonl that a run with `first_step` steps done continues, and return them.
 
     A killed run may have written lines of steps after its last checkpoint, and half a line at the end. The test loss of
-    a finished run is outdated if the run is continued. evaluates_again: the validation loss of `first_step` is, too.
+    a finished run is outdated if the run is continued, and its last validation loss if it is only evaluated again.
     """
     with open_regular_file(path, "a+b") as file:               # makes the file if there is none
         file.seek(0)
@@ -50,7 +50,7 @@ def remove_outdated(path: Path, first_step: int, say=print, evaluates_again=Fals
         path.rename(copy)
         say(f"this run starts over from step 0; the metrics of its previous start are in {copy}")
     kept = [(line, values) for line in lines if first_step and (values := current_values(line, first_step))
-            and not (evaluates_again and "valid_loss" in values and values["step"] == first_step)]
+            and not ("valid_loss" in values and values["step"] == first_step >= train_iters)]
     if len(kept) < len(lines):
         write_file(path, b"".join(line for line, _ in kept))
     return [values for _, values in kept]

@@ -55,8 +55,7 @@ class Report:
                 settings = json.dumps(to_record(config), indent=2) + "\n"           # stored for later launches
                 write_file(run_dir / "config.json", settings.encode())
             self.curve = Curve(run_dir.resolve().name)
-            for values in remove_outdated(path := run_dir / "metrics.jsonl", first_step,
-                                          evaluates_again=first_step >= config.train_iters):
+            for values in remove_outdated(path := run_dir / "metrics.jsonl", first_step, config.train_iters):
                 self.curve.add(values)
             self.metrics = MetricsFile(path, self.say)
             if config.tensorboard_dir:                         # needs the package tensorboard
@@ -158,14 +157,10 @@ class Report:
                      + self.config.step_in_words(counts))
 
     def losses(self, step: int, split: str, loss: float, tokens: int, windows: int):
-        """Report the loss on a split, "valid" or "test", and its perplexity and bits per byte.
-
-        loss: the mean over the `tokens` labels that count in the split's first `windows` windows.
-        """
-        if not self.enabled:
-            return
+        """Report the mean loss, perplexity and bits per byte of the `tokens` labels that count in the first `windows`
+        windows of a split, "valid" or "test"."""
         perplexity = math.exp(min(loss, 700.0))
-        size = self.corpus.text_bytes(split, windows * self.config.seq_length)
+        size = self.corpus.text_bytes(split, windows * self.config.seq_length) if self.enabled else None
         bits_per_byte = loss / math.log(2) * tokens / size if size else None
         self.record(step=step, **{f"{split}_loss": loss, f"{split}_perplexity": perplexity,
                                   f"{split}_bits_per_byte": bits_per_byte, f"{split}_tokens": tokens})

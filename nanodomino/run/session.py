@@ -44,8 +44,7 @@ PROMPT_TOKENS = 32       # length of the prompt, taken from the validation text,
 
 
 def find_corpus(config: Config, launch: LaunchInfo) -> Corpus:
-    """Load the prepared data, and check on the first process of each host that it has not changed. This process also
-    prepares the default data if that is missing."""
+    """Load the prepared data. If the default data is missing, the first process of each host prepares it first."""
     folder = Path(config.data_path or DEFAULT_CORPUS)
     if config.data_path is None and not folder.exists():
         if launch.local_rank == 0:
@@ -55,10 +54,7 @@ def find_corpus(config: Config, launch: LaunchInfo) -> Corpus:
             require(waited < 600, f"{folder} was not prepared within 10 minutes; run python data/prepare.py first")
             time.sleep(0.2)
             waited += 0.2
-    corpus = load_corpus(folder)
-    if launch.local_rank == 0:
-        check_unchanged(corpus)
-    return corpus
+    return load_corpus(folder)
 
 
 @contextmanager
@@ -72,6 +68,8 @@ def open_session(arguments: list[str], launch: LaunchInfo, program):
     config = from_command_line(arguments, launch.world_size)
     device = find_device(config, launch)
     corpus = find_corpus(config, launch)
+    if launch.local_rank == 0:                                 # one process of each host, since this may read all data
+        check_unchanged(corpus)
     config = dataclasses.replace(config.with_vocabulary(corpus.vocab_size).with_device(device),
                                  data_path=str(corpus.path.resolve()), data_sha256=corpus.sha256["train"])
     datasets = program.dataset_builder(config, corpus, device)
@@ -179,11 +177,12 @@ class Session:
         return self.done % interval == 0 or self.done == self.config.train_iters
 
     def report_loss(self, split: str, evaluate):
-        """Report what evaluate(dataset, whole) returns for a split, if the run has one. During training, a validation
-        scores only a part of it."""
+        """Report evaluate(dataset, whole) of a split, if the run has one. Between two steps, part of it is enough."""
         if split in self.datasets and self.config.eval_iters:
             whole = not 0 < self.done < self.config.train_iters
+            self.report.bar.set_description(f"scoring {split}")          # may take long
             self.report.losses(self.done, split, *evaluate(self.datasets[split], whole))
+            self.report.bar.set_description("train")
 
     def save(self, model, optimizer):
         """Start to save a checkpoint. Warn if copies of a parameter have drifted apart."""

@@ -24,7 +24,7 @@ from tiktoken._educational import bpe_train
 from data import prepare as prepare_module
 from data.prepare import prepare, prepare_default_corpus
 from nanodomino.config.config import Config
-from nanodomino.corpus import documents, prepared_folder
+from nanodomino.corpus import documents
 from nanodomino.corpus.prepared_folder import SPLITS, load_corpus
 from nanodomino.corpus.tokenizer import END_OF_TEXT, TiktokenTokenizer, build_tokenizer
 from nanodomino.data import Batch, TokenDataset
@@ -252,40 +252,23 @@ def test_a_text_of_one_token_leaves_a_split_empty(tmp_path):
 
 # Outputs
 
-def test_the_bytes_of_text_are_those_of_the_labels_that_are_scored(tmp_path, monkeypatch, gpt2):
-    """English first, Russian after it: the mean of the whole split gives other numbers. Ends of documents, and a
-    tokenizer that is not there, have no bytes."""
-    monkeypatch.setattr(prepared_folder, "BLOCK", 7)
-    texts = 9 * ["The quick brown fox jumps over lazy dogs.\n"] + 9 * ["Она сказала: «Нет!»\n"]
-    quietly(write_lines(tmp_path / "a.jsonl", texts), tmp_path / "out", tokenizer="gpt2", split=(1, 0, 0))
-    corpus, ids = load_corpus(tmp_path / "out"), row(tmp_path / "out")
-    tokenizer, last, mean = corpus.tokenizer(), len(ids) - 1, sum(len(text.encode()) for text in texts) / len(ids)
-    for count in (0, 1, 40, ids.index(corpus.end_of_text), ids.index(corpus.end_of_text) + 1, last):
-        labels = [token for token in ids[1:count + 1] if token != corpus.end_of_text]
-        assert corpus.text_bytes("train", count) == len(b"".join(map(tokenizer.token_bytes, labels)))
-    assert corpus.text_bytes("train", last) + len(tokenizer.token_bytes(ids[0])) == pytest.approx(mean * len(ids))
-    assert corpus.text_bytes("train", 40) > 1.5 * mean * 40
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: 1 / 0)
-    assert load_corpus(tmp_path / "out").text_bytes("train", 40) is None
-
-
-@pytest.mark.parametrize("byte, seconds, noticed", [
-    (None, 0, False), (None, 9, False), (0, 0, True), (-1, 0, True), (100_000, 9, True), (100_000, 0, False)])
-def test_a_changed_text_is_noticed_and_a_copied_one_is_not(tmp_path, byte, seconds, noticed):
-    """Byte 100,000 lies between two of the 16 blocks that every start compares. A folder of an earlier version has no
-    time stamps and no blocks."""
-    np.arange(1_500_000, dtype="<u2").tofile(path := tmp_path / "valid.bin")
-    (tmp_path / "train.bin").touch(), (tmp_path / "test.bin").touch()
-    sha256, stamps = ({split: find(tmp_path / f"{split}.bin") for split in SPLITS}
+@pytest.mark.parametrize("byte, seconds, stamped, noticed", [
+    (None, 0, True, False), (None, 9, True, False), (None, 0, False, False), (0, 0, True, True), (-1, 0, True, True),
+    (100_000, 9, True, True), (100_000, 0, False, True)])
+def test_a_changed_text_is_noticed_and_a_copied_one_is_not(tmp_path, byte, seconds, stamped, noticed):
+    """Byte 100,000 lies between two of the blocks that every start compares. A copy has other time stamps, and a folder
+    of an earlier version has none."""
+    for path in (paths := {split: tmp_path / f"{split}.bin" for split in SPLITS}).values():
+        np.arange(1_500_000, dtype="<u2").tofile(path)
+    sha256, stamps = ({split: find(path) for split, path in paths.items()}
                       for find in (prepare_module.file_sha256, prepare_module.file_stamp))
-    if byte is not None:
-        content = bytearray(path.read_bytes())
-        content[byte] ^= 1
-        path.write_bytes(content)
-    os.utime(path, (0, stamps["valid"]["time"] + seconds))
-    for meta, expected in (dict(stamps=stamps), noticed), ({}, byte is not None):
-        with pytest.raises(UserError, match="valid.bin has changed .* prepare the text") if expected else nullcontext():
-            prepare_module.check_unchanged(SimpleNamespace(path=tmp_path, sha256=sha256, meta=meta))
+    content = bytearray(paths["valid"].read_bytes())
+    content[byte or 0] ^= byte is not None
+    paths["valid"].write_bytes(content)
+    os.utime(paths["valid"], (0, stamps["valid"]["time"] + seconds))
+    corpus = SimpleNamespace(path=tmp_path, sha256=sha256, meta=dict(stamps=stamps) if stamped else {})
+    with pytest.raises(UserError, match="valid.bin has changed .*; prepare") if noticed else nullcontext():
+        prepare_module.check_unchanged(corpus)
 
 
 def test_nothing_is_replaced(tmp_path):

@@ -186,8 +186,7 @@ def test_training_equals_one_plain_process(pool, world_size, options):
 
 
 def evaluate_rank(config, weights, corpora):
-    """Return the validation losses of several corpora, each over one global batch and over all of it, and how many
-    tokens and windows each counted."""
+    """Return the loss, tokens and windows of several corpora's validations, over one global batch and over all."""
     mesh, _, _, stage = build(config, weights)
     validation_sets = [train.dataset_builder(config, corpus, mesh.device)["valid"] for corpus in corpora]
     return [value for data in validation_sets for whole in (False, True)

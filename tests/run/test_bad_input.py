@@ -32,7 +32,6 @@ import train
 from nanodomino.checkpoint.manifest import file_digest, manifest_text
 from nanodomino.comm.world import LaunchInfo, read_launch_environment
 from nanodomino.config.config import Config
-from nanodomino.corpus.prepared_folder import SPLITS
 from nanodomino.errors import UserError, sentence_and_code
 from nanodomino.run import session
 from nanodomino.run.command_line import from_command_line
@@ -178,9 +177,10 @@ def remove(name: str):
 
 
 def change_meta(**changes):
-    """Change entries of meta.json. None: remove."""
+    """Change entries of meta.json, and correct its checksums. None: remove."""
     def change(folder):
-        meta = json.loads((folder / META).read_text()) | changes
+        sha256 = {split: file_digest(folder / f"data/{split}.bin")["sha256"] for split in data.prepare.SPLITS}
+        meta = json.loads((folder / META).read_text()) | dict(sha256=sha256) | changes
         write(META, json.dumps({key: value for key, value in meta.items() if value is not None}).encode())(folder)
     return change
 
@@ -191,13 +191,7 @@ def shorten(split: str, tokens: int):
         cut(f"data/{split}.bin", 2 * tokens)(folder)
         counts = json.loads((folder / META).read_text())["tokens"]
         change_meta(tokens={**counts, split: tokens})(folder)
-        trust(folder)
     return change
-
-
-def trust(folder: Path):
-    """Write the checksums of the data, as it is now, into meta.json."""
-    change_meta(sha256={split: file_digest(folder / f"data/{split}.bin")["sha256"] for split in SPLITS})(folder)
 
 
 def flip(name: str, after=None):
@@ -452,7 +446,7 @@ def test_a_rank_whose_error_is_probably_an_echo_waits_before_it_prints(monkeypat
 PROCESS_TABLE = [
     Bad("--run-dir data/meta.json", ["meta.json can't be written", "choose another"], what="on rank 0 alone"),
     Bad("--seq-length 16", ["token id 65535, outside the vocabulary of 257", PREPARE_AGAIN],
-        lambda folder: (write("data/train.bin", 22894 * b"\xff")(folder), trust(folder)),
+        lambda folder: (write("data/train.bin", 22894 * b"\xff")(folder), change_meta()(folder)),
         "with tokens outside the vocabulary", processes=(4,)),
     Bad("nonsense", ["there is no question 'nonsense'", "try one of overlap"], command="bench.py", processes=(1,)),
     Bad("--timeout 1", ["has WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE but not RANK"], environment=dict(RANK=None)),
