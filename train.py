@@ -105,17 +105,20 @@ def train_step(step: int, stage: Domino, optimizer: ZeroOptimizer, dataset: Toke
         return optimizer.step(learning_rate(step, config), totals, stop())
 
 
-def evaluate(stage: Domino, dataset: TokenDataset, config: Config, mesh: Mesh, on_action=None) -> float:
-    """Return the mean loss per token over the first eval_iters global batches of a split."""
+def evaluate(stage: Domino, dataset: TokenDataset, config: Config, mesh: Mesh, whole=False, on_action=None):
+    """Return the mean loss per token over the first eval_iters global batches of a split, or over the whole split, the
+    number of tokens that counted, and the number of windows."""
     sums, table = torch.zeros(2, dtype=torch.float64, device=mesh.device), config.timetable.forwards
-    for first_sample in range(0, dataset.windows, config.global_batch_size)[:config.eval_iters]:
+    firsts = range(0, dataset.windows, config.global_batch_size)[:None if whole else config.eval_iters]
+    for first_sample in firsts:
         totals = run_schedule(table, first_sample, stage, dataset, config, mesh, shuffle=False, on_action=on_action)
         sums += torch.stack([totals.loss_sum, totals.tokens])
     # all tensor-parallel ranks have the same losses: count each token once
     if not (stage.model.post_process and mesh.tp_rank == 0):
         sums.zero_()
     dist.all_reduce(sums)
-    return (sums[0] / sums[1].clamp(min=1)).item()
+    loss_sum, tokens = sums.tolist()
+    return loss_sum / max(tokens, 1), int(tokens), min(dataset.windows, len(firsts) * config.global_batch_size)
 
 
 def run_schedule(table: Timetable, first_sample: int, stage: Domino, dataset: TokenDataset, config: Config,
@@ -150,6 +153,7 @@ def pretrain(session: Session) -> int:
     """Build or load the model, train, validate, save, test and print a sample. Returns the exit code.
 
     With train_iters 0 it only validates and tests. A run that starts from --load --finetune validates before step 1.
+    The last validation scores the whole split. This may take long, so the last checkpoint is saved before it.
     """
     config, mesh, datasets = session.config, session.mesh, session.datasets
     model = model_builder(config, mesh, initialize=not session.run.checkpoint)
@@ -158,23 +162,24 @@ def pretrain(session: Session) -> int:
     session.load(model, optimizer)
     warm_up(stage, optimizer, config, mesh)
 
-    def loss_on(dataset):
-        return evaluate(stage, dataset, config, mesh, session.on_action)
+    def loss_on(dataset, whole):
+        return evaluate(stage, dataset, config, mesh, whole, session.on_action)
 
-    if session.starts_from_weights or config.train_iters == 0:     # fine-tuning's baseline, or the only evaluation
+    if session.starts_from_weights and config.train_iters > 0:     # fine-tuning's baseline
         session.report_loss("valid", loss_on)
     for step in session.steps():
         result = train_step(step, stage, optimizer, datasets["train"], config, mesh, session.stop_requested,
                             session.on_action)
         session.after_step(result, learning_rate(step, config), optimizer)
-        if session.time_to(config.eval_interval):
+        if session.time_to(config.eval_interval) and step < config.train_iters:
             session.report_loss("valid", loss_on)
         if session.time_to(config.save_interval) or session.stopped:
             session.save(model, optimizer)
         session.check_saver()
     if session.done < config.train_iters:
         return session.end_early()
-    session.report_loss("test", loss_on)
+    for split in ("valid", "test"):
+        session.report_loss(split, loss_on)
     return session.end(model)
 
 

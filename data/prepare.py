@@ -47,7 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a script,
 
 from nanodomino.config.flags import Parser
 from nanodomino.corpus.documents import NAMED, find_files, note, read_documents
-from nanodomino.corpus.prepared_folder import FORMAT, SPLITS, load_corpus
+from nanodomino.corpus.prepared_folder import FORMAT, SPLITS, Corpus, check, load_corpus
 from nanodomino.corpus.tokenizer import Tokenizer, build_tokenizer
 from nanodomino.errors import UserError, counted, require, run_command
 from nanodomino.files import delete, naming, open_regular_file, read_file, sha256, write_file
@@ -76,16 +76,16 @@ def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), progress=True,
         tokens, documents = write_splits(folder, files, total, text_tokenizer, dtype, weights, notes, progress, key)
         cut_off = fill_empty_splits(folder, tokens, dtype, weights)
         paths = {split: folder / f"{split}.bin" for split in SPLITS}
-        counts = {split: token_counts(path, dtype, text_tokenizer.vocab_size) for split, path in paths.items()}
+        counts = token_counts(paths["train"], dtype, text_tokenizer.vocab_size)
         bigram, pairs = bigram_entropy(paths["train"], dtype, text_tokenizer.vocab_size)
         meta = {
             "format": FORMAT, "source": source or ", ".join(map(str, inputs[:9])), "tokenizer": text_tokenizer.name,
             "vocab_size": text_tokenizer.vocab_size, "end_of_text": text_tokenizer.end_of_text,
             "dtype": dtype.name, "split": weights, "tokens": dict(zip(SPLITS, tokens)),
-            "bytes": {split: text_bytes(counts[split], text_tokenizer) for split in SPLITS},
             "documents": dict(zip(SPLITS, documents)), "cut_off": cut_off, "notes": notes,
-            "unigram_entropy": entropy(counts["train"]), "bigram_entropy": bigram, "bigram_tokens": pairs,
-            "sha256": {split: sha256(path) for split, path in paths.items()}}
+            "unigram_entropy": entropy(counts), "bigram_entropy": bigram, "bigram_tokens": pairs,
+            "sha256": {split: sha256(path) for split, path in paths.items()},
+            "stamps": {split: file_stamp(path) for split, path in paths.items()}}
         if text_tokenizer.name == "huggingface":
             meta |= dict(special_tokens=special_tokens, begin_of_text=begin_of_text)
         for name, path in text_tokenizer.files.items():         # copies, because the originals may move
@@ -262,6 +262,30 @@ def fill_empty_splits(folder: Path, tokens: list[int], dtype, weights: list[floa
 
 # ---- counts and reference losses
 
+def file_stamp(path: Path) -> dict:
+    """Return what shows cheaply that a file has changed: its size, its time stamp in seconds, and the SHA-256 of 16
+    blocks spread over the file."""
+    digest, status, block = hashlib.sha256(), path.stat(), 1 << 16
+    with open(path, "rb") as file:
+        for number in range(16):
+            file.seek(max(status.st_size - block, 0) * number // 15)
+            digest.update(file.read(block))
+    return dict(size=status.st_size, time=int(status.st_mtime), blocks=digest.hexdigest())
+
+
+def check_unchanged(corpus: Corpus):
+    """Raise UserError if a file of tokens has changed since it was prepared.
+
+    If a stamp differs, the checksums decide: they take longer, but a copied folder may have other time stamps, and one
+    of an earlier version has none.
+    """
+    paths = {split: corpus.path / f"{split}.bin" for split in SPLITS}
+    if {split: file_stamp(path) for split, path in paths.items()} != corpus.meta.get("stamps"):
+        for split, path in paths.items():
+            check(sha256(path) == corpus.sha256[split],
+                  f"{path} has changed since it was prepared: its SHA-256 is not the one in meta.json")
+
+
 def token_counts(path: Path, dtype, vocabulary: int) -> np.ndarray:
     """Return how often each token occurs. Counts in blocks, because np.bincount takes 8 bytes of memory per token."""
     counts = np.zeros(vocabulary, np.int64)
@@ -269,12 +293,6 @@ def token_counts(path: Path, dtype, vocabulary: int) -> np.ndarray:
         while len(block := np.fromfile(file, dtype, BLOCK)):
             counts += np.bincount(block, minlength=vocabulary)
     return counts
-
-
-def text_bytes(counts: np.ndarray, tokenizer: Tokenizer) -> int:
-    """Return the bytes of text that tokens stand for. Begin-of-text and end-of-text stand for none."""
-    return sum(int(counts[token]) * len(tokenizer.token_bytes(token)) for token in np.flatnonzero(counts).tolist()
-               if token not in (tokenizer.begin_of_text, tokenizer.end_of_text))
 
 
 def bigram_entropy(path: Path, dtype, vocabulary: int) -> tuple[float, int]:

@@ -430,13 +430,13 @@ def other_samples(right, _, dataset, config, mesh, first_sample, shuffle, microb
 
 
 @pitfall("Evaluation averages the ranks' means", train, "evaluate")
-def evaluation_of_means(right, _, stage, dataset, config, mesh, on_action=None):
+def evaluation_of_means(right, _, stage, dataset, config, mesh):
     firsts = range(0, dataset.windows, config.global_batch_size)[:config.eval_iters]
     totals = [train.run_schedule(config.timetable.forwards, first, stage, dataset, config, mesh, shuffle=False)
               for first in firsts]
     means = sum(one.loss_sum for one in totals) / sum(one.tokens for one in totals)
     dist.all_reduce(means)
-    return (means / dist.get_world_size()).item()
+    return (means / dist.get_world_size()).item(), None, None
 
 
 @pitfall("Evaluation drops the last, incomplete batch", train, "evaluate", world_size=1)

@@ -4,11 +4,13 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import shutil
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from support import ROOT
@@ -41,7 +43,7 @@ SHALLOW = "--num-layers", 2             # everything else is the default
 def corpus(tmp_path_factory):
     """A small corpus: this project's own source code."""
     folder = tmp_path_factory.mktemp("corpus") / "prepared"
-    prepare([str(ROOT / "nanodomino"), str(ROOT / "tests")], folder, split=(80, 10, 10), progress=False)
+    prepare([str(ROOT / "nanodomino"), str(ROOT / "tests")], folder, split=(98, 1, 1), progress=False)
     return folder
 
 
@@ -72,15 +74,16 @@ def nearly(points):
 
 
 @pytest.mark.table
-@pytest.mark.parametrize("windows, eval_iters, batches", [(10, 9, 3), (8, 9, 2), (10, 2, 2), (3, 9, 1)])
-def test_an_evaluation_covers_the_split_and_its_last_batch_may_be_smaller(monkeypatch, windows, eval_iters, batches):
+@pytest.mark.parametrize("windows, batches, most", [(10, 3, 9), (8, 2, 9), (10, 2, 2), (3, 1, 9), (10, 3, None)])
+def test_an_evaluation_covers_the_split_and_its_last_batch_may_be_smaller(monkeypatch, windows, batches, most):
     """Batches of 4 samples in the split's own order. The loss of the first is 1, of the second 2, of the third 3."""
     monkeypatch.setattr(train, "run_schedule", lambda table, first, *_, shuffle=True, **__: Totals(
         *torch.tensor([first / 2 + 2.0 + 9.0 * shuffle, 2.0]).double()))
     stage, dataset = SimpleNamespace(model=SimpleNamespace(post_process=True)), SimpleNamespace(windows=windows)
-    config = tiny(1, global_batch_size=4, micro_batch_size=4, eval_iters=eval_iters)
+    config = tiny(1, global_batch_size=4, micro_batch_size=4, eval_iters=most or 2)
     with fake_world(0, 1):
-        assert train.evaluate(stage, dataset, config, build(config)[0]) == (batches + 1) / 2
+        assert train.evaluate(stage, dataset, config, build(config)[0], whole=most is None) == (
+            (batches + 1) / 2, 2 * batches, min(4 * batches, windows))
 
 
 @pytest.mark.table
@@ -108,6 +111,11 @@ def test_a_run_leaves_its_config_and_one_line_of_metrics_a_step(alone, corpus):
     assert set(steps[0]) == {"step", "loss", "grad_norm", "lr", "tokens", "step_ms", "tokens_per_second", "mfu",
                              "skipped", "loss_scale"}
     assert steps[-1]["tokens"] == 3 * 16 * 128 and steps[-1]["mfu"] is None
+    stream = np.fromfile(corpus / "valid.bin", np.uint16)
+    found = (metric_points(run_dir, f"valid_{name}") for name in ("tokens", "loss", "bits_per_byte"))
+    for windows, (_, size), (_, loss), (_, bits) in zip((16, (len(stream) - 1) // 128), *found, strict=True):
+        labels = stream[1:windows * 128 + 1]                   # bytes, and the ends of documents
+        assert (size, bits) == (len(labels), pytest.approx(loss / math.log(2) * size / (labels < 256).sum()))
     config = json.loads((run_dir / "config.json").read_text())
     assert config["train_iters"] == 3 and config["data_path"] == str(corpus) and config["vocab_size"] == 257
     for text in ("rank grid", "schedule 1f1b", "(unigram ", "bigram ", "valid loss", "test loss", "perplexity",
@@ -281,6 +289,8 @@ def test_train_iters_0_evaluates_and_finetune_begins_with_a_validation(pool, tmp
     assert ended.output.index("step     0 | valid") < ended.output.index("step     1 |")
     ended = train_in_pool(pool, small, "--run-dir", run, "--train-iters", 0)
     assert ended.code == 0 and saved_steps(run) == [3] and len(metric_points(run, "loss")) == 3
+    again = [*metric_points(run, "valid_loss"), *metric_points(run, "test_loss")]
+    assert again == [(3, pytest.approx(loss, rel=1e-5)) for _, loss in trained], "each once"
 
 
 @pytest.mark.parametrize("flags, batch, lr", [("", 512, 6e-4), ("--finetune", 16, 6e-5),

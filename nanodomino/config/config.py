@@ -209,7 +209,9 @@ class CoreSettings(Seams):
         False, "take only the weights from --load, start at step 0 with a new optimizer, and validate before step 1")
     log_interval: int = run_setting(25, "steps between progress lines")
     eval_interval: int = run_setting(100, "steps between validations")
-    eval_iters: int = run_setting(10, "global batches per validation; 0 turns validation off", at_least=0)
+    eval_iters: int = run_setting(
+        10, "global batches per validation during training; fine-tuning's first, the last one and the test score the "
+            "whole split; windows do not overlap, so their first tokens have little context; 0 for none", at_least=0)
     save_interval: int = run_setting(100, "steps between checkpoints; the last step is always saved")
     keep_last: int = run_setting(3, "number of newest checkpoints to keep")
     exit_interval: int = run_setting(None, "save and stop after the next multiple of this many steps", affects="launch")

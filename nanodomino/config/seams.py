@@ -97,7 +97,6 @@ class Seams:
         return {}
 
     uses_attention_bias = False          # whether attention may need a bias
-    masks_end_of_text = False            # whether the loss leaves out end-of-text tokens
 
     # ---- ranks and parameters
 

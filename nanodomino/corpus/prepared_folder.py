@@ -1,13 +1,14 @@
 """Reads and checks a corpus: a folder that data/prepare.py has made.
 
     train.bin  valid.bin  test.bin    token ids, uint16 or uint32, each document followed by end-of-text
-    meta.json                         the tokenizer, sizes in tokens and in bytes of text, checksums, entropies
+    meta.json                         the tokenizer, sizes in tokens, checksums, entropies
     tokenizer.json ...                copies of the tokenizer's files, if it has any
 """
 
 import json
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from nanodomino.files import read_file
 SPLITS = ("train", "valid", "test")
 FORMAT = "nanodomino-corpus-1"
 SAMPLE = 1 << 12        # tokens by which two tokenizers are compared
+BLOCK = 1 << 20         # tokens counted at once
 
 
 @dataclass
@@ -38,19 +40,32 @@ class Corpus:
     unigram_entropy: float
     bigram_entropy: float
     meta: dict                  # the whole of meta.json
-    documents: dict[str, int] | None = None     # {split: number of documents}
-    bytes: dict[str, int] | None = None         # {split: bytes of text}
 
-    def bits_per_byte(self, split: str, loss: float, eod_mask_loss=False) -> float | None:
-        """Convert a mean loss, in nats per token, to bits per byte of the split's text; None if it has no text.
-
-        A loss per token depends on how long the tokens are. Bits per byte can be compared between tokenizers.
-        eod_mask_loss: the loss leaves out the end-of-text tokens.
-        """
-        if not (self.bytes and self.bytes[split]):
+    def text_bytes(self, split: str, count: int) -> int | None:
+        """Return the bytes of text in tokens 1 to `count` of a split, the labels of its first windows. None if the
+        tokenizer can't be loaded."""
+        if self.token_sizes is None:
             return None
-        counted = self.tokens[split] - (self.documents[split] if eod_mask_loss else 0)
-        return loss / math.log(2) * counted / self.bytes[split]
+        stream, total = np.memmap(self.path / f"{split}.bin", self.dtype, mode="r"), 0
+        for start in range(0, count, BLOCK):
+            tokens = stream[start:min(start + BLOCK, count) + 1]
+            begins = self.token_sizes[0, tokens[:-1]] == 0     # only end-of-text and begin-of-text have no text
+            total += int(self.token_sizes[begins.astype(int), tokens[1:]].sum())
+        return total
+
+    @cached_property
+    def token_sizes(self) -> np.ndarray | None:
+        """The bytes of text of each token id, [2, vocab_size]: row 1 for the first token of a document, row 0 for the
+        others. Row 1 leaves out the space that tokenizers such as Llama 2's put in front of each document."""
+        try:
+            tokenizer = self.tokenizer()
+        except UserError:
+            return None
+        texts = [tokenizer.token_bytes(token) for token in range(self.vocab_size)]
+        added = b" " if texts[tokenizer.encode("x")[0]].startswith(b" ") else b""
+        sizes = np.array([[len(text.removeprefix(prefix)) for text in texts] for prefix in (b"", added)])
+        sizes[:, [token for token in (tokenizer.begin_of_text, tokenizer.end_of_text) if token is not None]] = 0
+        return sizes
 
     def tokenizer(self, special_tokens=False, begin_of_text=False) -> Tokenizer:
         """Build the tokenizer that encoded this corpus. Raises UserError. special_tokens and begin_of_text: turn these
@@ -95,13 +110,12 @@ def load_corpus(folder) -> Corpus:
         meta = json.loads(read_file(path))
         check(meta.get("format") == FORMAT,
               f"{path} is of format {meta.get('format')!r}, but this version reads {FORMAT!r}")
-        sizes = {name: {split: int(meta[name][split]) for split in SPLITS} for name in ("tokens", "documents", "bytes")}
         corpus = Corpus(
             path=folder, tokenizer_name=str(meta["tokenizer"]), vocab_size=int(meta["vocab_size"]),
             end_of_text=int(meta["end_of_text"]), dtype=np.dtype({"uint16": "<u2", "uint32": "<u4"}[meta["dtype"]]),
+            tokens={split: int(meta["tokens"][split]) for split in SPLITS},
             sha256={split: str(meta["sha256"][split]) for split in SPLITS},
-            unigram_entropy=float(meta["unigram_entropy"]), bigram_entropy=float(meta["bigram_entropy"]), meta=meta,
-            **sizes)
+            unigram_entropy=float(meta["unigram_entropy"]), bigram_entropy=float(meta["bigram_entropy"]), meta=meta)
         if not (corpus.tokenizer_name in (*TOKENIZERS, "huggingface")
                 and 0 <= corpus.end_of_text < corpus.vocab_size <= 256 ** corpus.dtype.itemsize
                 and math.isfinite(corpus.unigram_entropy + corpus.bigram_entropy)):

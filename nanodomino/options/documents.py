@@ -78,10 +78,6 @@ class Settings:
         return self.reset_attention_mask or super().uses_attention_bias
 
     @property
-    def masks_end_of_text(self):
-        return self.eod_mask_loss or super().masks_end_of_text
-
-    @property
     def all_chunks_read_tokens(self):
         return self.uses_document_boundaries or super().all_chunks_read_tokens
 

@@ -44,12 +44,12 @@ class MetricsFile:
         return False
 
 
-def remove_outdated(path: Path, first_step: int, say=print, add=lambda values: None):
+def remove_outdated(path: Path, first_step: int, train_iters: int, say=print, add=lambda values: None):
     """Leave only the lines in metrics.jsonl that a run with `first_step` steps done continues, and call add(values) for
     each. The file may be of any size, so no more than LONGEST of its bytes are in memory.
 
     A killed run may have written lines of steps after its last checkpoint, and half a line at the end. The test loss of
-    a finished run is outdated if the run is continued.
+    a finished run is outdated if the run is continued, and its last validation loss if it is only evaluated again.
     """
     with open_regular_file(path, "a+b") as file:               # makes the file if there is none
         file.seek(0)
@@ -62,7 +62,8 @@ def remove_outdated(path: Path, first_step: int, say=print, add=lambda values: N
 
         def current_lines():
             for line in lines if first_step else ():
-                if values := current_values(line, first_step):
+                values = current_values(line, first_step)
+                if values and not ("valid_loss" in values and values["step"] == first_step >= train_iters):
                     add(values)
                     yield line
         write_file(path, current_lines())

@@ -3,7 +3,7 @@
     start     the model, the rank grid and the schedule on the terminal; config.json
     step      a tqdm bar, a line every --log-interval steps; one JSON object per step in metrics.jsonl
     losses    validation and test loss, next to the unigram and bigram entropy of the text, which a model must beat;
-              perplexity = exp(loss) and bits per byte of text
+              perplexity = exp(loss), bits per byte of the scored text, and how many tokens of the split were scored
     curve     loss.svg, with the values of metrics.jsonl; with --tensorboard-dir also TensorBoard's copy of them
 
 MFU is model FLOPs utilization (PaLM, appendix B): tokens per second x FLOPs per token / peak FLOP/s of all devices. A
@@ -54,7 +54,7 @@ class Report:
                 settings = json.dumps(to_record(config), indent=2) + "\n"           # stored for later launches
                 write_file(run_dir / "config.json", settings.encode())
             self.curve = Curve(run_dir.resolve().name)
-            remove_outdated(path := run_dir / "metrics.jsonl", first_step, add=self.curve.add)
+            remove_outdated(path := run_dir / "metrics.jsonl", first_step, config.train_iters, add=self.curve.add)
             self.metrics = MetricsFile(path, self.say)
             if config.tensorboard_dir:                         # needs the package tensorboard
                 from torch.utils.tensorboard import SummaryWriter
@@ -155,14 +155,17 @@ class Report:
                      f"mfu {'n/a' if mfu is None else f'{mfu:.1%}'}{loss_scale}"
                      + self.config.step_in_words(counts))
 
-    def losses(self, step: int, split: str, loss: float):
-        """Report the loss on a split, "valid" or "test", and its perplexity and bits per byte."""
+    def losses(self, step: int, split: str, loss: float, tokens: int, windows: int):
+        """Report the mean loss, perplexity and bits per byte of the `tokens` labels that count in the first `windows`
+        windows of a split, "valid" or "test"."""
         perplexity = math.exp(min(loss, 700.0))
-        bits_per_byte = self.corpus.bits_per_byte(split, loss, self.config.masks_end_of_text)
+        size = self.corpus.text_bytes(split, windows * self.config.seq_length) if self.enabled else None
+        bits_per_byte = loss / math.log(2) * tokens / size if size else None
         self.record(step=step, **{f"{split}_loss": loss, f"{split}_perplexity": perplexity,
-                                  f"{split}_bits_per_byte": bits_per_byte})
+                                  f"{split}_bits_per_byte": bits_per_byte, f"{split}_tokens": tokens})
         self.say(f"step {step:5d} | {split} loss {loss:.4f} {self.entropies} | perplexity {perplexity:.2f}"
-                 + (f" | {bits_per_byte:.4f} bits per byte" if bits_per_byte is not None else ""))
+                 + (f" | {bits_per_byte:.4f} bits per byte" if bits_per_byte is not None else "")
+                 + f" | {tokens:,} of {counted(self.corpus.tokens[split], 'token', ',')}")
         self.draw_curve()
 
     def draw_curve(self):

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from data.prepare import DEFAULT_CORPUS, prepare_default_corpus
+from data.prepare import DEFAULT_CORPUS, check_unchanged, prepare_default_corpus
 from nanodomino.checkpoint.find_checkpoints import recorded_settings
 from nanodomino.checkpoint.load import newest_finite_checkpoint, restore
 from nanodomino.checkpoint.manifest import step_of
@@ -71,6 +71,8 @@ def open_session(arguments: list[str], launch: LaunchInfo, program):
     config = from_command_line(arguments, launch.world_size)
     device = find_device(config, launch)
     corpus = find_corpus(config, launch)
+    if launch.local_rank == 0:                                 # one process of each host, since this may read all data
+        check_unchanged(corpus)
     config = dataclasses.replace(config.with_vocabulary(corpus.vocab_size).with_device(device),
                                  data_path=str(corpus.path.resolve()), data_sha256=corpus.sha256["train"])
     datasets = program.dataset_builder(config, corpus, device)
@@ -186,10 +188,14 @@ class Session:
         return self.done % interval == 0 or self.done == self.config.train_iters
 
     def report_loss(self, split: str, evaluate):
-        """Report evaluate(dataset), the loss on a split, if the run has one."""
+        """Report evaluate(dataset, whole) of a split, if the run has one. Between two steps, part of it is enough."""
         if split in self.datasets and self.config.eval_iters:
-            self.report.losses(self.done, split, loss := evaluate(self.datasets[split]))
-            if not 0 < self.done < self.config.train_iters and not math.isfinite(loss):
+            whole = not 0 < self.done < self.config.train_iters
+            self.report.bar.set_description(f"scoring {split}")          # may take long
+            loss, tokens, windows = evaluate(self.datasets[split], whole)
+            self.report.losses(self.done, split, loss, tokens, windows)
+            self.report.bar.set_description("train")
+            if whole and not math.isfinite(loss):
                 raise self.not_finite(f"the {split} loss of step {self.done} is {loss}; ")
 
     def save(self, model, optimizer):

@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 from support import needs
 
-from data import prepare as prepare_module
-from data.prepare import prepare
-from nanodomino.corpus import documents
+from data.prepare import SEPARATOR_INSIDE, prepare
+from nanodomino.corpus import documents, prepared_folder
 from nanodomino.corpus.huggingface_tokenizer import FILES
 from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.corpus.tokenizer import build_tokenizer
@@ -241,7 +240,7 @@ def test_a_document_ends_once_and_one_with_its_own_separator_inside_is_named(tmp
     ids = np.fromfile(out / "train.bin", load_corpus(out).dtype)
     assert load_corpus(out).tokenizer().decode(ids) == "".join(
         begin + text.removeprefix(begin).removesuffix(end) + end for text in [*texts[:4], f"f{end}{end}", texts[5]])
-    assert meta["notes"] == {prepare_module.SEPARATOR_INSIDE: {"count": 3, "first": ["3.txt", "4.txt", "5.txt"]}}
+    assert meta["notes"] == {SEPARATOR_INSIDE: {"count": 3, "first": ["3.txt", "4.txt", "5.txt"]}}
 
 
 def test_a_corpus_of_another_tokenizer_than_an_imported_models_is_refused(tmp_path, families):
@@ -280,11 +279,21 @@ def test_a_data_folder_remembers_how_special_tokens_are_spelled_and_what_begins_
                        corpus.end_of_text] and tokenizer.encode(text).tolist() == ids[begins:-1]
 
 
-def test_neither_begin_of_text_nor_end_of_text_counts_as_bytes_of_text(families):
-    tokenizer = build_tokenizer(families["llama3"], begin_of_text=True)
-    document = [tokenizer.begin_of_text, *tokenizer.encode("some text").tolist(), tokenizer.end_of_text]
-    counts = np.bincount(2 * document, minlength=tokenizer.vocab_size)
-    assert prepare_module.text_bytes(counts, tokenizer) == 2 * len("some text")
+@pytest.mark.parametrize("name, begins", [("llama3", True), ("llama2", False), ("llama2", True), ("mistral", False)])
+def test_the_bytes_of_text_are_those_of_the_labels_that_are_scored(tmp_path, monkeypatch, families, name, begins):
+    """English first, Russian after it: the mean of the whole split gives other numbers. The space in front of a
+    document, its begin and its end are no text. The first token of a split is no label."""
+    monkeypatch.setattr(prepared_folder, "BLOCK", 7)
+    texts = ["x", *9 * ["The quick brown fox  they say\n"], *9 * ["\n Она сказала: «Нет!»"]]
+    write(tmp_path / "a.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in texts))
+    prepare(tmp_path / "a.jsonl", tmp_path / "out", families[name], (1, 0, 0), progress=False, begin_of_text=begins)
+    corpus = load_corpus(tmp_path / "out")
+    ends = np.flatnonzero(np.fromfile(tmp_path / "out/train.bin", corpus.dtype) == corpus.end_of_text)
+    expected = np.cumsum([len(text.encode()) for text in texts]) - (not begins) * len("x")
+    assert [corpus.text_bytes("train", end) for end in ends] == expected.tolist()
+    assert abs(ends[9] / ends[-1] * expected[-1] / expected[9] - 1) > 0.1
+    (tmp_path / "out/tokenizer.json").unlink()
+    assert load_corpus(tmp_path / "out").text_bytes("train", 9) is None
 
 
 # ---- files that are refused

@@ -8,10 +8,12 @@ import shutil
 import sys
 import tracemalloc
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -103,7 +105,6 @@ def test_text_survives_the_round_trip(tmp_path, gpt2, tokenizer):
     assert sorted(sum(found, [])) == sorted(texts)
     assert [len(part) for part in found] == list(meta["documents"].values())
     assert all(len(row(tmp_path / "out", split)) == meta["tokens"][split] > 0 for split in SPLITS)
-    assert list(meta["bytes"].values()) == [sum(len(text.encode()) for text in part) for part in found]
     assert meta["vocab_size"] == (257 if tokenizer == "byte" else 318) and meta["dtype"] == "uint16"
 
 
@@ -289,7 +290,6 @@ def test_one_document_is_cut_in_three(tmp_path, lines, sample):
     assert sum(parts, []) == [*text.encode(), BYTE_END], "train, then valid, then test, nothing twice, nothing lost"
     assert meta["cut_off"] == ["valid", "test"] and meta["documents"] == {"train": 1, "valid": 0, "test": 0}
     assert sample <= len(parts[2]) < 0.05 * len(text) and meta["split"] == pytest.approx([0.905, 0.048, 0.048], rel=0.1)
-    assert list(meta["bytes"].values()) == [len(parts[0]), len(parts[1]), len(parts[2]) - 1]
 
 
 def test_a_text_of_one_token_leaves_a_split_empty(tmp_path):
@@ -297,16 +297,27 @@ def test_a_text_of_one_token_leaves_a_split_empty(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}')
     meta = quietly(tmp_path / "a.jsonl", tmp_path / "out")
     assert meta["tokens"] == {"train": 1, "valid": 0, "test": 1} and meta["cut_off"] == ["test"]
-    assert meta["bytes"] == {"train": 1, "valid": 0, "test": 0}
-    corpus = load_corpus(tmp_path / "out")
-    assert corpus.bits_per_byte("train", math.log(2)) == 1 and corpus.bits_per_byte("test", 2.0) is None
 
 
 # Outputs
 
-def test_bits_per_byte_count_the_text_without_ends_of_documents(corpus):
-    assert corpus.bits_per_byte("valid", math.log(2)) == pytest.approx(corpus.tokens["valid"] / corpus.bytes["valid"])
-    assert corpus.bits_per_byte("valid", math.log(2), eod_mask_loss=True) == pytest.approx(1), "a token is a byte"
+@pytest.mark.parametrize("byte, seconds, stamped, noticed", [
+    (None, 0, True, False), (None, 9, True, False), (None, 0, False, False), (0, 0, True, True), (-1, 0, True, True),
+    (100_000, 9, True, True), (100_000, 0, False, True)])
+def test_a_changed_text_is_noticed_and_a_copied_one_is_not(tmp_path, byte, seconds, stamped, noticed):
+    """Byte 100,000 lies between two of the blocks that every start compares. A copy has other time stamps, and a folder
+    of an earlier version has none."""
+    for path in (paths := {split: tmp_path / f"{split}.bin" for split in SPLITS}).values():
+        np.arange(1_500_000, dtype="<u2").tofile(path)
+    sha256, stamps = ({split: find(path) for split, path in paths.items()}
+                      for find in (prepare_module.file_sha256, prepare_module.file_stamp))
+    content = bytearray(paths["valid"].read_bytes())
+    content[byte or 0] ^= byte is not None
+    paths["valid"].write_bytes(content)
+    os.utime(paths["valid"], (0, stamps["valid"]["time"] + seconds))
+    corpus = SimpleNamespace(path=tmp_path, sha256=sha256, meta=dict(stamps=stamps) if stamped else {})
+    with pytest.raises(UserError, match="valid.bin has changed .*; prepare") if noticed else nullcontext():
+        prepare_module.check_unchanged(corpus)
 
 
 def test_nothing_is_replaced(tmp_path):

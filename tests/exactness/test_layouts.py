@@ -8,7 +8,6 @@ Biases are not zero, the loss mask is uneven, the clipping bites, layers do not 
 words not by ranks.
 """
 
-import dataclasses
 import itertools
 import math
 import random
@@ -187,11 +186,11 @@ def test_training_equals_one_plain_process(pool, world_size, options):
 
 
 def evaluate_rank(config, weights, corpora):
-    """Return the validation losses of several corpora, each over one global batch and over all of it."""
+    """Return the loss, tokens and windows of several corpora's validations, over one global batch and over all."""
     mesh, _, _, stage = build(config, weights)
     validation_sets = [train.dataset_builder(config, corpus, mesh.device)["valid"] for corpus in corpora]
-    return [train.evaluate(stage, data, dataclasses.replace(config, eval_iters=count), mesh)
-            for data in validation_sets for count in (1, 9)]
+    return [value for data in validation_sets for whole in (False, True)
+            for value in train.evaluate(stage, data, config, mesh, whole)]
 
 
 @pytest.mark.parametrize("world_size, options", [
@@ -218,6 +217,6 @@ def test_validation_is_the_mean_over_the_first_windows_as_they_are_stored(pool, 
             tokens, labels = (stored[first:first + used * config.seq_length].view(used, -1) for first in (0, 1))
             with torch.no_grad():
                 logits = model(tokens, torch.arange(config.seq_length))
-            expected.append(float(masked_loss(logits, labels, torch.ones_like(labels).double())))
+            expected += float(masked_loss(logits, labels, torch.ones_like(labels).double())), labels.numel(), used
     for found in pool.run(evaluate_rank, config, weights, corpora, world_size=world_size):
         assert relative(found, expected) < 1e-9

@@ -59,14 +59,14 @@ def test_a_failure_to_draw_is_a_warning(tmp_path, capsys, monkeypatch):
     """Neither an unwritable file nor a bug."""
     report = report_without_a_run(tmp_path)
     (tmp_path / "loss.svg").mkdir()
-    report.losses(1, "valid", 2.5)
+    report.losses(1, "valid", 2.5, 8, 1)
     assert "warning: loss.svg can't be drawn: [Errno 21] Is a directory" in capsys.readouterr().out
     (tmp_path / "loss.svg").rmdir()
     monkeypatch.setattr(nanodomino.run.report, "picture", lambda curve: 1 / 0)
-    report.losses(2, "valid", math.nan)
+    report.losses(2, "valid", math.nan, 8, 1)
     assert "warning: loss.svg can't be drawn: division by zero; training continues" in capsys.readouterr().out
     monkeypatch.undo()
-    report.losses(3, "valid", 2.4)
+    report.losses(3, "valid", 2.4, 8, 1)
     assert "warning" not in capsys.readouterr().out
     assert "validation 2.400, 1.731 bits per byte" in "".join(texts((tmp_path / "loss.svg").read_text()))
 

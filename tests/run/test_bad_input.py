@@ -179,9 +179,10 @@ def remove(name: str):
 
 
 def change_meta(**changes):
-    """Change entries of meta.json. None: remove."""
+    """Change entries of meta.json, and correct its checksums. None: remove."""
     def change(folder):
-        meta = json.loads((folder / META).read_text()) | changes
+        sha256 = {split: file_digest(folder / f"data/{split}.bin")["sha256"] for split in data.prepare.SPLITS}
+        meta = json.loads((folder / META).read_text()) | dict(sha256=sha256) | changes
         write(META, json.dumps({key: value for key, value in meta.items() if value is not None}).encode())(folder)
     return change
 
@@ -235,6 +236,8 @@ TABLE += [Bad("--sample-tokens 5", says, damage, f"with {what}") for what, damag
     ("no valid.bin", remove("data/valid.bin"), "data/valid.bin is missing", PREPARE_AGAIN),
     ("half a token too few", cut("data/train.bin", -1), "tokens in 22894 bytes, but has 22893", PREPARE_AGAIN),
     ("one token too few", shorten("train", 128), "train split", "has 128 tokens", "+ 1 = 129", "lower --seq-length")]]
+TABLE += [Bad("--run-dir run", ["data/valid.bin has changed since it was prepared", PREPARE_AGAIN],
+              flip("data/valid.bin"), "with a changed text", processes=(1,))]                # rank 0 of a host looks
 TABLE += [Bad(f"--load {STEP}", says, damage, f"with {what}") for what, damage, *says in [
     ("no manifest", remove(MANIFEST), "is not a complete checkpoint", ANOTHER),
     ("a flipped bit in its manifest", flip(MANIFEST, after=b'"num_layers": '), "manifest.json is damaged", ANOTHER),
@@ -445,7 +448,8 @@ def test_a_rank_whose_error_is_probably_an_echo_waits_before_it_prints(monkeypat
 PROCESS_TABLE = [
     Bad("--run-dir data/meta.json", ["meta.json can't be written", "choose another"], what="on rank 0 alone"),
     Bad("--seq-length 16", ["token id 65535, outside the vocabulary of 257", PREPARE_AGAIN],
-        write("data/train.bin", 22894 * b"\xff"), "with tokens outside the vocabulary", processes=(4,)),
+        lambda folder: (write("data/train.bin", 22894 * b"\xff")(folder), change_meta()(folder)),
+        "with tokens outside the vocabulary", processes=(4,)),
     Bad("nonsense", ["there is no question 'nonsense'", "try one of overlap"], command="bench.py", processes=(1,)),
     Bad("--timeout 1", ["has WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE but not RANK"], environment=dict(RANK=None)),
     Bad("--timeout 1", ["MASTER_PORT {port}", "choose a free port"], environment=dict(MASTER_PORT="{port}")),

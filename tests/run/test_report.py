@@ -1,6 +1,5 @@
 """What a run prints before the first step, within a slow step and when it is stopped; metrics.jsonl."""
 
-import dataclasses
 import math
 import os
 import re
@@ -82,18 +81,16 @@ def test_epochs_and_memory_are_announced(report, capsys):
 
 
 def test_perplexity_and_bits_per_byte_are_reported(report, tmp_path, capsys):
-    """A token is 2 bytes here."""
-    shown = report()
-    shown.losses(3, "valid", 2.0)
-    assert "valid loss 2.0000 (unigram 3.20, bigram 2.40) | perplexity 7.39 | 1.4427 bits per byte" in (
-        capsys.readouterr().out)
-    assert metrics(tmp_path)[-1] == dict(step=3, valid_loss=2.0, valid_perplexity=math.exp(2.0),
-                                         valid_bits_per_byte=pytest.approx(1 / math.log(2)))
-    shown.config = dataclasses.replace(shown.config, eod_mask_loss=True)       # 9 of 999 tokens do not count
-    shown.losses(4, "test", 2.0)
-    assert metrics(tmp_path)[-1]["test_bits_per_byte"] == pytest.approx(990 / 999 / math.log(2))
-    shown.losses(5, "valid", 800.0)
-    assert metrics(tmp_path)[-1]["valid_perplexity"] == math.exp(700)
+    """A token is 2 bytes here. 90 of the 100 x 8 labels are masked."""
+    shown, bits = report(), 2.0 * 710 / math.log(2) / 1600
+    shown.losses(3, "valid", 2.0, tokens=710, windows=100)
+    assert ("step     3 | valid loss 2.0000 (unigram 3.20, bigram 2.40) | perplexity 7.39 | "
+            f"{bits:.4f} bits per byte | 710 of 999 tokens\n") in capsys.readouterr().out
+    assert metrics(tmp_path)[-1] == dict(step=3, valid_loss=2.0, valid_perplexity=math.exp(2.0), valid_tokens=710,
+                                         valid_bits_per_byte=pytest.approx(bits))
+    shown.corpus.text_bytes = lambda *_: None                  # the tokenizer can't be loaded
+    shown.losses(5, "test", 800.0, 0, 1)
+    assert "bits" not in capsys.readouterr().out and metrics(tmp_path)[-1]["test_perplexity"] == math.exp(700)
 
 
 def result_of(statistics=(), **changes) -> StepResult:
@@ -101,14 +98,23 @@ def result_of(statistics=(), **changes) -> StepResult:
                              statistics=statistics) | changes)
 
 
-def test_mfu_counts_the_gpus_of_all_hosts(report, tmp_path, monkeypatch):
-    """Here two hosts with eight GPUs each."""
+def test_every_number_of_a_step_is_recorded_printed_and_drawn(report, tmp_path, capsys, monkeypatch):
+    """A step of a quarter of a second on two hosts with eight GPUs each, all of which MFU counts."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    config = tiny(16, dtype="bfloat16", global_batch_size=48, tensor_model_parallel_size=2)
-    report(config, "cuda").step(1, result_of(), 0.1, seconds=1e-6)
-    by_hand = 48 * 8 * flops_per_token(config) / 1e-6 / (16 * 989e12)
-    assert metrics(tmp_path)[-1]["mfu"] == pytest.approx(by_hand, rel=1e-12)
+    config, points = tiny(16, dtype="float16", global_batch_size=48, tensor_model_parallel_size=2, log_interval=3), []
+    shown, mfu = report(config, "cuda"), 39.936e9 * flops_per_token(config) / (16 * 989e12)
+    shown.tokens_per_step *= 26_000_000                        # otherwise MFU would be a billionth
+    shown.tensorboard = SimpleNamespace(add_scalar=lambda *point: points.append(point), flush=lambda: None)
+    shown.step(3, result_of(loss=1.5, grad_norm=0.25, loss_scale=512.0), 0.01, seconds=0.25)
+    shown.end(3, 12.34)
+    values = dict(loss=1.5, grad_norm=0.25, lr=0.01, tokens=29_952_000_000, step_ms=250.0,
+                  tokens_per_second=39_936_000_000.0, mfu=pytest.approx(mfu), skipped=False, loss_scale=512.0)
+    assert metrics(tmp_path)[-1] == dict(step=3) | values
+    assert points == [(name, value, 3) for name, value in values.items()]
+    said = ("step     3 | loss 1.5000 (unigram 3.20, bigram 2.40) | grad norm 0.250 | lr 1.00e-02 | 250 ms | "
+            f"39,936,000,000 tokens/s | mfu {100 * mfu:.1f}% | loss scale 512\n3 of 5 steps done, 12.3 s, ")
+    assert said in capsys.readouterr().out and 0.05 < mfu < 0.95
 
 
 def test_the_losses_of_depths_are_reported(report, tmp_path, capsys):
@@ -216,7 +222,7 @@ def reopened(tmp_path, first_step, *lines) -> tuple[list[bytes], str]:
     """(the lines that remain, what was printed)"""
     said, path = [], tmp_path / "metrics.jsonl"
     path.write_bytes(b"".join(lines))
-    remove_outdated(path, first_step, said.append)
+    remove_outdated(path, first_step, 9, said.append)
     return path.read_bytes().splitlines(keepends=True), " ".join(said)
 
 
