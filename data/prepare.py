@@ -8,15 +8,13 @@
     files, folders -> documents -> chunks of text -> token ids -> train.bin  valid.bin  test.bin  meta.json
 
 A document is a text file, a row of a parquet file, or a line of a .jsonl file ({"text": ...}, Megatron-LM's
-convention). A .json file whose first line is such an object is read like a .jsonl file, another .json file like a text
-file. All but parquet may be compressed with gzip. Each document ends with one end-of-text token. It is the tokenizer's
-separator of documents, such as <|endoftext|>, even if its eos_token ends a chat turn, such as <|im_end|>.
-
-A document goes as a whole to the split that is furthest below its share of the bytes so far. This rule needs no random
-numbers. Each split gets documents from all parts of the input, and the shares are met even if there are few documents
-or their sizes differ. For a small text they are raised to about 2,049 tokens, a sample of most models, but at most to a
-twentieth of the text. If a split gets no document, for example because the input is one big file, its share is cut off
-the end of the largest split.
+convention; also of another file, such as .json, whose first line is such an object). Any may be compressed with gzip.
+Each document ends with one end-of-text token. It is the tokenizer's separator of documents, such as <|endoftext|>, even
+if its eos_token ends a chat turn, such as <|im_end|>. The document goes as a whole to the split that is furthest below
+its share of the bytes so far. This rule needs no random numbers. Each split gets documents from all parts of the input,
+and the shares are met even if there are few documents or their sizes differ. For a small text they are raised to about
+2,049 tokens, a sample of most models, but at most to a twentieth of the text. If a split gets no document, for example
+because the input is one big file, its share is cut off the end of the largest split.
 
 No document may be in both training and validation data. So a file that several inputs name is read once, and copies
 of a document go to the same split.
@@ -35,6 +33,7 @@ import shutil
 import sys
 import sysconfig
 import uuid
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain
@@ -46,7 +45,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a script, Python looks in data/ only
 
 from nanodomino.config.flags import Parser
-from nanodomino.corpus.documents import NAMED, find_files, note, read_documents
+from nanodomino.corpus.documents import find_files, read_documents
 from nanodomino.corpus.prepared_folder import FORMAT, SPLITS, Corpus, check, load_corpus
 from nanodomino.corpus.tokenizer import Tokenizer, build_tokenizer
 from nanodomino.errors import UserError, counted, require, run_command
@@ -82,7 +81,7 @@ def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), progress=True,
             "format": FORMAT, "source": source or ", ".join(map(str, inputs[:9])), "tokenizer": text_tokenizer.name,
             "vocab_size": text_tokenizer.vocab_size, "end_of_text": text_tokenizer.end_of_text,
             "dtype": dtype.name, "split": weights, "tokens": dict(zip(SPLITS, tokens)),
-            "documents": dict(zip(SPLITS, documents)), "cut_off": cut_off, "notes": notes,
+            "documents": dict(zip(SPLITS, documents)), "cut_off": cut_off, "notes": note_lines(notes),
             "unigram_entropy": entropy(counts), "bigram_entropy": bigram, "bigram_tokens": pairs,
             "sha256": {split: sha256(path) for split, path in paths.items()},
             "stamps": {split: file_stamp(path) for split, path in paths.items()}}
@@ -156,11 +155,11 @@ def raise_small_shares(weights: list[float], size: int) -> list[float]:
 
 # ---- documents -> splits of token ids
 
-def write_splits(folder: Path, files: list, total: int, tokenizer: Tokenizer, dtype, weights: list[float], notes: dict,
-                 progress: bool, key: str) -> tuple[list[int], list[int]]:
+def write_splits(folder: Path, files: list, total: int, tokenizer: Tokenizer, dtype, weights: list[float],
+                 notes: defaultdict, progress: bool, key: str) -> tuple[list[int], list[int]]:
     """Write each document to its split. Returns the numbers of tokens and of documents in each split.
 
-    total: bytes of all files. notes: see note() in documents.py; updated here.
+    total: bytes of all files. notes: from find_files(); updated here.
     """
     begin = [] if tokenizer.begin_of_text is None else [tokenizer.begin_of_text]
     documents, written, split_of, separator = [0] * 3, [0] * 3, {}, [tokenizer.end_of_text]
@@ -189,7 +188,7 @@ def write_splits(folder: Path, files: list, total: int, tokenizer: Tokenizer, dt
                         bar.update(len(chunk.encode()))
                     yield split, None, document.place
                 else:
-                    note(notes, "skipped, empty", document.place)
+                    notes["skipped, empty"].append(document.place)
                 position = document.position
                 bar.update(position - bar.n)
 
@@ -200,7 +199,7 @@ def write_splits(folder: Path, files: list, total: int, tokenizer: Tokenizer, dt
                 if text is None:
                     ids = np.array([] if last == separator else separator)
                     if inside:
-                        note(notes, SEPARATOR_INSIDE, place)
+                        notes[SEPARATOR_INSIDE].append(place)
                     last, inside = None, False
                 else:
                     ids = next(encoded)
@@ -210,8 +209,8 @@ def write_splits(folder: Path, files: list, total: int, tokenizer: Tokenizer, dt
                     last = ids[-1:].tolist()
                 outputs[split].write(ids.astype(dtype).tobytes())
         tokens = [output.tell() // dtype.itemsize for output in outputs]
-    found = "; ".join([counted(len(files), "file"), *note_lines(notes)])
-    require(sum(documents), f"the input holds no text ({found}); check the paths")
+    require(sum(documents), f"the input holds no text "
+            f"({'; '.join([counted(len(files), 'file'), *note_lines(notes)])}); check the paths")
     return tokens, documents
 
 
@@ -316,10 +315,10 @@ def entropy(counts) -> float:
 
 # ---- the command line
 
-def note_lines(notes: dict) -> list[str]:
+def note_lines(notes: dict[str, list[str]]) -> list[str]:
     """Return for example "skipped, hidden: 12 (.a, .b, .c, .d, .e, ...)" for each note."""
-    return [f"{what}: {entry['count']:,} ({', '.join(entry['first'])}{', ...' * (entry['count'] > NAMED)})"
-            for what, entry in notes.items()]
+    return [f"{what}: {len(names):,} ({', '.join(names[:5])}{', ...' * (len(names) > 5)})"
+            for what, names in notes.items()]
 
 
 def print_summary(meta: dict, output: Path):
@@ -332,8 +331,8 @@ def print_summary(meta: dict, output: Path):
               f"{counted(tokens, 'token', ','):>22} {tokens / total:>7.2%}")
     if meta["cut_off"]:
         print(f"  too few documents for all splits: {' and '.join(meta['cut_off'])} cut off the end of the largest one")
-    for line in note_lines(meta["notes"]):
-        print(f"  {line}")
+    for note in meta["notes"]:
+        print(f"  {note}")
     print(f"  a model that knows only token frequencies has a loss of {meta['unigram_entropy']:.3f} nats per token, "
           f"one that also sees the previous token {meta['bigram_entropy']:.3f}\nwritten to {output}")
 
@@ -342,8 +341,7 @@ def main():
     parser = Parser("python data/prepare.py", usage="python data/prepare.py [flags]", description=__doc__,
                     allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", nargs="+", metavar="TEXT",
-                        help="files of text, .jsonl or parquet, also with gzip, and folders (default: Python's own "
-                        "standard library)")
+                        help="text, .jsonl or parquet files, and folders (default: Python's own standard library)")
     parser.add_argument("--key", default="text", metavar="NAME",
                         help="the key, or column, of the text in JSON lines and parquet (default text)")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="the folder to create")
@@ -357,17 +355,16 @@ def main():
                         help="for a Hugging Face tokenizer: put its begin-of-text token, such as <s>, in front of each "
                         "document")
     parser.add_argument("--end-of-text", metavar="TOKEN",
-                        help="for a Hugging Face tokenizer: the token that ends each document (default: <|endoftext|>, "
-                        "<|end_of_text|> or </s> where the tokenizer has it, else its eos_token)")
+                        help="for a Hugging Face tokenizer: the token that ends each document (default: <|endoftext|> "
+                        "or <|end_of_text|> if it has one, else its eos_token)")
     parser.add_argument("--split", default="949,50,1", metavar="SHARES",
                         help="shares of train,valid,test (default 949,50,1); raised for a small text so that each "
                         "split holds a sample")
     flags = vars(parser.parse_args())
     inputs, output = flags.pop("input"), flags.pop("output")
     require(output or not inputs, "--input needs --output, the folder to create; try --output data/mine")
-    output = output or DEFAULT_CORPUS
-    meta = prepare(inputs or standard_library(), output, source=None if inputs else STANDARD_LIBRARY, **flags)
-    print_summary(meta, output)
+    source, output = None if inputs else STANDARD_LIBRARY, output or DEFAULT_CORPUS
+    print_summary(prepare(inputs or standard_library(), output, source=source, **flags), output)
 
 
 if __name__ == "__main__":

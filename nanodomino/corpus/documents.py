@@ -2,12 +2,11 @@
 
 **Types.** open_input() decides the type of a file by its name as typed (for a link: its own) and by its first bytes:
 
+    gzip          starts with 1f 8b; decompressed, it is one of the following, by its name without .gz
     parquet       starts with PAR1; a row is a document
-    JSON lines    is named .jsonl, or its first line is a JSON object with the key of the text and its name is not .txt;
-                  a line is a document
+    JSON lines    is named .jsonl, or starts with a line that is a JSON object with the key of the text and is not named
+                  .txt; a line is a document
     text          is anything else in UTF-8, also another .json file; the file is a document
-
-A file that starts with 1f 8b is decompressed by gzip first, and .gz does not count as part of its name.
 
 **Long documents.** A file is encoded in chunks, because it may have gigabytes, and encoding takes some 60 bytes of
 memory per byte of text. A tokenizer splits a text into words, and byte-pair encoding (BPE) merges only within a word.
@@ -21,15 +20,14 @@ import json
 import os
 import re
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import BinaryIO
 
 from nanodomino.errors import UserError, require
 
 CHUNK = 1 << 20                 # characters read at once
-NAMED = 5                       # a note names so many files or documents, and counts the others
 
 # A cut is safe
 #   - before a single space, because a word may begin with a space but never ends with one;
@@ -49,19 +47,13 @@ class Document:
     chunks: Iterator[str]       # the text, in parts that can be tokenized one by one
 
 
-def note(notes: dict, what: str, name: str):
-    """Count a file or document in `notes`, {what: {"count": number, "first": names}}, and keep the first few names."""
-    entry = notes.setdefault(what, {"count": 0, "first": []})
-    entry["count"] += 1
-    entry["first"] += [name][:NAMED - len(entry["first"])]
-
-
-def find_files(inputs: list, key: str) -> tuple[list[tuple[str, str, int]], dict]:
+def find_files(inputs: list, key: str) -> tuple[list[tuple[str, str, int]], defaultdict]:
     """Find the text files that `inputs`, files and folders, name. Raises UserError.
 
-    Returns ([(path, type, bytes if the type is text)], notes). A file with several names or links is read once.
+    Returns ([(path, type, bytes if the type is text)], {note: the files that it is about}). A file with several names
+    or links is read once.
     """
-    found, notes, folders = {}, {}, set()
+    found, notes, folders = {}, defaultdict(list), set()
     for name in map(str, inputs):
         require(os.path.exists(name), f"no file or folder matches the input {name}; check the path")
         require(os.path.isfile(name) or os.path.isdir(name),
@@ -74,33 +66,33 @@ def find_files(inputs: list, key: str) -> tuple[list[tuple[str, str, int]], dict
                     size = sum(len(chunk.encode()) for chunk in text_chunks(path, key)) if kind == "text" else 0
                 found[real] = path, kind, size
                 if kind == "text" and path.removesuffix(".gz").endswith(".json"):
-                    note(notes, f'read as one text, because the first line is no JSON object with "{key}"', path)
+                    notes[f'read as one text, because the first line is no JSON object with "{key}"'].append(path)
             except UserError as error:
                 require(path != name, str(error))
-                note(notes, "skipped, not UTF-8 text or damaged", path)
+                notes["skipped, not UTF-8 text or damaged"].append(path)
                 found[real] = None
     return list(filter(None, found.values())), notes
 
 
-def files_in(path: str, seen: set[str], notes: dict) -> Iterator[str]:
+def files_in(path: str, seen: set[str], notes: defaultdict) -> Iterator[str]:
     """Yield the file, or a folder's files and then its subfolders', in sorted order. seen: the real paths of folders
     that are not read again, because a link may lead to a folder above itself; updated here."""
     if os.path.isfile(path):
         yield path
     elif not os.path.isdir(path):
-        note(notes, "skipped, neither a file nor a folder", path)
+        notes["skipped, neither a file nor a folder"].append(path)
     elif (real := os.path.realpath(path)) not in seen:
         seen.add(real)
         paths = [os.path.join(path, name) for name in os.listdir(path)]
         for below in sorted(paths, key=lambda below: (os.path.isdir(below), below)):
             if os.path.basename(below).startswith("."):
-                note(notes, "skipped, hidden", below)
+                notes["skipped, hidden"].append(below)
             else:
                 yield from files_in(below, seen, notes)
 
 
 @contextmanager
-def open_input(path: str, key: str) -> Iterator[tuple[str, BinaryIO, BinaryIO]]:
+def open_input(path: str, key: str) -> Iterator[tuple[str, io.BufferedIOBase, io.BufferedIOBase]]:
     """Open a file and yield (its type, the file, the file as it is stored, which may be compressed). Raises UserError
     if the file is damaged, also while the with block reads it."""
     name = path.lower().removesuffix(".gz")
@@ -117,7 +109,7 @@ def open_input(path: str, key: str) -> Iterator[tuple[str, BinaryIO, BinaryIO]]:
     except (EOFError, zlib.error, ValueError, OSError) as error:
         if getattr(error, "filename", None):
             raise
-        fault = "not UTF-8 text" if isinstance(error, UnicodeError) else f"damaged ({error})"
+        fault = "not UTF-8 text" if isinstance(error, UnicodeError) else f"damaged ({' '.join(str(error).split())})"
         raise UserError(f"the input {path} is {fault}; convert or decompress it first") from None
 
 
@@ -137,7 +129,7 @@ def read_documents(files: list[tuple[str, str, int]], key: str) -> Iterator[Docu
         done = end
 
 
-def parquet_rows(path: str, file: BinaryIO, key: str) -> Iterator[dict]:
+def parquet_rows(path: str, file: io.BufferedIOBase, key: str) -> Iterator[dict]:
     """Yield {key: text} for each row. Raises UserError."""
     try:
         from pyarrow.parquet import ParquetFile

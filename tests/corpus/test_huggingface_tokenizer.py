@@ -240,7 +240,7 @@ def test_a_document_ends_once_and_one_with_its_own_separator_inside_is_named(tmp
     ids = np.fromfile(out / "train.bin", load_corpus(out).dtype)
     assert load_corpus(out).tokenizer().decode(ids) == "".join(
         begin + text.removeprefix(begin).removesuffix(end) + end for text in [*texts[:4], f"f{end}{end}", texts[5]])
-    assert meta["notes"] == {SEPARATOR_INSIDE: {"count": 3, "first": ["3.txt", "4.txt", "5.txt"]}}
+    assert meta["notes"] == [f"{SEPARATOR_INSIDE}: 3 (3.txt, 4.txt, 5.txt)"]
 
 
 def test_a_corpus_of_another_tokenizer_than_an_imported_models_is_refused(tmp_path, families):

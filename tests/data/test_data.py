@@ -184,7 +184,7 @@ def test_a_folder_is_read_in_order_without_hidden_and_binary_files(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     meta = quietly(["in", "in/link"], tmp_path / "out", split=(1, 0, 0))
     assert documents_in(tmp_path / "out") == ["bb", "c0", "c?🙂", "aa", "az", "ee"], "half a surrogate pair becomes ?"
-    assert prepare_module.note_lines(meta["notes"]) == [
+    assert meta["notes"] == [
         "skipped, hidden: 2 (in/.hidden, in/.git)",
         "skipped, not UTF-8 text or damaged: 6 (in/0.png, in/1.png, in/2.png, in/3.png, in/4.png, ...)",
         "skipped, neither a file nor a folder: 1 (in/dangling)",
@@ -209,8 +209,8 @@ def test_the_name_as_typed_and_the_first_bytes_decide_the_type(tmp_path, target)
             path.symlink_to(stored)
         meta = quietly(path, tmp_path / f"out{i}", split=(1, 0, 0))
         assert documents_in(tmp_path / f"out{i}") == expected, (i, name)
-        assert [*meta["notes"]] == ['read as one text, because the first line is no JSON object with "text"'] * (
-            name == "a.json" and expected != TWO)
+        noted = ['read as one text, because the first line is no JSON object with "text": 1 (' + f"{path})"]
+        assert meta["notes"] == noted * (name == "a.json" and expected != TWO)
 
 
 def test_parquet_is_read_by_column(tmp_path, monkeypatch):
