@@ -20,7 +20,7 @@ from nanodomino.checkpoint.load import restore
 from nanodomino.checkpoint.manifest import write_manifest
 from nanodomino.checkpoint.shards import Box, LocalBox, full_shapes
 from nanodomino.config.config import Config
-from nanodomino.config.flags import markdown
+from nanodomino.config.flags import Parser, markdown
 from nanodomino.config.saved_settings import check_settings, from_record, to_record
 from nanodomino.errors import UserError
 from nanodomino.model import meta_model
@@ -261,6 +261,19 @@ def test_load_takes_the_model_settings_from_the_checkpoint(tmp_path, old_run):
     found = open_run(settled("--load", old_run, "--seq-length", 8, "--optimizer", "muon", "--finetune", "--run-dir",
                              tmp_path))
     assert found.weights_only and found.checkpoint == checkpoints_of(old_run)[0]
+
+
+def test_a_tilde_is_the_home_directory_in_flags_and_files_but_not_in_a_prompt(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    (tmp_path / "settings.json").write_text('{"data_path": "~/data"}')
+    config = from_command_line([f"--config={tmp_path}/settings.json", "--run-dir=~/run", "--num-layers", "4"], 1)
+    assert (config.data_path, config.run_dir) == ("/home/me/data", "/home/me/run")
+    parser = Parser()
+    parser.add_argument("--prompt")
+    parser.add_argument("--input", nargs="+")
+    parser.add_argument("--output", type=Path)
+    flags = parser.parse_args(["--prompt=~/x", "--input", "a~", "~", "--output=~/out"])
+    assert (flags.prompt, flags.input, flags.output) == ("~/x", ["a~", "/home/me"], Path("/home/me/out"))
 
 
 def test_a_setting_without_effect_is_refused_only_if_its_flag_was_given(begun):
