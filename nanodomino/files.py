@@ -91,7 +91,7 @@ def read_json(path) -> dict:
 
 
 def write_file(path: Path, data: bytes | Iterable[bytes], flush=False):
-    """Write a whole file in the place of whatever is at `path`, so a reader never sees half of it. data: the bytes,
+    """Write a whole file in the place of whatever is at `path`, so that a reader never sees half of it. data: bytes,
     or parts of them. flush: wait until the data is on the disk."""
     temporary = path.with_name(f".{path.name}-{os.getpid()}")  # two processes may write the same file
     temporary.unlink(missing_ok=True)                          # left by a process that was killed

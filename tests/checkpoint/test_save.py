@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanodomino.checkpoint import tensor_index
+from nanodomino.checkpoint import save as save_module, tensor_index
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of
+from nanodomino.checkpoint.load import full_weights
 from nanodomino.checkpoint.manifest import read_manifest, step_of, verify
 from nanodomino.checkpoint.shards import local_boxes
+from support.harness import build
 from support.checkpoints import ONE_RANK, TP2, TP2_DP2, config_for, make_saver, save_steps, write_empty_checkpoint
 
 
@@ -134,7 +136,69 @@ def test_a_checkpoint_is_renamed_when_all_of_it_is_on_the_disk_and_never_changed
     assert seen == {"step": 1, "flushed": True, "unchanged": True, "name flushed": True, "failure": None}
 
 
+# ---- in the background
+
+def save_twice_on_a_slow_disk(config, folder):
+    """Save weights that are all 1 as step 1, then weights that are all 2. Rank 1 writes step 1 only after a second, or
+    as soon as step 2 is copied to host memory. Return the failure."""
+    mesh, model, optimizer, _ = build(config)
+    saver, copied = save_module.Saver(Path(folder), mesh, keep_last=2), threading.Event()
+    copy, write = save_module.copy_to_host, save_module.write_boxes
+
+    def observed_copy(*arguments):
+        copy(*arguments)
+        if (optimizer.own_state(optimizer.buckets[0], "weight") == 2).all():
+            copied.set()
+
+    def slow_write(path, boxes):
+        if "step-00000001" in str(path) and mesh.tp_rank == 1:
+            copied.wait(1)
+        return write(path, boxes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(save_module, "copy_to_host", observed_copy)
+        patch.setattr(save_module, "write_boxes", slow_write)
+        for step in (1, 2):
+            for bucket in optimizer.buckets:
+                optimizer.own_state(bucket, "weight").fill_(step)
+            saver.save(step, model, optimizer, config)
+        saver.wait()
+    return saver.failure()
+
+
+def test_a_save_waits_until_the_previous_one_is_written(pool, tmp_path):
+    """Otherwise step 2 would overwrite the host memory from which step 1 is still being written."""
+    assert pool.run(save_twice_on_a_slow_disk, config_for(*TP2), str(tmp_path), world_size=2) == [None, None]
+    held = {step_of(folder): {value for weight in full_weights(folder).values() for value in weight.unique().tolist()}
+            for folder in checkpoints_of(tmp_path)}
+    assert held == {1: {1.0}, 2: {2.0}}
+
+
+def save_without_a_thread(config, folder):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    _, _, save = make_saver(config, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        return save()
+
+
+def test_without_a_thread_training_waits_for_the_save(pool, tmp_path):
+    assert pool.run(save_without_a_thread, config_for(*ONE_RANK), str(tmp_path), world_size=1) == [None]
+    verify(checkpoints_of(tmp_path)[0])
+
+
 # ---- which checkpoints are kept
+
+def test_a_damaged_checkpoint_does_not_count_as_kept(pool, tmp_path):
+    """Step 15 is damaged, so step 10 is kept."""
+    for step in (5, 10, 15):
+        write_empty_checkpoint(tmp_path / "checkpoints" / f"step-{step:08d}", step)
+    (tmp_path / "checkpoints/step-00000015/index.json").write_text("[]")
+    assert pool.run(save_steps, config_for(*ONE_RANK), str(tmp_path), [(20, 0)], 2, world_size=1) == [[None]]
+    assert [step_of(folder) for folder in checkpoints_of(tmp_path)] == [20, 15, 10]
+
 
 @pytest.mark.parametrize("steps, keep_last, kept", [
     ([(25, 0)], 2, [25, 20]), ([(12, 0)], 1, [20, 15, 12]), ([(15, 0), (25, 0)], 3, [25, 20, 15]),

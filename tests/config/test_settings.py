@@ -22,7 +22,7 @@ from nanodomino.checkpoint.load import restore
 from nanodomino.checkpoint.manifest import write_manifest
 from nanodomino.checkpoint.shards import Box, LocalBox, full_shapes
 from nanodomino.config.config import Config
-from nanodomino.config.flags import markdown
+from nanodomino.config.flags import Parser, markdown
 from nanodomino.config.saved_settings import check_settings, from_record, to_record
 from nanodomino.data import TokenDataset
 from nanodomino.errors import UserError
@@ -318,6 +318,19 @@ def test_the_context_of_learned_positions_is_all_that_the_weights_were_trained_w
     sizes = dict(model_type="gpt2", vocab_size=9, n_layer=1, n_embd=8, n_head=2, n_positions=2048)
     assert read_config(sizes, "config.json").context_length == 2048
     assert settled("--model", "nano-llama", "--max-position-embeddings", 999).context_length == 999
+
+
+def test_a_tilde_is_the_home_directory_in_flags_and_files_but_not_in_a_prompt(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    (tmp_path / "settings.json").write_text('{"data_path": "~/data"}')
+    config = from_command_line([f"--config={tmp_path}/settings.json", "--run-dir=~/run", "--num-layers", "4"], 1)
+    assert (config.data_path, config.run_dir) == ("/home/me/data", "/home/me/run")
+    parser = Parser()
+    parser.add_argument("--prompt")
+    parser.add_argument("--input", nargs="+")
+    parser.add_argument("--output", type=Path)
+    flags = parser.parse_args(["--prompt=~/x", "--input", "a~", "~", "--output=~/out"])
+    assert (flags.prompt, flags.input, flags.output) == ("~/x", ["a~", "/home/me"], Path("/home/me/out"))
 
 
 def test_a_setting_without_effect_is_refused_only_if_its_flag_was_given(begun):

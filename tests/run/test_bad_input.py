@@ -244,6 +244,7 @@ TABLE += [Bad(f"--load {STEP}", says, damage, f"with {what}") for what, damage, 
     ("no list of files", forge(files=None), "manifest.json lacks files", ANOTHER),
     ("a later format", forge(format="nanodomino-checkpoint-9"), "has format 'nanodomino-checkpoint-9'",
      "use the version that wrote it"),
+    ("a number among names", forge(config=dict(given=[1])), "gives [1] as given", "of type list of names; correct it"),
     ("settings of a later version", forge(config=dict(rotary=True)), "this version does not know (rotary)",
      "use the version that wrote them"), ("a flipped bit", flip(SHARD), "damaged", ANOTHER)]]
 TABLE += [Bad(flags, says, damage, what) for flags, what, damage, *says in [
@@ -410,7 +411,9 @@ LAUNCHED = dict(zip(LAUNCHER, ("1", "4", "1", "4", "localhost", "29500"), strict
     (dict(RANK="²"), ("RANK must be a whole number", "'²'")),        # a digit for str.isdigit(), but not for int()
     (dict(MASTER_PORT="99999"), ("MASTER_PORT must be from 1 to 65535, but", "has 99999", TORCHRUN)),
     (dict(RANK="4"), ("RANK 4 must be below WORLD_SIZE 4", TORCHRUN)),
-    (dict(LOCAL_RANK="7"), ("LOCAL_RANK 7 below LOCAL_WORLD_SIZE 4", TORCHRUN))], ids=str)
+    (dict(LOCAL_RANK="7"), ("LOCAL_RANK 7 below LOCAL_WORLD_SIZE 4", TORCHRUN)),
+    *[(dict.fromkeys(LAUNCHED) | {name: "2"}, (f"{name} says that 2 copies of this program", "start one torchrun per"))
+      for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")]], ids=str)
 def test_an_incomplete_launch_environment_is_refused(changes, says):
     """A cluster or a shell left it. If the rest were guessed, every rank could believe to be rank 0."""
     environment = {name: value for name, value in {**LAUNCHED, **changes}.items() if value is not None}
@@ -420,7 +423,9 @@ def test_an_incomplete_launch_environment_is_refused(changes, says):
 
 
 def test_a_complete_launch_environment_and_none_at_all_are_accepted():
-    assert read_launch_environment(LAUNCHED) == LaunchInfo(1, 4, 1, 4, launched=True)
+    """srun starts torchrun on each host, or a single process; sbatch and salloc set only the other variables."""
+    assert read_launch_environment(LAUNCHED | dict(SLURM_STEP_NUM_TASKS="2")) == LaunchInfo(1, 4, 1, 4, launched=True)
+    assert read_launch_environment(dict(SLURM_NTASKS="4", SLURM_PROCID="0", PMI_SIZE="1")) == LaunchInfo()
     assert read_launch_environment({}) == read_launch_environment(dict(MASTER_ADDR="localhost")) == LaunchInfo()
 
 

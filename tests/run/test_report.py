@@ -5,7 +5,9 @@ import os
 import re
 import signal
 import time
+import tracemalloc
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +20,7 @@ from nanodomino.analysis.formulas import flops_per_token, parameter_count
 from nanodomino.config.config import Config
 from nanodomino.errors import UserError
 from nanodomino.model import meta_stage
+from nanodomino.plot.curves import Curve
 from nanodomino.run.estimates import require_memory
 from nanodomino.run.metrics_file import remove_outdated
 from nanodomino.run.report import describe_stage, what_hides_what
@@ -234,6 +237,28 @@ def test_lines_that_a_resumed_run_will_redo_or_that_cannot_be_read_are_cut(tmp_p
     middle = [cut] if cut.endswith(b"\n") else []
     assert reopened(tmp_path, 5, *lines_of(0, 1), *middle, *lines_of(5, 6), cut) == (lines_of(0, 1, 5), "")
     assert reopened(tmp_path, 0, *lines_of(0)) == ([], "")
+
+
+def test_a_number_of_400_digits_is_read_and_a_long_file_is_not_read_whole(tmp_path):
+    (path := tmp_path / "metrics.jsonl").write_bytes(b'{"step": 5, "loss": 1%s}\n' % (400 * b"0"))
+    os.truncate(path, 1 << 28)
+    curve = Curve("a run")
+    tracemalloc.start()
+    remove_outdated(path, 5, add=curve.add)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 26 and [*curve.points["loss"][1]] == [math.inf]
+    tracemalloc.stop()
+    assert path.stat().st_size < 500
+
+
+@pytest.mark.parametrize("change", [Path.unlink, lambda path: path.replace(f"{path}.old"),
+                                    lambda path: path.with_suffix(".new").replace(path)])
+def test_the_end_says_what_another_program_has_deleted_or_replaced(report, tmp_path, capsys, change):
+    shown = report()
+    (tmp_path / "checkpoints").mkdir(exist_ok=True)
+    (tmp_path / "metrics.new").touch()
+    change(tmp_path / "metrics.jsonl")
+    shown.end(3, 1.0)
+    assert f"everything in {tmp_path}, except metrics.jsonl, which another program" in capsys.readouterr().out
 
 
 def test_a_run_that_starts_over_keeps_the_metrics_of_its_previous_start(tmp_path):
