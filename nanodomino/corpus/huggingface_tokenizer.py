@@ -66,10 +66,8 @@ class HuggingFaceTokenizer:
         self.begin_of_text = self.id_of(
             "bos_token", ", or leave out --begin-of-text", "bos_token") if begin_of_text else None
         ids = self.encode(SAMPLE)
-        alphabet = self.byte_of or [f"<0x{byte:02X}>" for byte in range(256)]
         require(self.decode(ids) == b"".join(map(self.token_bytes, ids)).decode(errors="replace").lstrip() == SAMPLE
-                and self.decode(self.encode("  x")).startswith(" ")     # Mistral's removes one space
-                and None not in map(package_tokenizer.token_to_id, alphabet),
+                and self.decode(self.encode("  x")).startswith(" "),        # Mistral's removes one space
                 f"{path} changes a text that is encoded and then decoded; {ACCEPTED}")
 
     def id_of(self, key: str, otherwise: str, name: str | None) -> int:

@@ -11,6 +11,7 @@ import sys
 import unicodedata
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from nanodomino.corpus.huggingface_tokenizer import FILES
 from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.corpus.tokenizer import build_tokenizer
 from nanodomino.errors import UserError
+from nanodomino.generate.__main__ import find_tokenizer
 
 LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
           r"|\s+(?!\S)|\s+")
@@ -222,9 +224,14 @@ def test_a_data_folder_reads_its_tokens_after_the_tokenizer_has_moved(tmp_path, 
     assert meta["tokenizer"] == "huggingface" and ids[-1] == tokenizer.end_of_text == corpus.end_of_text
     files = [name for name in FILES if (out / name).exists()]
     assert files == [name for name in FILES if (families[family] / name).exists() or name == FILES[2]]
-    prepare(tmp_path / "a.txt", tmp_path / "again", out / "tokenizer.json", split=(1, 0, 0), progress=False,
-            end_of_text=chosen)
+    prepare(tmp_path / "a.txt", tmp_path / "again", out / "tokenizer.json", (1, 0, 0), False, end_of_text=chosen)
     assert np.fromfile(tmp_path / "again/train.bin", corpus.dtype).tolist() == ids, "its copy serves as the tokenizer"
+
+
+def test_generate_ends_a_chat_models_turn_unless_the_data_end_with_another_token(families):
+    config = flags = SimpleNamespace(data_path=None, vocab_size=10**6, special_tokens=False, begin_of_text=False)
+    found = find_tokenizer(families["qwen2"], config, flags)
+    assert found.end_of_text == package(families["qwen2"]).token_to_id("<|im_end|>")
 
 
 def test_a_document_ends_once_and_one_with_its_own_separator_inside_is_named(tmp_path, monkeypatch, families):
@@ -302,10 +309,6 @@ def whole(**changes):
     return lambda record: record.update(changes)
 
 
-def without_a_byte(record):
-    record["model"]["vocab"]["a byte that is missing"] = record["model"]["vocab"].pop("ÿ")
-
-
 REFUSED = {      # what: (family, change, message)
     "another model": ("gpt2", whole(model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}),
                       "is a WordLevel tokenizer"),
@@ -313,7 +316,6 @@ REFUSED = {      # what: (family, change, message)
        for family in ("gpt2", "mistral") for normalizer in (
            *({"type": name} for name in ("Lowercase", "NFKC", "NFD", "NFKD", "StripAccents", "Nmt")),
            *({"type": "Strip", "strip_left": left, "strip_right": not left} for left in (True, False)))},
-    "a byte is missing": ("gpt2", without_a_byte, "changes a text"),
     "a regex without text": (
         "gpt2", whole(normalizer={"type": "Replace", "pattern": {"Regex": "(?=x)"}, "content": "y"}),
         "the tokenizers package cannot encode"),
