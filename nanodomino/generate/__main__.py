@@ -138,7 +138,7 @@ def main(arguments: list[str], launch: LaunchInfo) -> int:
     try:
         write_texts(flags, model, mesh, tokenizer, seed)
     except NotFinite as error:
-        good = newest_finite_checkpoint(checkpoint.absolute().parents[1], (step_of(checkpoint) or 0) - 1)
+        good = newest_finite_checkpoint(checkpoint.absolute().parent.parent, (step_of(checkpoint) or 0) - 1)
         raise NotFinite(f"{error}; " + (f"use the last good checkpoint: --load {good}" if good
                                         else f"give another checkpoint than {checkpoint}")) from None
     dist.barrier()

@@ -177,7 +177,7 @@ class Session:
         self.saver.wait()                                      # wait for a checkpoint that is still being written
         self.report.draw_curve()
         config, loaded = self.config, None if self.step else self.run.checkpoint
-        good = newest_finite_checkpoint(loaded.absolute().parents[1] if loaded else self.run.folder, self.last_good)
+        good = newest_finite_checkpoint(loaded.absolute().parent.parent if loaded else self.run.folder, self.last_good)
         flags = f"--lr {config.lr / 2:g}" if self.step else "--finetune" if config.finetune else "--train-iters 0"
         return NotFinite(problem + (
             f"go on from the last good checkpoint: {'python' if config.world_size == 1 else 'torchrun ...'} train.py "
