@@ -45,7 +45,7 @@ def sentence_and_code(error: Exception) -> tuple[str, int] | None:
         return str(error), 2
     for reason, limit in LIMITS.items():
         if reason in str(error):
-            return f"the system refuses another file or thread ({reason}); raise the limit with {limit}, or end other programs", 1
+            return f"the system refuses another file or thread ({reason}); raise the limit with {limit}", 1
     if not isinstance(error, OSError):
         return None
     path = f"{str(error.filename)[:200]}: " if error.filename is not None else ""
