@@ -32,5 +32,4 @@ The tools around them, which the files above never import:
 import sys
 
 if sys.platform == "win32" or sys.version_info < (3, 10):
-    sys.exit("error: nanodomino needs Linux or macOS and Python 3.10 or later, but this is Python "
-             f"{sys.version.split()[0]} on {sys.platform}; on Windows, run it in WSL")
+    sys.exit("error: nanodomino needs Linux or macOS and Python 3.10 or later; on Windows, run it in WSL")

@@ -17,8 +17,7 @@ import signal
 import sys
 
 
-# What Python and gloo say when a process may not have another file or thread, and the shell's command for the limit.
-LIMITS = {"Too many open files": "ulimit -n", "can't start new thread": "ulimit -u",
+LIMITS = {"Too many open files": "ulimit -n", "can't start new thread": "ulimit -u",       # as Python and gloo say
           "Resource temporarily unavailable": "ulimit -u"}
 
 
@@ -52,7 +51,7 @@ def sentence_and_code(error: Exception) -> tuple[str, int] | None:
         return str(error), error.exit_code
     for reason, limit in LIMITS.items():
         if reason in str(error):
-            return f"the system refuses more: {reason}; raise the limit with {limit}, or end other programs", 1
+            return f"the system refuses another file or thread ({reason}); raise the limit with {limit}", 1
     if not isinstance(error, OSError):
         return None
     path = f"{str(error.filename)[:200]}: " if error.filename is not None else ""

@@ -70,8 +70,7 @@ def sha256(path) -> str:
 
 @contextmanager
 def naming(path):
-    """Name `path` in an OSError that names no file. A read or a write raises such an error, for example on a full disk.
-    """
+    """Name `path` in an OSError that names no file, as those of read() and write() do."""
     try:
         yield
     except OSError as error:

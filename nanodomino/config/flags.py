@@ -19,10 +19,9 @@ class Parser(argparse.ArgumentParser):
         shell does in `--flag ~/x` and not in `--flag=~/x`. A prompt stays as it is."""
         parsed, rest = super().parse_known_args(args, namespace)
         for name, value in vars(parsed).items():
-            if name == "prompt":
-                continue
-            require(value != "", f"{flag_name(name)} must not be empty, but is ''; give a value, or leave it out")
-            setattr(parsed, name, expand_home(value))
+            require(value != "" or name == "prompt",
+                    f"{flag_name(name)} must not be empty, but is ''; give a value, or leave it out")
+            setattr(parsed, name, value if name == "prompt" else expand_home(value))
         return parsed, rest
 
 

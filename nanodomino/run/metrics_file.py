@@ -21,7 +21,7 @@ class MetricsFile:
     """Appends lines to metrics.jsonl. say(line): prints a warning."""
 
     def __init__(self, path: Path, say):
-        self.path, self.say, self.unwritten, self.warned = path, say, b"", False
+        self.say, self.unwritten, self.warned = say, b"", False
         self.file = open_regular_file(path, "ab", 0)
         self.empty = not os.fstat(self.file.fileno()).st_size
 
@@ -36,12 +36,6 @@ class MetricsFile:
             if not self.warned:
                 self.say(f"warning: metrics.jsonl can't be written: {error}; training continues")
             self.warned = True
-
-    def in_place(self) -> bool:
-        """Return whether the file is still what its name leads to, and not deleted, renamed or replaced."""
-        with suppress(OSError):
-            return os.path.samestat(os.stat(self.path), os.fstat(self.file.fileno()))
-        return False
 
 
 def remove_outdated(path: Path, first_step: int, train_iters: int, say=print, add=lambda values: None):

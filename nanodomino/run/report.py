@@ -178,11 +178,10 @@ class Report:
 
     def end(self, step: int, seconds: float):
         self.bar.close()
-        lost = [name for name in ("config.json", "checkpoints") if not (self.run_dir / name).exists()]
-        lost += ["metrics.jsonl"] * bool(self.metrics and not self.metrics.in_place())
+        lost = [name for name in ("config.json", "metrics.jsonl", "checkpoints") if not (self.run_dir / name).exists()]
         self.say(f"{step} of {max(step, self.config.train_iters)} steps done, {seconds:.1f} s, peak memory of rank 0 "
                  f"{peak_memory(self.mesh.device) / 2**20:,.0f} MiB, everything in {self.run_dir}"
-                 + f", except {' and '.join(lost)}, which another program has deleted or replaced" * bool(lost))
+                 + f", except {' and '.join(lost)}, which another program has deleted or moved" * bool(lost))
 
 
 def describe_stage(config: Config, stage: int) -> str:

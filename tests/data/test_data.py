@@ -325,6 +325,8 @@ def test_nothing_is_replaced(tmp_path):
     first = quietly(tmp_path / "a.txt", tmp_path / "empty")
     with pytest.raises(UserError, match="empty already exists, and nothing is replaced; delete it, or choose another"):
         quietly(tmp_path / "a.txt", tmp_path / "empty")
+    with pytest.raises(OSError, match="No space left.*/full'"), prepare_module.new_folder(tmp_path / "full"):
+        raise OSError(28, "No space left on device")           # write() does not name the file
     with pytest.raises(OSError, match="not empty"), prepare_module.new_folder(tmp_path / "notes"):
         (tmp_path / "notes").mkdir()
         (tmp_path / "notes" / "mine").write_text("dear")

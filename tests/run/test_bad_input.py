@@ -432,6 +432,8 @@ def test_a_complete_launch_environment_and_none_at_all_are_accepted():
 @pytest.mark.parametrize("rank, error, waits, start", [
     (0, UserError("heads 3; try 4"), False, "error: heads 3; try 4\n"),
     (0, OSError(5, "bad disk", "data"), False, "error: data: bad disk; fix that, or choose another file or folder\n"),
+    (0, RuntimeError("[enforce fail at gloo/device.cc:186] rv != -1. Too many open files"), False,
+     "error: the system refuses another file or thread (Too many open files); raise the limit with ulimit -n\n"),
     (3, UserError("heads 3; try 4"), True, "error: heads 3; try 4\n"),
     (2, ValueError("mine"), False, "rank 2 failed: ValueError: mine\n"),
     (2, RuntimeError("Connection closed by peer"), True, "rank 2 lost its peers: ")], ids=str)
