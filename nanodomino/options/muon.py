@@ -30,16 +30,32 @@ from nanodomino.settings.setting import training_setting
 COEFFICIENTS, ITERATIONS = (3.4445, -4.7750, 2.0315), 5      # Keller Jordan's, for Newton-Schulz
 
 
-def orthogonal(matrices):
-    """Return about U V^T of each matrix U S V^T of a tensor [.., rows, columns]."""
+def orthogonal(matrices, dtype):
+    """Return about U V^T, in `dtype`, of each matrix U S V^T of a tensor [.., rows, columns]; 0 for a matrix of zeros.
+
+    The scale of a matrix makes no difference. It is taken out before rounding to `dtype`: fp16 has no 1e-8 and, squared,
+    no 1e3. The largest element goes first, or the squares in the norm would leave fp32's range.
+    """
     a, b, c = COEFFICIENTS
     tall = matrices.size(-2) > matrices.size(-1)
     x = matrices.mT if tall else matrices
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    x = x / x.abs().amax(dim=(-2, -1), keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
+    x = (x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1.0)).to(dtype)
     for _ in range(ITERATIONS):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x.mT if tall else x
+
+
+def update_of(matrices, parts, dtype):
+    """Return 0.2 sqrt(max(rows, columns)) orthogonal(part) for the parts of matrices [.., rows, columns], each in its
+    rows. parts: see ParameterSpec."""
+    updates = []
+    for part in matrices.unflatten(-2, (-1, sum(parts))).split(parts, dim=-2):
+        whole = part.flatten(-3, -2)
+        update = orthogonal(whole, dtype).to(part.dtype) * (0.2 * max(whole.shape[-2:]) ** 0.5)
+        updates.append(update.reshape(part.shape))
+    return torch.cat(updates, dim=-2).flatten(-3, -2)
 
 
 class Muon(torch.optim.Optimizer):
@@ -92,7 +108,7 @@ class Muon(torch.optim.Optimizer):
         for index, weight in enumerate(own):
             matrices, cut = self.finish_join(weight, *ahead.pop())
             ahead += [self.start_join(other, bucket.view(other, updates)) for other in own[index + 1:index + 2]]
-            result = orthogonal(matrices.to(self.dtype)).to(matrices.dtype) * (0.2 * max(matrices.shape[-2:]) ** 0.5)
+            result = update_of(matrices, weight.spec.parts, self.dtype)
             if cut is not None:
                 result = result.narrow(cut, weight.spec.offset[cut], weight.spec.size[cut])
             bucket.view(weight, updates).copy_(result.reshape(weight.shape))
