@@ -10,7 +10,7 @@ LR_DECAY_STYLES = {"cosine": lambda progress, config: 0.5 * (1.0 + math.cos(math
 def learning_rate(step: int, config) -> float:
     """Return the learning rate of a step, 1 to train_iters. The rate rises linearly to lr, then decays to min_lr at the
     last step. With the decay style `constant` it stays at lr."""
-    warmup = int(config.lr_warmup_fraction * config.train_iters)
+    warmup = round(config.lr_warmup_fraction * config.train_iters)         # int() would make 0.29 x 100 steps 28
     if step <= warmup:
         return config.lr * step / warmup
     progress = (step - warmup) / max(config.train_iters - warmup, 1)
