@@ -39,8 +39,7 @@ class ParameterSpec:
 
     shape        the shape of the whole tensor, as checkpoints store it
     offset, size the box of the whole tensor that is this rank's shard
-    parts        the numbers of rows of the matrices that are interleaved in this one, for example of q, k and v in a query
-                 group; the rows of one matrix repeat every sum(parts) rows
+    parts        how many rows in turn belong to each of the matrices that are interleaved in this one, such as q, k, v
     std, value   the standard deviation of normal initial values; if std is None, all values are `value`
     """
     shape: tuple[int, ...]
@@ -56,8 +55,7 @@ def parameter(shape, config, mesh, *, cut=None, view=None, parts=None, std=None,
               addends=(), update=None, dtype=None) -> nn.Parameter:
     """Create this rank's shard of a parameter, uninitialized. GPT.initialize() in model.py fills it.
 
-    shape, std, value         see ParameterSpec
-    parts                     see ParameterSpec; None: all rows are of one matrix
+    shape, parts, std, value  see ParameterSpec; parts None: the rows belong to one matrix
     cut                       {dimension: axis}: each rank of this axis of the mesh holds an equal part of the dimension
     view                      the parameter's shape, as for Tensor.view; None: the dimensions of the whole tensor
     replicas, addends         see ParameterKind
