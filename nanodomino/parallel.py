@@ -86,16 +86,16 @@ class ColumnParallelLinear(nn.Module):
     """Computes this rank's output features: x [.., in] -> x W^T + bias [.., out/t].
 
     partition_stride: the number of matrices stacked in W, each of which is cut by itself (Megatron-LM's name); for
-    example 2 for SwiGLU's [gate; up].
+    example 2 for SwiGLU's [gate; up]. parts: see ParameterSpec.
     """
 
-    def __init__(self, features_in, features_out, config, mesh, bias=True, partition_stride=1):
+    def __init__(self, features_in, features_out, config, mesh, bias=True, partition_stride=1, parts=None):
         super().__init__()
         self.group = mesh.tp_group
         rows = (features_out,) if partition_stride == 1 else (partition_stride, features_out // partition_stride)
         cut = {len(rows) - 1: "tp"}
         self.weight = parameter((*rows, features_in), config, mesh, cut=cut, view=(-1, features_in),
-                                std=config.init_method_std)
+                                parts=parts, std=config.init_method_std)
         self.bias = parameter(rows, config, mesh, cut=cut, view=(-1,)) if bias else None
 
     def forward(self, x):

@@ -71,7 +71,8 @@ def sum_of_squares(flat):
 @dataclass(frozen=True)
 class StepResult:
     """The outcome of a step for the global batch. All ranks have the same values."""
-    loss: float          # mean over the tokens that count
+    loss: float          # mean over the tokens that count; 0 if none does
+    tokens: float        # the number of tokens that count
     grad_norm: float     # before clipping
     skipped: bool        # the loss or a gradient was not finite, so no weight has changed
     stop: bool           # at least one rank wants to stop
@@ -231,14 +232,14 @@ class ZeroOptimizer:
         """
         self.finalize_gradients()
         loss_sum, tokens, squares, stops, *statistics = self.sum_over_world(totals, stop)
-        tokens, scale = max(tokens, 1.0), self.loss_scale.value    # without tokens all gradients are zero: avoid 0/0
-        grad_norm = math.sqrt(squares) / (tokens * scale)
+        divisor, scale = tokens or math.inf, self.loss_scale.value     # inf: if no token counts, no gradient does
+        grad_norm = math.sqrt(squares) / (divisor * scale)
         skipped = not (math.isfinite(loss_sum) and math.isfinite(grad_norm))
         if not (math.isfinite(loss_sum) and self.loss_scale.update(overflow=skipped)):
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         if not skipped:
-            self.update(learning_rate, grad_norm, 1.0 / (tokens * scale))
-        return StepResult(loss_sum / tokens, grad_norm, skipped, stops > 0, scale, tuple(statistics))
+            self.update(learning_rate, grad_norm, 1.0 / (divisor * scale))
+        return StepResult(loss_sum / divisor, tokens, grad_norm, skipped, stops > 0, scale, tuple(statistics))
 
     def sum_over_world(self, totals, stop=False):
         """Return [loss sum, tokens, sum of squared gradients, ranks that want to stop, *statistics of the model],

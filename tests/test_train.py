@@ -140,14 +140,17 @@ def test_the_learning_rate_climbs_then_falls_to_min_lr():
     middles = dict(cosine=0.55, linear=0.55, constant=1.0)
     assert middles.keys() == LR_DECAY_STYLES.keys(), "add the new decay style, with its rate half-way, to `middles`"
     for style, middle in middles.items():
-        config = tiny(1, lr=1.0, min_lr=0.1, train_iters=110, lr_warmup_fraction=10.75 / 110, lr_decay_style=style)
+        config = tiny(1, lr=1.0, min_lr=0.1, train_iters=110, lr_warmup_fraction=10.25 / 110, lr_decay_style=style)
         rates = [train.learning_rate(step, config) for step in range(1, 111)]
         assert rates[0] == 0.1 and rates[9] == 1.0 and max(rates) == 1.0
         assert rates[59] == pytest.approx(middle) and rates[-1] == pytest.approx(1.0 if style == "constant" else 0.1)
         assert all(one >= other for one, other in zip(rates[9:], rates[10:]))
     late = dataclasses.replace(config, lr_decay_style="linear", train_iters=300, lr_decay_iters=110)
     assert [train.learning_rate(step, late) for step in (10, 60, 110, 300)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
-    assert train.learning_rate(1, tiny(1, lr_warmup_fraction=0.0, lr_decay_style="constant")) == pytest.approx(1e-2)
+    for fraction, iters, steps in ((0.29, 100, 29), (0.05, 215, 11), (0.0, 100, 0)):       # 0.29 x 100 is 28.999...
+        config = tiny(1, lr=1.0, train_iters=iters, lr_warmup_fraction=fraction, lr_decay_style="constant")
+        rates = [train.learning_rate(step, config) for step in range(1, iters + 1)]
+        assert sum(rate < config.lr for rate in rates) == max(steps - 1, 0)
 
 
 def test_the_first_process_of_every_host_prepares_the_default_corpus(tmp_path, corpus, monkeypatch):

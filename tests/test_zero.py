@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from support.fake_world import fake_world
-from support.harness import build, random_data, tiny
+from support.harness import EXPERTS, build, random_data, tiny
 
 import train
 from nanodomino.analysis.formulas import state_bytes_per_parameter
@@ -181,16 +181,17 @@ def test_stage_2_holds_the_main_grads_being_filled_and_two_in_flight(pool, sched
 
 # ---- what flat buffers must not forget
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_without_tokens_that_count_a_step_has_neither_a_loss_nor_a_gradient(rank):
-    """0/0 would be NaN."""
-    config = tiny(2, tensor_model_parallel_size=2)
+@pytest.mark.parametrize("rank, options", [(0, {}), (1, {}), (0, EXPERTS), (1, EXPERTS)])
+def test_without_tokens_that_count_a_step_has_neither_a_loss_nor_a_gradient(rank, options):
+    """0/0 would be NaN, and routers have losses of their own."""
+    config = tiny(2, tensor_model_parallel_size=2, **options)
     data = random_data(config, 1)
     data.loss_mask.zero_()
     with fake_world(rank, 2):
         mesh, _, optimizer, stage = build(config)
         result = train.train_step(1, stage, optimizer, data, config, mesh)
-        assert (result.loss, result.grad_norm, result.skipped) == (0.0, 0.0, False)
+        assert (result.loss, result.tokens, result.grad_norm, result.skipped) == (0.0, 0.0, 0.0, False)
+        assert not any(bucket.own_grad.any() for bucket in optimizer.buckets)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -40,7 +40,7 @@ from nanodomino.schedules.definitions import SCHEDULES, Schedule
 from nanodomino.schedules.placement_and_messages import Placement, Timetable, timetable
 from nanodomino.settings.presets import (DEFAULT_LAYOUTS, DTYPES, FINETUNE_BATCH_SIZE, FINETUNE_LR_DIVISOR,
                                        PRESETS)
-from nanodomino.settings.rules import check_rules, default_ffn_hidden_size, default_schedule
+from nanodomino.settings.rules import check_divisible, check_rules, default_ffn_hidden_size, default_schedule
 from nanodomino.settings.setting import (check_values, data_setting, family_setting, layout_setting, machine_setting,
                                        model_setting, run_setting, training_setting)
 
@@ -58,6 +58,8 @@ ALL_PRESETS, ALL_DECAYS = with_options("PRESETS", PRESETS), with_options("LR_DEC
 # what several settings need to have an effect
 ROPE, DYNAMIC = "--position-embedding-type rope", ("--dtype float16", "no --loss-scale")
 DECAYING = "--lr-decay-style " + " or ".join(name for name in ALL_DECAYS if name != "constant")
+LR_FACTORS = "".join(f", times {spec.lr_factor:g} with --optimizer {name}" for name, spec in ALL_OPTIMIZERS.items()
+                     if spec.lr_factor != 1)
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ class CoreSettings(Seams):
     optimizer: str = training_setting("adamw", "optimizer", choices=ALL_OPTIMIZERS,
                                       affects="optimizer")
     lr: float = training_setting(
-        None, f"peak learning rate (default: the preset's, for AdamW, or 1/{FINETUNE_LR_DIVISOR} with --finetune)")
+        None, f"peak learning rate (default: the preset's{LR_FACTORS}; 1/{FINETUNE_LR_DIVISOR} of it with --finetune)")
     min_lr: float = training_setting(None, "final learning rate (default: lr / 10)", derived=True,
                                      needs=DECAYING)
     lr_decay_style: str = training_setting(
@@ -191,6 +193,8 @@ class CoreSettings(Seams):
         2, "number of overflows until the dynamic loss scale is halved; each further overflow halves it again, and the "
            "count restarts when the scale doubles",
         needs=DYNAMIC)
+    fp16_lm_cross_entropy: bool = training_setting(
+        False, "compute the exponentials of the cross entropy in fp16 instead of fp32", needs="--dtype float16")
     seed: int = training_setting(1234, "seed of initial weights, data order and dropout", affects="run", at_least=0)
 
     data_path: str = data_setting(
@@ -366,8 +370,9 @@ class CoreSettings(Seams):
         filled = {name: value for name, value in self.preset.items() if getattr(self, name) is None}
         if self.finetune and "global_batch_size" in filled:
             filled["global_batch_size"] = min(filled["global_batch_size"], FINETUNE_BATCH_SIZE)
-        if self.finetune and "lr" in filled:
-            filled["lr"] /= FINETUNE_LR_DIVISOR
+        if "lr" in filled:
+            filled["lr"] *= self.optimizer_spec.lr_factor
+            filled["lr"] /= FINETUNE_LR_DIVISOR if self.finetune else 1
         config = dataclasses.replace(self, **filled, world_size=world_size)
 
         heads = config.num_attention_heads
@@ -382,6 +387,9 @@ class CoreSettings(Seams):
         dp = self.dp or max(world_size // (tp * inner * pp), 1)
         micro_batch_size = self.micro_batch_size or min(config.micro_batch_size, max(config.global_batch_size // dp, 1))
         schedule = self.schedule or default_schedule(self.virtual_stages or 1)
+        if config.kv_channels is None:
+            check_divisible("hidden-size", config.hidden_size, "num-attention-heads", heads,
+                            f"--hidden-size {heads * max(config.hidden_size // heads, 1)}, or give --kv-channels")
         ffn_hidden_size = config.ffn_hidden_size or default_ffn_hidden_size(config)
         config = dataclasses.replace(
             config, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, data_parallel_size=dp,

@@ -145,7 +145,7 @@ class Seams:
     behind_head_in_words = ""            # such words for the line of the stage with the head
     sent_inside = ()                     # what insides send, such as "all-to-all"
 
-    def step_metrics(self, statistics: tuple[float]) -> dict:
+    def step_metrics(self, result) -> dict:
         """Return what metrics.jsonl records of StepResult.statistics. Values that are dicts are details."""
         return {}
 

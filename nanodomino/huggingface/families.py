@@ -18,7 +18,8 @@ from nanodomino.settings.setting import flag_name, flag_settings
 
 IMPORTED_SEQ_LENGTH = 1024     # default seq-length of an imported model; less if the model has fewer positions
 HEADS, HEAD_SIZE = (lambda sizes: sizes.num_attention_heads,
-                    lambda sizes: sizes.hidden_size // sizes.num_attention_heads)
+                    lambda sizes: None if sizes.hidden_size % sizes.num_attention_heads
+                    else sizes.hidden_size // sizes.num_attention_heads)
 
 
 @dataclass(frozen=True)

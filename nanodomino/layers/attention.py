@@ -42,11 +42,12 @@ class Attention(Sublayer):
     def __init__(self, config, mesh, site: str):
         super().__init__(config, mesh, site)
         has_bias, width = not config.disable_bias_linear, config.num_attention_heads * config.kv_channels
-        self.qkv = ColumnParallelLinear(config.hidden_size, config.qkv_size, config, mesh,
-                                        has_bias or config.add_qkv_bias)
-        self.dense = RowParallelLinear(width, config.hidden_size, config, mesh, has_bias)
         self.groups, self.head_dim = config.num_query_groups // mesh.tp, config.kv_channels
         self.group_size, self.rope = config.num_attention_heads // config.num_query_groups, config.rope
+        self.qkv = ColumnParallelLinear(
+            config.hidden_size, config.qkv_size, config, mesh, has_bias or config.add_qkv_bias,
+            parts=(self.group_size * self.head_dim, self.head_dim, self.head_dim))
+        self.dense = RowParallelLinear(width, config.hidden_size, config, mesh, has_bias)
         # addends: all heads share one weight [d], and each rank computes the gradient from its own heads only
         self.q_layernorm, self.k_layernorm = (
             Norm(config, mesh, self.head_dim, addends=("tp",)) if config.qk_layernorm else None for _ in range(2))

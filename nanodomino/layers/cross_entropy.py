@@ -22,6 +22,7 @@ three numbers per token (Megatron-LM, 1909.08053, section 3):
 **Memory.** Logits are the largest tensor of a step. They stay in their own dtype until the gradient overwrites them.
 Training creates no other tensor of their size, because it makes fp32 temporaries for a chunk of rows at a time. (Only
 VocabParallelCrossEntropy, which the plain model uses, copies the logits.) Sums are in fp32 or wider.
+With `narrow` (--fp16-lm-cross-entropy), the temporaries have the logits' own dtype; the plain model has no such choice.
 """
 
 import torch
@@ -43,15 +44,17 @@ def in_chunks(function):
     return chunked
 
 
-def max_and_sum_exp_of_rows(logits):
+def max_and_sum_exp_of_rows(logits, narrow=False):
     """Return (largest logit, sum of exp(z - largest)) of logits [rows, n], both [rows] in fp32 or wider."""
-    largest = logits.amax(dim=-1).to(wide_dtype(logits))
-    return largest, (logits - largest.unsqueeze(-1)).exp_().sum(dim=-1)
+    largest, wide = logits.amax(dim=-1, keepdim=True), wide_dtype(logits)
+    exps = (logits - (largest if narrow else largest.to(wide))).exp_()
+    return largest.squeeze(-1).to(wide), exps.sum(dim=-1, dtype=wide)
 
 
-def scaled_exp_of_rows(logits, maximum, factor):
+def scaled_exp_of_rows(logits, maximum, factor, narrow=False):
     """Overwrite logits [rows, n] with exp(logits - maximum [rows]) * factor [rows]."""
-    torch.mul((logits - maximum.unsqueeze(-1)).exp_(), factor.unsqueeze(-1), out=logits)
+    maximum, factor = (x.unsqueeze(-1).to(logits.dtype if narrow else x.dtype) for x in (maximum, factor))
+    torch.mul((logits - maximum).exp_(), factor, out=logits)
     return ()
 
 

@@ -11,7 +11,7 @@ def learning_rate(step: int, config) -> float:
     """Return the learning rate of a step, from 1. The rate rises linearly to lr, then decays to min_lr at the step
     lr_decay_iters, by default the last. With the decay style `constant` it stays at lr."""
     end = config.lr_decay_iters or config.train_iters
-    warmup = int(config.lr_warmup_fraction * end)
+    warmup = round(config.lr_warmup_fraction * end)            # int() would make 0.29 x 100 steps 28
     if step <= warmup:
         return config.lr * step / warmup
     progress = min((step - warmup) / max(end - warmup, 1), 1.0)

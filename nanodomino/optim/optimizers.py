@@ -36,11 +36,13 @@ class OptimizerSpec:
     moments                       the names of the optimizer's state tensors that have the weight's shape
     counts_steps                  whether the state also has a `step`
     counts_in_norm                whether the gradients belong to the global norm
+    lr_factor                     the default of --lr is the preset's value, which is for AdamW, times this
     """
     make: Callable
     moments: tuple[str, ...]
     counts_steps: bool = False
     counts_in_norm: bool = True
+    lr_factor: float = 1.0
 
 
 OPTIMIZERS = {

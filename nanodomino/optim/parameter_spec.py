@@ -39,21 +39,23 @@ class ParameterSpec:
 
     shape        the shape of the whole tensor, as checkpoints store it
     offset, size the box of the whole tensor that is this rank's shard
+    parts        how many rows in turn belong to each of the matrices that are interleaved in this one, such as q, k, v
     std, value   the standard deviation of normal initial values; if std is None, all values are `value`
     """
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     size: tuple[int, ...]
     kind: ParameterKind
+    parts: tuple[int, ...]
     std: float | None
     value: float
 
 
-def parameter(shape, config, mesh, *, cut=None, view=None, std=None, value=0.0, replicas="dp", addends=(),
-              update=None, dtype=None) -> nn.Parameter:
+def parameter(shape, config, mesh, *, cut=None, view=None, parts=None, std=None, value=0.0, replicas="dp",
+              addends=(), update=None, dtype=None) -> nn.Parameter:
     """Create this rank's shard of a parameter, uninitialized. GPT.initialize() in model.py fills it.
 
-    shape, std, value         see ParameterSpec
+    shape, parts, std, value  see ParameterSpec; parts None: the rows belong to one matrix
     cut                       {dimension: axis}: each rank of this axis of the mesh holds an equal part of the dimension
     view                      the parameter's shape, as for Tensor.view; None: the dimensions of the whole tensor
     replicas, addends         see ParameterKind
@@ -69,7 +71,7 @@ def parameter(shape, config, mesh, *, cut=None, view=None, std=None, value=0.0, 
     kind = ParameterKind(update, shards, replicas, addends)
     shard = torch.empty(size, device=mesh.device, dtype=dtype or config.params_dtype)
     weight = nn.Parameter(shard.view(view or size))
-    weight.spec = ParameterSpec(tuple(shape), offset, size, kind, std, value)
+    weight.spec = ParameterSpec(tuple(shape), offset, size, kind, parts or shape[-2:-1], std, value)
     weight.main_grad = weight.bucket = None        # set by optim/buckets.py; backward adds to main_grad
     return weight
 

@@ -6,8 +6,9 @@ rate, not only those with large gradients (github.com/KellerJordan/Muon; 2502.16
 
     m = b m + (1 - b) g     u = b m + (1 - b) g     w = (1 - lr decay) w - lr 0.2 sqrt(max(rows, columns)) orthogonal(u)
 
-The factor 0.2 sqrt(max(rows, columns)) gives the update the size of AdamW's, so the same --lr serves both (2502.16982,
-section 2.2). Five Newton-Schulz iterations approximate U V^T by matmuls alone, in the training type.
+The factor 0.2 sqrt(max(rows, columns)) gives the update the size of AdamW's (2502.16982, section 2.2). A small model
+learns more at twice AdamW's --lr, the default here (docs/running.md). Five Newton-Schulz iterations approximate U V^T
+by matmuls alone, in the training type. Matrices that share one weight, such as q, k and v, are updated one by one.
 
 **Whole matrices.** A rank holds only a shard of a matrix (tensor parallelism), and updates only its partition of a flat
 bucket (ZeRO). So each step gathers twice: first the updates u of a bucket over the replicas, then, for each matrix that
@@ -30,16 +31,28 @@ from nanodomino.settings.setting import training_setting
 COEFFICIENTS, ITERATIONS = (3.4445, -4.7750, 2.0315), 5      # Keller Jordan's, for Newton-Schulz
 
 
-def orthogonal(matrices):
-    """Return about U V^T of each matrix U S V^T of a tensor [.., rows, columns]."""
+def orthogonal(matrices, dtype):
+    """Return about U V^T, in `dtype`, of each matrix U S V^T of a tensor [.., rows, columns]; 0 for a zero matrix."""
     a, b, c = COEFFICIENTS
     tall = matrices.size(-2) > matrices.size(-1)
     x = matrices.mT if tall else matrices
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    # Divide the scale out before rounding, since fp16 rounds 1e-8 to 0. Divide by the largest element before the norm,
+    # since fp32 rounds the square of 1e-30 to 0.
+    x = x / x.abs().amax(dim=(-2, -1), keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
+    x = (x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1.0)).to(dtype)
     for _ in range(ITERATIONS):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x.mT if tall else x
+
+
+def update_of(matrices, parts, dtype):
+    """Return 0.2 sqrt(max(rows, columns)) orthogonal(part) of each part of matrices [.., rows, columns], in the part's
+    rows. parts: see ParameterSpec."""
+    split = matrices.unflatten(-2, (-1, sum(parts))).split(parts, dim=-2)
+    updates = [orthogonal(part.flatten(-3, -2), dtype).to(part.dtype).reshape(part.shape)
+               * (0.2 * max(part.size(-3) * part.size(-2), part.size(-1)) ** 0.5) for part in split]
+    return torch.cat(updates, dim=-2).flatten(-3, -2)
 
 
 class Muon(torch.optim.Optimizer):
@@ -92,7 +105,7 @@ class Muon(torch.optim.Optimizer):
         for index, weight in enumerate(own):
             matrices, cut = self.finish_join(weight, *ahead.pop())
             ahead += [self.start_join(other, bucket.view(other, updates)) for other in own[index + 1:index + 2]]
-            result = orthogonal(matrices.to(self.dtype)).to(matrices.dtype) * (0.2 * max(matrices.shape[-2:]) ** 0.5)
+            result = update_of(matrices, weight.spec.parts, self.dtype)
             if cut is not None:
                 result = result.narrow(cut, weight.spec.offset[cut], weight.spec.size[cut])
             bucket.view(weight, updates).copy_(result.reshape(weight.shape))
@@ -111,7 +124,7 @@ class Muon(torch.optim.Optimizer):
         return torch.cat([*flat.view(self.mesh.tp, *size)], dim=cut), cut
 
 
-MUON = OptimizerSpec(Muon, moments=("momentum_buffer",))
+MUON = OptimizerSpec(Muon, moments=("momentum_buffer",), lr_factor=2.0)
 OPTIMIZERS = {"muon": MUON}
 
 

@@ -13,6 +13,7 @@ are the largest tensor of a step. Their gradient overwrites them, so that a slic
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -45,8 +46,9 @@ class EmbeddingAndHead:
         operations. Without it, in_chunks() processes a few rows at a time.
         """
         self.model, self.ops, self.residual_norm = model, ops, residual_norm
+        narrow = dict(narrow=model.config.fp16_lm_cross_entropy and model.config.dtype == "float16")
         self.max_and_sum_exp_of_rows, self.scaled_exp_of_rows = map(compiled or in_chunks, (
-            max_and_sum_exp_of_rows, scaled_exp_of_rows))
+            partial(max_and_sum_exp_of_rows, **narrow), partial(scaled_exp_of_rows, **narrow)))
 
     def embed(self, slice):
         """Return x [b, s, h], the start of the residual stream, for the slice's tokens."""

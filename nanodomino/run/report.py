@@ -137,7 +137,7 @@ class Report:
         speed = self.tokens_per_step / seconds
         mfu = speed * flops_per_token(self.config) / self.peak_flops if self.peak_flops else None
         shown = step % self.config.log_interval == 0 or step == 1
-        counts = self.config.step_metrics(result.statistics)
+        counts = self.config.step_metrics(result)
         self.record(step=step, loss=result.loss, grad_norm=result.grad_norm, lr=learning_rate,
                     tokens=self.config.consumed_train_samples(step) * self.config.seq_length,
                     step_ms=seconds * 1000, tokens_per_second=speed, mfu=mfu, skipped=result.skipped,

@@ -82,17 +82,14 @@ def check_rules(c):
             f"world size {c.world_size} must equal {' x '.join(sizes)} parallel = "
             f"{' x '.join(map(str, sizes.values()))} = {needed}; start {counted(needed, 'process')} with torchrun, or "
             f"change {', '.join('--' + axis for axis in ('tp', *c.inner_axes, 'pp', 'dp'))}")
-    if c.kv_channels == c.hidden_size // heads:
-        check_divisible("hidden-size", c.hidden_size, "num-attention-heads", heads,
-                        f"--hidden-size {heads * max(c.hidden_size // heads, 1)}")
     check_divisible("num-attention-heads", heads, "num-query-groups", groups, f"--num-query-groups {divisors(heads)}")
     for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size", *c.sizes_divisible_by_tp):
         size = getattr(c, name) or 0
         check_divisible(name.replace("_", "-"), size, "tensor-model-parallel-size", tp, f"--tp {divisors(size)}")
     require(not c.rope or 0 < rotary_size(c) <= c.kv_channels and rotary_size(c) % 2 == 0,
             f"RoPE must rotate an even number of channels from 2 to {c.kv_channels}, but rotary-percent "
-            f"{c.rotary_percent:g} x kv-channels {c.kv_channels} is {rotary_size(c)}; try "
-            + (f"--kv-channels {c.kv_channels + 1}" if c.kv_channels % 2 else "--rotary-percent 1"))
+            f"{c.rotary_percent:g} x kv-channels {c.kv_channels} is {rotary_size(c)}; "
+            f"try --kv-channels {c.kv_channels + c.kv_channels % 2} --rotary-percent 1")
 
     chunks = c.schedule_with_settings.chunks
     require(c.virtual_stages in chunks,

@@ -56,7 +56,7 @@ MODEL_AND_TRAINING = dict(
     fp8_format=("hybrid", FP32), fp8_recipe=("rowwise", FP8), fp8_wgrad=(False, FP8),
     first_last_layers_bf16=(True, FP8 | dict(num_layers=3)),
     loss_scale=(4.0, FP16), initial_loss_scale=(4.0, FP16), min_loss_scale=(2.0**100, OVERFLOW),
-    loss_scale_window=(1, FP16), hysteresis=(2, OVERFLOW), seed=(0, {}))
+    loss_scale_window=(1, FP16), hysteresis=(2, OVERFLOW), fp16_lm_cross_entropy=(True, FP16), seed=(0, {}))
 LAYOUT = dict(
     tensor_model_parallel_size=(1, {}), pipeline_model_parallel_size=(1, {}),
     data_parallel_size=(8, dict(tensor_model_parallel_size=None, pipeline_model_parallel_size=None,

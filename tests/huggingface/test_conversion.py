@@ -311,6 +311,8 @@ CHOICES_OF_EXPERTS = [dict(moe_router_topk=3, kv_channels=10), dict(qk_layernorm
                                      *(dict(model="nano-llama") | choices for choices in CHOICES),
                                      # Qwen3-1.7B: without experts, but as wide as qwen3-30b-a3b
                                      dict(model="qwen3-0.6b", num_layers=28, hidden_size=2048, ffn_hidden_size=6144),
+                                     dict(model="qwen3-0.6b", hidden_size=20, num_attention_heads=3, kv_channels=6,
+                                          num_query_groups=3),
                                      *(dict(model="nano-moe") | choices for choices in CHOICES_OF_EXPERTS)],
                          ids=lambda choices: " ".join(map(str, choices.values())))
 def test_every_preset_has_a_family_and_its_settings_come_back(choices):

@@ -218,6 +218,7 @@ def test_output_is_complete_or_absent(saved, tmp_path, monkeypatch, module, name
 @pytest.mark.parametrize("choices, message", [
     (dict(normalization="RMSNorm"), "GPT2LMHeadModel needs normalization LayerNorm, not RMSNorm; export another model"),
     (dict(kv_channels=8), "GPT2LMHeadModel needs kv-channels 4, not 8"),
+    (dict(num_attention_heads=3, kv_channels=5), "GPT2LMHeadModel needs kv-channels None, not 5"),
     (dict(model="nano-llama", rotary_percent=0.5), "LlamaForCausalLM needs rotary-percent 1.0, not 0.5"),
     (dict(model="nano-llama", qk_layernorm=True, add_qkv_bias=True), "needs .*, not True"),
     (dict(model="nano-llama", use_rope_scaling=True, rotary_seq_len_interpolation_factor=2.0), "only one rope scaling"),

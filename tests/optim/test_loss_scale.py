@@ -13,6 +13,7 @@ from support.harness import (build, difference, full_tensors, random_data, relat
 from support.reference import random_weights
 
 import train
+from nanodomino.layers.cross_entropy import max_and_sum_exp_of_rows, scaled_exp_of_rows
 from nanodomino.layers.norms import NORMALIZATIONS
 from nanodomino.optim.loss_scale import LossScale
 
@@ -194,7 +195,7 @@ def test_a_power_of_two_changes_no_bit(pool, dtype, world_size, layout):
     assert all(torch.equal(power.weights[name][0], plain.weights[name][0]) for name in plain.weights)
 
 
-RMS_NORM = dict(normalization="RMSNorm")
+RMS_NORM = dict(normalization="RMSNorm", fp16_lm_cross_entropy=True)           # the latter is for float16 alone
 DROPOUT = dict(hidden_dropout=0.1, attention_dropout=0.1)
 CUT = dict(tensor_model_parallel_size=2, slices=2, sequence_parallel=True, micro_batch_size=12)
 ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}        # of one operation, of its result
@@ -236,3 +237,15 @@ def test_sums_over_tokens_may_exceed_the_range_of_fp16(pool, normalization):
     assert math.isfinite(outcome.norms[0])
     sums = [gradient * data.loss_mask.sum() * 2.0**13 for gradient, _ in outcome.gradients[0].values()]
     assert sum(float(one.abs().max()) > 65504 for one in sums) >= len(sums) - 2, "or this shows nothing"
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_a_narrow_cross_entropy_rounds_each_exponential_but_no_sum(narrow):
+    """fp16 rounds exp(-9) by 2e-4 of its value. A sum in fp16 would stay at 1."""
+    logits, exponential, factor = torch.full((1, 60001), -9.0).half(), torch.tensor(-9.0), torch.tensor(8.01)
+    logits[0, 0] = 0.0
+    exponential = (exponential.half() if narrow else exponential).exp()
+    largest, sum_exp = max_and_sum_exp_of_rows(logits, narrow)
+    torch.testing.assert_close(sum_exp, 1.0 + 60000 * exponential.float()[None], rtol=1e-5, atol=0)
+    scaled_exp_of_rows(logits, largest, factor[None], narrow)
+    assert logits[0, 1] == (exponential * factor.to(exponential.dtype)).half()

@@ -13,7 +13,7 @@ from nanodomino.optim.optimizers import OPTIMIZERS
 
 NOT_A_DEFAULT = dict(lr=0.02, min_lr=0.0, lr_decay_style="linear", lr_warmup_fraction=0.45, train_iters=4,
                      weight_decay=0.3, clip_grad=0.05, adam_beta1=0.6, adam_beta2=0.7, adam_eps=0.01)
-RATES = 0.02, 0.02 * 2 / 3, 0.02 / 3, 0.0         # int(1.8) steps of warm-up, then linearly down to min_lr
+RATES = 0.01, 0.02, 0.01, 0.0         # round(1.8) steps of warm-up, then linearly down to min_lr
 
 
 def adamw(w, g, state, t, lr, decay):

@@ -23,10 +23,20 @@ def test_all_directions_of_an_update_have_about_the_same_size():
     """Newton-Schulz' coefficients bring each singular value close to 1, and leave the directions as they are."""
     matrix = torch.randn(3, 20, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
-    found = u.mT @ orthogonal(matrix) @ vh.mT
+    found = u.mT @ orthogonal(matrix, matrix.dtype) @ vh.mT
     assert (s.max(-1).values / s.min(-1).values > 2).all()
     diagonal = found.diagonal(dim1=-2, dim2=-1)
     assert ((diagonal > 0.6) & (diagonal < 1.3)).all() and (found - torch.diag_embed(diagonal)).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e-8, 1e3, 1e30])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_scale_of_a_gradient_makes_no_difference(scale, dtype):
+    """fp16 rounds 1e-8 to 0 or 6e-8, and cannot hold the square of 1e3; fp32 cannot hold that of 1e-30."""
+    matrix = torch.randn(40, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected, found = orthogonal(matrix, matrix.dtype), orthogonal((matrix * scale).float(), dtype)
+    assert (found - expected).norm() < expected.norm() * (1e-5 if dtype == torch.float32 else 0.1)
+    assert orthogonal(matrix.float() * 0, dtype).count_nonzero() == 0
 
 
 def test_a_run_trains_with_its_own_settings_and_adamws(pool, tmp_path):
@@ -38,20 +48,24 @@ def test_a_run_trains_with_its_own_settings_and_adamws(pool, tmp_path):
 
 
 def test_each_step_is_torchs(monkeypatch):
-    """torch rounds to bfloat16, which the test prevents. It takes each matrix of a stack by itself: gate and up."""
+    """torch rounds to bfloat16, which the test prevents. Each matrix is updated by itself: gate and up, and q, k and v,
+    whose rows are stored group by group."""
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor.clone())
     config = tiny(1, **FAMILIES["llama"], **MUON)
     weights, data = weights_and_data(config, STEPS)
     with fake_world(0, 1):
         outcome = train_rank(config, weights, data, STEPS)
         specs = {name: weight.spec for name, weight in train.model_builder(config, build(config)[0]).named_parameters()}
-    ours = {name: weight for name, (weight, _) in outcome.weights.items()}
-    matrices, others = {}, {}
+    ours, q_heads = {name: weight for name, (weight, _) in outcome.weights.items()}, config.num_attention_heads // 4
+    matrices, others, rows = {}, {}, {}
     for name, weight in weights.items():
-        inside = name.startswith("layers.") and weight.dim() == 2
-        stack = specs[name].shape[0] if len(specs[name].shape) == 3 else 1
-        (matrices if inside else others)[name] = [torch.nn.Parameter(part.clone()) for part in weight.chunk(stack)]
-    assert max(map(len, matrices.values())) == 2 and len(matrices) == 4 * config.num_layers
+        inside, numbers = name.startswith("layers.") and weight.dim() == 2, torch.arange(len(weight))
+        rows[name] = numbers.chunk(specs[name].shape[0] if len(specs[name].shape) == 3 else 1)
+        if name.endswith("qkv.weight"):
+            heads = numbers.view(4, q_heads + 2, config.kv_channels)
+            rows[name] = [part.flatten() for part in heads.split([q_heads, 1, 1], dim=1)]
+        (matrices if inside else others)[name] = [torch.nn.Parameter(weight[part]) for part in rows[name]]
+    assert sorted(map(len, matrices.values())) == sorted([1, 1, 2, 3] * config.num_layers) and q_heads == 2
     decayed, plain = ([part for parts in others.values() for part in parts if (part.dim() > 1) == decays]
                       for decays in (True, False))
     muon = torch.optim.Muon([part for parts in matrices.values() for part in parts], weight_decay=config.weight_decay,
@@ -62,13 +76,14 @@ def test_each_step_is_torchs(monkeypatch):
     for step in range(STEPS):
         clip = min(1.0, config.clip_grad / (outcome.norms[step] + 1e-6))
         for name, parts in (matrices | others).items():
-            for part, gradient in zip(parts, outcome.gradients[step][name][0].chunk(len(parts))):
-                part.grad = gradient * clip
+            for part, its_rows in zip(parts, rows[name]):
+                part.grad = outcome.gradients[step][name][0][its_rows] * clip
         for optimizer in (muon, adamw):
             for group in optimizer.param_groups:
                 group["lr"] = train.learning_rate(step + 1, config)
             optimizer.step()
-    theirs = {name: torch.cat([*parts]).detach() for name, parts in (matrices | others).items()}
+    theirs = {name: torch.cat(parts).detach()[torch.cat([*rows[name]]).argsort()]
+              for name, parts in (matrices | others).items()}
     assert difference(ours, theirs) < 1e-9
 
 

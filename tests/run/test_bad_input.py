@@ -80,7 +80,7 @@ TABLE = [Bad(flags, says, processes=(n,)) for n, flags, *says in [
     (2, "--schedule 1f1b --virtual-stages 2", "virtual-stages must be from 1 to 1 with schedule 1f1b, but is 2",
      "try --virtual-stages 1, or another --schedule"),
     # divisibility
-    (1, "--hidden-size 4", "hidden-size 4 must be divisible by num-attention-heads 8; try --hidden-size 8"),
+    (1, "--hidden-size 4", "hidden-size 4 must be divisible by num-attention-heads 8; try --hidden-size 8, or give"),
     (4, "--tp 4 --num-attention-heads 6", "heads 6", "tensor-model-parallel-size 4; try --tp 1, 2, 3, 6"),
     (1, "--num-query-groups 3", "heads 8 must be divisible by num-query-groups 3; try --num-query-groups 1, 2, 4, 8"),
     (4, "--tp 4 --num-query-groups 2", "num-query-groups 2", "tensor-model-parallel-size 4; try --tp 1, 2"),
@@ -88,6 +88,8 @@ TABLE = [Bad(flags, says, processes=(n,)) for n, flags, *says in [
     (4, f"{MOE} --tp 4 --moe-ffn-hidden-size 10", "moe-ffn-hidden-size 10 must be divisible by", "try --tp 1, 2, 5"),
     (4, "--tp 4 --make-vocab-size-divisible-by 1", "of 257", "size 4", "try --make-vocab-size-divisible-by 512"),
     (1, "--position-embedding-type rope --kv-channels 5", "RoPE must rotate an even number", "try --kv-channels 6"),
+    (1, "--position-embedding-type rope --kv-channels 7 --rotary-percent 0.5", "from 2 to 7, but rotary-percent 0.5",
+     "try --kv-channels 8 --rotary-percent 1"),
     (4, "--tp 4 --pp 1 --sequence-parallel --seq-length 126", "seq-length 126 must be divisible", "--seq-length 128"),
     (8, "--cp 2 --tp 4 --pp 1 --sequence-parallel --seq-length 12", "seq-length 12", "here 8; try --seq-length 16"),
     (2, "--cp 2 --seq-length 6", "seq-length 6 must be divisible by 2 cp", "here 4; try --seq-length 8"),

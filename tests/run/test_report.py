@@ -96,7 +96,7 @@ def test_perplexity_and_bits_per_byte_are_reported(report, tmp_path, capsys):
 
 
 def result_of(statistics=(), **changes) -> StepResult:
-    return StepResult(**dict(loss=1.0, grad_norm=1.0, skipped=False, stop=False, loss_scale=1.0,
+    return StepResult(**dict(loss=1.0, grad_norm=1.0, skipped=False, stop=False, loss_scale=1.0, tokens=100.0,
                              statistics=statistics) | changes)
 
 
@@ -140,10 +140,10 @@ def test_the_load_of_experts_is_reported(report, tmp_path, capsys):
     """Two layers of three have 4 experts. A skipped step may have a loss that is not finite, but it has a load. The
     load of each expert is recorded with each progress line, here every second step."""
     config = tiny(1, num_experts=4, disable_bias_linear=True, moe_layer_freq=2, log_interval=2)
-    shown, tokens = report(config), config.global_batch_size * config.seq_length
+    shown, tokens = report(config), config.global_batch_size * config.seq_length // 2      # those that count
     counts = [96, 96, 96, 96, 0.03 * tokens, 48, 96, 48, 192, 0.04 * tokens]
     for step in (1, 2, 3):
-        shown.step(step, result_of(counts), 0.1, seconds=1.0)
+        shown.step(step, result_of(counts, tokens=tokens), 0.1, seconds=1.0)
     shown.end(3, 1.0)
     said = capsys.readouterr().out
     total = parameter_count(config)
@@ -154,6 +154,8 @@ def test_the_load_of_experts_is_reported(report, tmp_path, capsys):
     assert [(line["auxiliary_loss"], line["busiest_expert"]) for line in lines] == [(pytest.approx(0.07), 2.0)] * 3
     loads = {"layers.0": [1.0, 1.0, 1.0, 1.0], "layers.2": [0.5, 1.0, 0.5, 2.0]}
     assert [line.get("expert_load") for line in lines] == [loads, loads, None]
+    shown.step(3, result_of([*counts[:-1], 0.5], tokens=0.0), 0.1, seconds=1.0)        # no token counts: no loss does
+    assert metrics(tmp_path)[-1]["auxiliary_loss"] == 0.0
     for bad in (math.nan, math.inf):
         shown.step(4, result_of([*counts[:-1], bad], skipped=True), 0.1, 1.0)
         assert metrics(tmp_path)[-1]["auxiliary_loss"] is None

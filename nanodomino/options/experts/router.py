@@ -23,7 +23,7 @@ share of a sample's s k choices that expert e received, and P_e its mean probabi
 replicas. So the auxiliary loss is computed for each sample (Megatron's seq_aux_loss) and weighted by s; the z-loss is a
 sum over tokens. Like the loss of the model, both are divided once, by the number of counted tokens of the global batch.
 But a token that the loss mask leaves out is routed too, because other tokens attend to it. So it adds to both losses,
-and if only half of the tokens count, both losses weigh twice as much.
+and if only half of the tokens count, both losses weigh twice as much. If no token counts, neither loss does.
 
 The expert bias follows the global step's tokens_per_expert. Its "gradient" is their excess over the mean. The replicas
 sum it like any other gradient, and zero.py updates the bias by the sign of the sum.

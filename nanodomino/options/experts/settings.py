@@ -54,8 +54,8 @@ class Settings:
         1e-3, "change of the expert bias after each step", affects="losses", above=0.0,
         needs=(EXPERTS, "--moe-router-enable-expert-bias"))
     moe_aux_loss_coeff: float = family_setting(
-        "coefficient of the load-balancing loss of each sample; unlike the loss of the model, it and the z-loss count "
-        "all tokens, also those that the loss mask leaves out",
+        "coefficient of the load-balancing loss of each sample; it and the z-loss are summed over all tokens, also "
+        "those that the loss mask leaves out, and divided by the number of tokens that count",
         affects="losses", needs=EXPERTS)
     moe_z_loss_coeff: float = model_setting(
         0.0, "coefficient of the router's z-loss", affects="losses", needs=EXPERTS)
@@ -138,14 +138,13 @@ class Settings:
     def on_one_rank(self):
         return replace(super().on_one_rank(), expert_model_parallel_size=1)
 
-    def step_metrics(self, statistics):
-        """auxiliary_loss: what the auxiliary losses and z-losses of all routers add to a token's loss; the mean over
-        all tokens, those included that the loss mask leaves out
+    def step_metrics(self, result):
+        """auxiliary_loss: what the auxiliary losses and z-losses of all routers add to the loss; see router.py
         busiest_expert: the largest load in any layer
         expert_load: {layer: how often each expert was chosen, divided by the mean of the layer}
         """
-        metrics, tokens = super().step_metrics(statistics), self.global_batch_size * self.seq_length
-        rows = {name.removesuffix(".mlp"): row for name, row in self.counts_of(statistics).items()
+        metrics, tokens = super().step_metrics(result), result.tokens or math.inf
+        rows = {name.removesuffix(".mlp"): row for name, row in self.counts_of(result.statistics).items()
                 if name.endswith(".mlp")}
         if rows:
             loads = {layer: [round(count * self.num_experts / sum(counts), 4) for count in counts]

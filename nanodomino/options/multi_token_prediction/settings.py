@@ -19,7 +19,8 @@ class Settings:
         0, "number of depths of multi-token prediction: depth d is a further layer that predicts the token d places "
            "after the next one", affects="optimizer", at_least=0, at_most=64)
     mtp_loss_scaling_factor: float = model_setting(
-        0.1, "weight of the depths' mean loss, which is added to the loss", affects="losses", needs="--mtp-num-layers")
+        0.1, "factor f: training adds f / depths times the losses of all depths, divided, like the main losses, by the "
+             "number of tokens of the main loss", affects="losses", needs="--mtp-num-layers")
 
     @property
     def layers_behind_head(self):
@@ -78,13 +79,13 @@ class Settings:
         depths = f", {counted(self.mtp_num_layers, 'depth')} of multi-token prediction"
         return super().behind_head_in_words + depths * (self.mtp_num_layers > 0)
 
-    def step_metrics(self, statistics):
-        """Add mtp_1_loss, ...: a depth's mean loss over the tokens that it counts, without --mtp-loss-scaling-factor.
-        It may be lower than the main loss: a depth also knows all tokens before the one that it predicts, and has one
-        more layer."""
-        counts = self.counts_of(statistics)
+    def step_metrics(self, result):
+        """Add mtp_1_loss, ...: a depth's mean loss over the n tokens that it counts. Training adds f/D x n / (tokens of
+        the main loss) times this mean; see depths.py. It may be lower than the main loss: a depth also knows all tokens
+        before the one that it predicts, and has one more layer."""
+        counts = self.counts_of(result.statistics)
         pairs = [counts[f"mtp.{number}"] for number in range(self.mtp_num_layers)]
-        return super().step_metrics(statistics) | {
+        return super().step_metrics(result) | {
             f"mtp_{depth}_loss": total / max(tokens, 1.0) for depth, (total, tokens) in enumerate(pairs, 1)}
 
     def step_in_words(self, metrics):
