@@ -87,7 +87,7 @@ def starts_from(checkpoint: Path, config: Config, run_dir: Path, loaded=False) -
     config = dataclasses.replace(config, sample_offset=samples - step * config.global_batch_size)
     why = "" if "lr" in config.given else ", a tenth of the preset's: --lr sets another"
     start = [f"starting from the weights in {checkpoint}, without its optimizer state and step, with the peak learning "
-             f"rate {config.lr:g}{why}"] if weights_only else [f"continuing from {checkpoint}"] * loaded
+             f"rate {config.lr:g}{why}"] if weights_only else [f"loaded from {checkpoint}"] * loaded
     taken = taken_over(record, config.finetune) if loaded else ()
     return Run(run_dir, checkpoint, weights_only, config.sample_offset, (*start, *news(saved, config, step, taken)))
 
