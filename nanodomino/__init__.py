@@ -28,8 +28,3 @@ The tools around them, which the files above never import:
     generate      text from a trained model                 analysis     formulas to know by heart, rates of machines
     dry_run       a step without data, memory or GPUs: what it takes
 """
-
-import sys
-
-if sys.platform == "win32" or sys.version_info < (3, 10):
-    sys.exit("error: nanodomino needs Linux or macOS and Python 3.10 or later; on Windows, run it in WSL")

@@ -16,6 +16,8 @@ import os
 import signal
 import sys
 
+if sys.platform == "win32" or sys.version_info < (3, 10):      # here, because every other file imports this one first
+    sys.exit("error: nanodomino needs Linux or macOS and Python 3.10 or later; on Windows, run it in WSL")
 
 LIMITS = {"Too many open files": "ulimit -n", "can't start new thread": "ulimit -u",       # as Python and gloo say
           "Resource temporarily unavailable": "ulimit -u"}

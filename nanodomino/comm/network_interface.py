@@ -7,7 +7,6 @@ The kernel knows better: it can tell from which local address it would send to M
 that has this address, and pass its name to gloo in GLOO_SOCKET_IFNAME, unless the user has set that variable.
 """
 
-import fcntl
 import os
 import socket
 import struct
@@ -25,6 +24,8 @@ def address_towards(host: str) -> str:
 
 def interface_of(address: str) -> str | None:
     """Return the name of the interface that has this address, for example "eth0", or None."""
+    import fcntl                                               # not on Windows, where errors.py says so
+
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             try:
