@@ -48,9 +48,8 @@ def read(path):
     try:
         compiled(text := path.read_text("utf-8-sig"), path)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:      # not UTF-8, a NUL: ValueError
-        line = getattr(error, "lineno", None)
-        raise Wrong(f"Python cannot read {shown(path)}: {getattr(error, 'msg', error)}"
-                    + f", in line {line} or just above" * bool(line)) from None
+        line = f", in line {error.lineno} or just above" if getattr(error, "lineno", None) else ""
+        raise Wrong(f"Python cannot read {shown(path)}: {getattr(error, 'msg', error)}{line}") from None
     return text
 
 

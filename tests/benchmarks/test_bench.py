@@ -1,8 +1,6 @@
 """bench.py: the record of each question is consistent; the slow wire is slow and is removed. The sizes are tiny: the
 tests check the arithmetic around the times, not the times."""
 
-import importlib
-import inspect
 import os
 import signal
 import subprocess
@@ -16,7 +14,6 @@ from support import ROOT
 from support.benchmark import ask, here, within
 from support.harness import tiny
 
-from bench import QUESTIONS
 from benchmarks import collectives, throughput
 from benchmarks.runner import Figure, Times, compare, ratios, require_same_work
 from benchmarks.overlap import figures_of
@@ -159,6 +156,7 @@ def test_a_count_that_differs_is_found_and_all_to_alls_are_compared_in_total():
     ("overlap --wire fast", "--wire must be a rate"),
     ("overlap --ideal-wire --wire 1gbit", "--ideal-wire and --wire exclude each other"),
     ("overlap --ideal-wire --device cuda", "--ideal-wire needs --device cpu"),
+    ("plan --repeats 3", "unrecognized arguments: --repeats 3"),                # a plan is computed, not timed
     ("throughput --repeats 0", "--repeats must be from 1 to 10000"),
     ("throughput --dtype float16", "--dtype must not be float16, because the other implementations"),
     ("throughput --global-batch-size 6 --micro-batch-size 4", "must be divisible by micro-batch-size x"),
@@ -244,13 +242,6 @@ def test_nothing_is_left_of_the_wire(wire, ends):
         with wire("1gbit", 1):
             pass
     assert not [name for name in namespaces() if f"-{process.pid}-" in name]
-
-
-@pytest.mark.table
-@pytest.mark.parametrize("question", QUESTIONS)
-def test_a_question_offers_repeats_if_it_has_a_use_for_them(question):
-    module = importlib.import_module(f"benchmarks.{question}")
-    assert getattr(module, "ROUNDS", True) == ("flags.repeats" in inspect.getsource(module))
 
 
 def test_ratios_are_taken_round_by_round():

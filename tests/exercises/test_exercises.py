@@ -162,8 +162,7 @@ def test_rows_of_beyond_are_parts_of_an_all_reduce():
 
 
 def test_a_folder_of_answers_is_graded(tmp_path, monkeypatch, capsys):
-    """Right, wrong, crashing, ending and endless answers; the wrong one tries to write into another student's file. A
-    file that is not UTF-8 is wrong, and a folder without a file is named."""
+    """Right, wrong, crashing and endless answers; the wrong one tries to write into another student's file."""
     blank = "def interleave(generators):\n"
     for name, body in {"ann": ANSWERS[7][0][0], "bob": f"    open({str(tmp_path / 'ann.py')!r}, 'a').write('1 / 0')",
                        "cat": "    __import__('os')._exit(0)", "fay": "    exit()",
@@ -177,8 +176,7 @@ def test_a_folder_of_answers_is_graded(tmp_path, monkeypatch, capsys):
         "ann": {"7": "solved"}, **dict.fromkeys(("bob", "cat", "fay", "gil"), {"7": "wrong"}), "hal": {},
         "ida": dict.fromkeys(map(str, workbook.CHECKS), "wrong")}
     printed = capsys.readouterr().out
-    assert re.search(r"(?m)^bob +(\. +){6}x +(\. +){9}0 solved$", printed)
-    assert "\nhal, no file: neither minimal.py nor beyond.py is there" in printed
+    assert re.search(r"(?m)^bob +(\. +){6}x +(\. +){9}0 solved$", printed) and "\nhal, no file: neither " in printed
     assert printed.startswith("ann: 1 solved\nbob: 0 solved\n") and "ida.py: 'utf-8' codec can't decode" in printed
     assert "SystemExit" in graded["fay"]["7"]["sentence"] and "KeyboardInterrupt" in graded["gil"]["7"]["sentence"]
     if graded["bob"]["7"]["confined"]:

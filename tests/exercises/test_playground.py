@@ -62,7 +62,6 @@ def test_without_marimo_a_sentence_says_how_to_install_it(monkeypatch):
         command_line.main(["play"])
 
 
-@pytest.mark.table
 def test_the_printed_copy_says_what_it_needs_until_its_scripts_have_filled_it():
     printed, says = (ROOT / "docs/playground.html").read_text(), (ROOT / "exercises/playground.css").read_text().strip()
     assert printed.index(says) < printed.index('<div id="root"></div>')
