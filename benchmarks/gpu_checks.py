@@ -248,7 +248,7 @@ def launched(run: Run, ranks: int, *flags: str) -> list[float]:
 def learning(run: Run):
     """The losses of bfloat16 and fp8 agree, and so do those of a run that changes its layout halfway."""
     ranks, last = ranks_here(run.cuda, 2), 400 if run.cuda else 20
-    flags = f"--pp 1 --eval-interval {last} --eval-iters 4 --train-iters {last}" + (
+    flags = f"--pp 1 --eval-iters 0 --train-iters {last}" + (
         " --model gpt2 --global-batch-size 64 --micro-batch-size 8" * run.cuda)
     wide = f"{flags} --tp {ranks} --dp 1"
     halves = [f"{wide} --exit-interval {last // 2} --save-interval {last // 2}", f"{flags} --tp 1 --dp {ranks}"]

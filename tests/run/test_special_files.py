@@ -78,7 +78,7 @@ def test_files_that_a_run_extends_are_refused_if_they_are_pipes_or_links(tmp_pat
     with pytest.raises(UserError, match=r"can't be written to \(.*not a regular file\)"):
         open_run(Config(run_dir=str(tmp_path)).resolve(1))
     with pytest.raises(OSError, match="not a regular file"):
-        remove_outdated(tmp_path / "metrics.jsonl", 0)
+        remove_outdated(tmp_path / "metrics.jsonl", 0, 9)
     unharmed(tmp_path)
 
 
