@@ -25,7 +25,7 @@ EIGHT = dict(num_layers=2, global_batch_size=16, micro_batch_size=4, tensor_mode
 ROPE = dict(position_embedding_type="rope")
 EXPERTS = dict(num_experts=4, disable_bias_linear=True, num_layers=2)
 BIAS = EXPERTS | dict(moe_router_enable_expert_bias=True)
-FP16, FP32 = dict(dtype="float16"), dict(dtype="float32")
+FP16, FP32 = dict(dtype="float16", initial_loss_scale=2.0**10), dict(dtype="float32")
 FP8 = FP32 | dict(fp8_format="e4m3")
 OVERFLOW = dict(dtype="float16", initial_loss_scale=2.0**100, hysteresis=1)        # in every step
 
@@ -92,7 +92,7 @@ def what_it_does(config) -> tuple:
             for step in range(1, steps + 1):
                 scales.append(optimizer.loss_scale.value)
                 result = train.train_step(step, stage, optimizer, random_data(config, steps), config, mesh)
-                results += [result.loss, result.grad_norm]
+                results += map(str, (result.loss, result.grad_norm))       # NaN does not equal itself
     events = [(event.kind, sorted(event.args.items())) for event in trace.events]
     return (operations.counts, events, scales, results,
             [(name, weight.dtype, weight.tolist()) for name, weight in model.named_parameters()])

@@ -308,7 +308,7 @@ def test_a_changed_text_is_noticed_and_a_copied_one_is_not(tmp_path, byte, secon
     for path in (paths := {split: tmp_path / f"{split}.bin" for split in SPLITS}).values():
         np.arange(1_500_000, dtype="<u2").tofile(path)
     sha256, stamps = ({split: find(path) for split, path in paths.items()}
-                      for find in (prepare_module.file_sha256, prepare_module.file_stamp))
+                      for find in (prepare_module.sha256, prepare_module.file_stamp))
     content = bytearray(paths["valid"].read_bytes())
     content[byte or 0] ^= byte is not None
     paths["valid"].write_bytes(content)

@@ -41,6 +41,7 @@ def test_the_scale_of_a_gradient_makes_no_difference(scale, dtype):
 
 def test_a_run_trains_with_its_own_settings_and_adamws(pool, tmp_path):
     """With the estimate of memory that precedes it."""
+    assert tiny(1, lr=None, optimizer="muon").lr == 2 * tiny(1, lr=None).lr, "by default"
     make_corpus(tmp_path)
     ended = train_in_pool(pool, tmp_path, "--optimizer", "muon", "--muon-momentum", 0.9, "--adam-beta1", 0.8,
                           "--train-iters", 1, "--run-dir", tmp_path / "run")
@@ -51,7 +52,7 @@ def test_each_step_is_torchs(monkeypatch):
     """torch rounds to bfloat16, which the test prevents. Each matrix is updated by itself: gate and up, and q, k and v,
     whose rows are stored group by group."""
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor.clone())
-    config = tiny(1, **FAMILIES["llama"], **MUON)
+    config = tiny(1, **FAMILIES["llama"], kv_channels=6, **MUON)       # q and k have more rows than columns
     weights, data = weights_and_data(config, STEPS)
     with fake_world(0, 1):
         outcome = train_rank(config, weights, data, STEPS)
