@@ -56,7 +56,7 @@ STANDARD_LIBRARY = f"the standard library of Python {sys.version.split()[0]}"
 SAMPLE_TOKENS = 2049            # of a sample of 2,048 tokens and their labels
 AT_ONCE = 1 << 22               # characters of all texts that are tokenized at once
 BLOCK = 1 << 20                 # tokens counted at once
-SEPARATOR_INSIDE = "end-of-text inside, where --reset-attention-mask cuts; another --end-of-text may prevent it"
+SEPARATOR_INSIDE = "documents with end-of-text inside, where --reset-attention-mask cuts them (see --end-of-text)"
 PAIRS_COUNTED = 1 << 24         # only pairs in the first 2**24 tokens are counted, which takes up to 0.5 GB of memory
 
 
@@ -316,8 +316,8 @@ def entropy(counts) -> float:
 # ---- the command line
 
 def note_lines(notes: dict[str, list[str]]) -> list[str]:
-    """Return for example "skipped, hidden: 12 (.a, .b, .c, .d, .e, ...)" for each note."""
-    return [f"{what}: {len(names):,} ({', '.join(names[:5])}{', ...' * (len(names) > 5)})"
+    """Return for example "skipped, hidden: 12 (.a; .b; .c; .d; .e; ...)" for each note."""
+    return [f"{what}: {len(names):,} ({'; '.join(names[:5])}{'; ...' * (len(names) > 5)})"
             for what, names in notes.items()]
 
 

@@ -247,7 +247,7 @@ def test_a_document_ends_once_and_one_with_its_own_separator_inside_is_named(tmp
     ids = np.fromfile(out / "train.bin", load_corpus(out).dtype)
     assert load_corpus(out).tokenizer().decode(ids) == "".join(
         begin + text.removeprefix(begin).removesuffix(end) + end for text in texts)
-    assert meta["notes"] == [f"{SEPARATOR_INSIDE}: 3 (0.txt, 1.txt, 2.txt)"]
+    assert meta["notes"] == [f"{SEPARATOR_INSIDE}: 3 (0.txt; 1.txt; 2.txt)"]
 
 
 def test_a_corpus_of_another_tokenizer_than_an_imported_models_is_refused(tmp_path, families):

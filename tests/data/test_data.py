@@ -185,10 +185,10 @@ def test_a_folder_is_read_in_order_without_hidden_and_binary_files(tmp_path, mon
     meta = quietly(["in", "in/link"], tmp_path / "out", split=(1, 0, 0))
     assert documents_in(tmp_path / "out") == ["bb", "c0", "c?🙂", "aa", "az", "ee"], "half a surrogate pair becomes ?"
     assert meta["notes"] == [
-        "skipped, hidden: 2 (in/.hidden, in/.git)",
-        "skipped, not UTF-8 text or damaged: 6 (in/0.png, in/1.png, in/2.png, in/3.png, in/4.png, ...)",
+        "skipped, hidden: 2 (in/.hidden; in/.git)",
+        "skipped, not UTF-8 text or damaged: 6 (in/0.png; in/1.png; in/2.png; in/3.png; in/4.png; ...)",
         "skipped, neither a file nor a folder: 1 (in/dangling)",
-        "skipped, empty: 2 (in/c.jsonl, line 2, in/empty.txt)"]
+        "skipped, empty: 2 (in/c.jsonl, line 2; in/empty.txt)"]
 
 
 LINES, BOM, TWO = b'{"text": "one", "id": 1}\n{"id": 2, "text": "two"}\n', b"\xef\xbb\xbf", ["one", "two"]
