@@ -204,8 +204,8 @@ def unnamed_settings(family: Family, config: Config) -> list:
     """Return the settings that change this model, and that neither the family nor TRANSLATED names."""
     named = TRANSLATED | family.settings.keys() | {setting for setting, _ in family.sizes.values()}
     return [setting for setting in flag_settings(config)
-            if setting.metadata["affects"] == "model" and setting.name not in named and getattr(config, setting.name)
-            and all(holds(need, config) for need in setting.metadata["needs"])]
+            if setting.metadata["affects"] in ("model", "positions") and setting.name not in named
+            and getattr(config, setting.name) and all(holds(need, config) for need in setting.metadata["needs"])]
 
 
 def write_config(config: Config, dtype: str) -> dict:
