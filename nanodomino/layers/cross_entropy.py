@@ -46,9 +46,10 @@ def in_chunks(function):
 
 def max_and_sum_exp_of_rows(logits, narrow=False):
     """Return (largest logit, sum of exp(z - largest)) of logits [rows, n], both [rows] in fp32 or wider."""
-    largest, wide = logits.amax(dim=-1, keepdim=True), wide_dtype(logits)
-    exps = (logits - (largest if narrow else largest.to(wide))).exp_()
-    return largest.squeeze(-1).to(wide), exps.sum(dim=-1, dtype=wide)
+    wide, largest = wide_dtype(logits), logits.amax(dim=-1, keepdim=True)
+    wide_largest = largest.to(wide)
+    exps = (logits - (largest if narrow else wide_largest)).exp_()
+    return wide_largest.squeeze(-1), exps.sum(dim=-1, dtype=wide)
 
 
 def scaled_exp_of_rows(logits, maximum, factor, narrow=False):

@@ -227,7 +227,7 @@ def test_a_model_that_has_diverged_is_refused_with_the_last_good_checkpoint(fork
     for module, flags, places, advice in (
             ("nanodomino.generate", "--temperature 0", [{}], f"use the last good checkpoint: --load {good}"),
             ("nanodomino.generate", "", launcher_environments(2), f"use the last good checkpoint: --load {good}"),
-            ("train.py", "--data-path tokens --train-iters 0 --device cpu", [{}],
+            ("train.py", "--train-iters 0 --eval-iters 1 --device cpu", [{}],
              f"go on from the last good checkpoint: python train.py --load {good} --train-iters 0")):
         words = ["--load", str(wrong), *flags.split()]
         ended = fork_server.launch(module, [(words, place) for place in places], folder, PATIENCE)

@@ -302,7 +302,7 @@ def test_consecutive_skipped_steps_are_counted_across_restarts(pool, tmp_path, b
 
 
 @pytest.mark.parametrize("world_size, flags, problem, saved", [
-    (1, "--train-iters 5", "the valid loss of step 5 is nan", [4, 2]),
+    (1, "--train-iters 5", "the valid loss of step 5 is nan", [5, 4, 2]),
     (4, "--train-iters 5 --eval-iters 0 --sample-tokens 9 --tp 1 --pp 2", "the model's logits are not", [5, 4, 2]),
     (2, "--train-iters 6 --eval-iters 0 --tp 1 --save-interval 1", "the loss of step 6 is nan", [6, 5, 4, 3]),
     (2, "--train-iters 5 --eval-iters 0 --tp 2 --fp16", "the weights after step 5 are not finite", [4, 2])],
