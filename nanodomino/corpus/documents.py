@@ -70,8 +70,7 @@ def find_files(inputs: list, key: str) -> tuple[list[tuple[str, str, int]], defa
             except UserError as error:
                 require(path != name, str(error))
                 notes["skipped, not UTF-8 text or damaged"].append(path)
-                found[real] = None
-    return list(filter(None, found.values())), notes
+    return list(found.values()), notes
 
 
 def files_in(path: str, seen: set[str], notes: defaultdict) -> Iterator[str]:

@@ -75,7 +75,8 @@ def byte_level_family(name: str):
     tokenizer.add_special_tokens({
         "gpt2": ["<|endoftext|>"], "qwen2": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
         "smollm2": ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>"],
-        "llama3": ["<|begin_of_text|>", "<|end_of_text|>", *(f"<|reserved_special_token_{i}|>" for i in "567")]}[name])
+        "llama3": ["<|begin_of_text|>", "<|end_of_text|>", "<|endoftext|>",
+                   *(f"<|reserved_special_token_{i}|>" for i in "567")]}[name])
     if name == "llama3":
         begin = "<|begin_of_text|>", tokenizer.token_to_id("<|begin_of_text|>")
         tokenizer.post_processor = processors.TemplateProcessing("<|begin_of_text|> $A", None, [begin])

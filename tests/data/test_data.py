@@ -196,7 +196,8 @@ TYPES = [       # (name, content, documents): the name as typed and the first by
     ("a.jsonl", LINES, TWO), ("a.jsonl.gz", gzip.compress(LINES[:25]) + gzip.compress(LINES[25:]), TWO),
     ("a.jsonl.gz", LINES, TWO), ("a.json", BOM + LINES, TWO), ("blob", gzip.compress(LINES), TWO),
     ("a.txt", LINES, [LINES.decode()]), ("a.json", b'{\n"text": "one"\n}', ['{\n"text": "one"\n}']),
-    ("a.md", b"\n" + LINES, ["\n" + LINES.decode()]), ("a.txt.gz", gzip.compress(BOM + b"x\r\n"), ["x\r\n"])]
+    ("a.md", b"\n" + LINES, ["\n" + LINES.decode()]), ("a.txt.gz", gzip.compress(BOM + LINES), [LINES.decode()]),
+    ("a.md", b"x\r\n", ["x\r\n"])]
 
 
 @pytest.mark.parametrize("target", ["a.txt", "a.jsonl", None])
@@ -268,7 +269,8 @@ def test_shares_hold_in_tokens_and_held_out_documents_are_no_shorter(tmp_path, s
     if sizes == "one huge":
         lengths[9] = lengths.sum() // 8
     texts = [f"{i} ".ljust(length, "x") for i, length in enumerate(lengths)]
-    meta = quietly(write_lines(tmp_path / "a.jsonl", texts), tmp_path / "out", split=weights)
+    files = [write_lines(tmp_path / f"{name}.jsonl", part) for name, part in (("a", texts[:5]), ("b", texts[5:]))]
+    meta = quietly(files, tmp_path / "out", split=weights)
     tokens, half_a_document = meta["tokens"], max(lengths) / lengths.sum() / 2
     for split, weight in zip(SPLITS, meta["split"]):
         assert tokens[split] / sum(tokens.values()) == pytest.approx(weight, abs=max(0.01, half_a_document))
