@@ -290,10 +290,11 @@ def test_train_iters_0_evaluates_and_finetune_begins_with_a_validation(pool, tmp
     assert baseline == (0, pytest.approx(trained[0][1], rel=1e-5)) and last[0] == 2
     assert "2 steps = " in ended.output and "peak learning rate 0.0004, a tenth of the preset's: --lr" in ended.output
     assert ended.output.index("step     0 | valid") < ended.output.index("step     1 |")
-    ended = train_in_pool(pool, small, "--run-dir", run, "--train-iters", 0)
-    assert ended.code == 0 and saved_steps(run) == [3] and len(metric_points(run, "loss")) == 3
-    again = [*metric_points(run, "valid_loss"), *metric_points(run, "test_loss")]
-    assert again == [(3, pytest.approx(loss, rel=1e-5)) for _, loss in trained], "each once"
+    for steps in (0, 3):
+        ended = train_in_pool(pool, small, "--run-dir", run, "--train-iters", steps)
+        assert ended.code == 0 and saved_steps(run) == [3] and len(metric_points(run, "loss")) == 3
+        again = [*metric_points(run, "valid_loss"), *metric_points(run, "test_loss")]
+        assert again == [(3, pytest.approx(loss, rel=1e-5)) for _, loss in trained], "each once"
 
 
 @pytest.mark.parametrize("flags, batch, lr", [("", 512, 6e-4), ("--finetune", 16, 6e-5),
