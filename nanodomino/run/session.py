@@ -178,7 +178,8 @@ class Session:
         self.report.draw_curve()
         config, loaded = self.config, None if self.step else self.run.checkpoint
         good = newest_finite_checkpoint(loaded.absolute().parent.parent if loaded else self.run.folder, self.last_good)
-        flags = f"--lr {config.lr / 2:g}" if self.step else "--finetune" if config.finetune else "--train-iters 0"
+        flags = "--finetune" if config.finetune and not self.step else f"--train-iters {config.train_iters}"
+        flags += f" --lr {config.lr / 2:g}" * (self.step > 0)
         return NotFinite(problem + (
             f"go on from the last good checkpoint: {'python' if config.world_size == 1 else 'torchrun ...'} train.py "
             f"--load {good} {flags}" if good else f"start again with a smaller --lr than {config.lr:g}"))
