@@ -288,7 +288,7 @@ def test_train_iters_0_evaluates_and_finetune_begins_with_a_validation(pool, tmp
     ended = train_in_pool(pool, small, "--run-dir", tmp_path / "more", "--load", run, "--finetune", "--train-iters", 2)
     baseline, last = metric_points(tmp_path / "more", "valid_loss")
     assert baseline == (0, pytest.approx(trained[0][1], rel=1e-5)) and last[0] == 2
-    assert "2 steps = " in ended.output and "peak learning rate 0.0004, a tenth of the preset's: --lr" in ended.output
+    assert "2 steps = " in ended.output and "peak learning rate 0.0004, a tenth of the default without" in ended.output
     assert ended.output.index("step     0 | valid") < ended.output.index("step     1 |")
     for steps in (0, 3):
         ended = train_in_pool(pool, small, "--run-dir", run, "--train-iters", steps)

@@ -65,7 +65,7 @@ def find_files(inputs: list, key: str) -> tuple[list[tuple[str, str, int]], defa
                 with open_input(path, key) as (kind, _, _):
                     size = sum(len(chunk.encode()) for chunk in text_chunks(path, key)) if kind == "text" else 0
                 found[real] = path, kind, size
-                if kind == "text" and path.removesuffix(".gz").endswith(".json"):
+                if kind == "text" and path.lower().removesuffix(".gz").endswith(".json"):
                     notes[f'read as one text, because the first line is no JSON object with "{key}"'].append(path)
             except UserError as error:
                 require(path != name, str(error))

@@ -71,9 +71,9 @@ class HuggingFaceTokenizer:
                 f"{path} changes a text that is encoded and then decoded; {ACCEPTED}")
 
     def id_of(self, key: str, otherwise: str, name: str | None) -> int:
-        """Return the id of the token `name` that ends or begins a document. `key`: the token that `key` names in
-        tokenizer_config.json, else the first usual one. None: the same, but a separator of documents replaces an
-        unusual one. Raises UserError; otherwise: another advice."""
+        """Return the id of the token `name`, which ends or begins a document. If name is `key`, it is the token that
+        tokenizer_config.json names under `key`, else the first usual one. If name is None, a separator of documents
+        also replaces an unusual token there. Raises UserError, which ends with the advice `otherwise`."""
         added = {token.content: i for i, token in self.package_tokenizer.get_added_tokens_decoder().items()}
         config = self.files.get("tokenizer_config.json")
         found = json.loads(read_file(config)).get(key) if config else None

@@ -85,8 +85,8 @@ def build_tokenizer(name, special_tokens=False, begin_of_text=False, end_of_text
     The other arguments are for Hugging Face tokenizers only:
     special_tokens: the name of a special token in a text means the token; otherwise the name is ordinary text.
     begin_of_text: put the tokenizer's begin-of-text token in front of each document and prompt.
-    end_of_text: name or id of the token that ends a document; "eos_token": the one that tokenizer_config.json names so;
-        None: the same, but <|endoftext|> or <|end_of_text|> instead of one that may end a chat turn.
+    end_of_text: name or id of the token that ends a document. "eos_token": the eos_token of tokenizer_config.json.
+        None: the eos_token too, unless it may end a chat turn and the tokenizer has <|endoftext|> or <|end_of_text|>.
     """
     if name not in TOKENIZERS:
         require(Path(name).exists(), f"unknown tokenizer '{name}'; try one of {', '.join(TOKENIZERS)}, or the path of "

@@ -85,7 +85,7 @@ def starts_from(checkpoint: Path, config: Config, run_dir: Path, loaded=False) -
     saved = dataclasses.replace(config, **record)              # what the record lacks is as it is now
     samples = step and -(-saved.consumed_train_samples(step) * saved.seq_length // config.seq_length)
     config = dataclasses.replace(config, sample_offset=samples - step * config.global_batch_size)
-    why = "" if "lr" in config.given else ", a tenth of the preset's: --lr sets another"
+    why = "" if "lr" in config.given else ", a tenth of the default without --finetune: --lr sets another"
     start = [f"starting from the weights in {checkpoint}, without its optimizer state and step, with the peak learning "
              f"rate {config.lr:g}{why}"] if weights_only else [f"loaded from {checkpoint}"] * loaded
     taken = taken_over(record, config.finetune) if loaded else ()

@@ -172,12 +172,15 @@ class Session:
                                   f"loss or gradient that is not finite; {optimizer.loss_scale.advice()}")
 
     def not_finite(self, problem: str) -> NotFinite:
-        """Return an error with the command that goes on from the last good checkpoint: its weights are finite, and had
-        a finite loss in the next step. If this launch has trained nothing, that is one before the loaded checkpoint."""
+        """Return an error with the command that goes on from the last good checkpoint. All ranks must call this together,
+        and get the same error. A checkpoint is good if its weights are finite and the loss of the next step was finite.
+        If this launch has trained no step, only checkpoints before the loaded one are searched."""
         self.saver.wait()                                      # wait for a checkpoint that is still being written
         self.report.draw_curve()
         config, loaded = self.config, None if self.step else self.run.checkpoint
-        good = newest_finite_checkpoint(loaded.absolute().parent.parent if loaded else self.run.folder, self.last_good)
+        self.watchdog.finished.set()                           # rank 0 may read large checkpoints for long
+        folder = loaded.absolute().parent.parent if loaded else self.run.folder
+        good = from_rank_0(newest_finite_checkpoint(folder, self.last_good) if dist.get_rank() == 0 else None)
         flags = "--finetune" if config.finetune and not self.step else f"--train-iters {config.train_iters}"
         flags += f" --lr {config.lr / 2:g}" * (self.step > 0)
         return NotFinite(problem + (
@@ -189,7 +192,8 @@ class Session:
         return self.done % interval == 0 or self.done == self.config.train_iters
 
     def report_loss(self, split: str, evaluate):
-        """Report evaluate(dataset, whole) of a split, if the run has one. Between two steps, part of it is enough."""
+        """Report the loss on a split, if the run has the split. evaluate(dataset, whole) scores the whole split or,
+        during training, its first batches."""
         if split in self.datasets and self.config.eval_iters:
             whole = not 0 < self.done < self.config.train_iters
             self.report.bar.set_description(f"scoring {split}")          # may take long
@@ -203,8 +207,8 @@ class Session:
         """Start to save a checkpoint, but not of weights that are not finite: the run resumes from its newest one.
         Warn if copies of a parameter have drifted apart. Raises NotFinite."""
         ends = torch.stack([end for weight in model.parameters() for end in weight.detach().aminmax()])
-        dist.all_reduce(total := (0.0 * ends).sum())           # 0, or NaN if a weight of any rank is not finite
-        if total != 0.0:
+        dist.all_reduce(bad := ends.isfinite().logical_not().sum())      # an int64 on all ranks, whatever their dtypes
+        if bad > 0:
             raise self.not_finite(f"the weights after step {self.done} are not finite and were not saved; ")
         if warning := drift_warning(model, optimizer, self.mesh):
             self.report.say(f"warning: {warning}")

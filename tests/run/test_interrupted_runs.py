@@ -323,6 +323,16 @@ def test_a_run_that_diverges_at_its_end_says_how_to_go_on(pool, tmp_path, world_
     assert again.code == 0 and saved_steps(tmp_path / "new")[0] == int(flags[5]), again
 
 
+def test_a_stage_with_fp32_parameters_beside_16_bits_saves_with_the_others(pool, tmp_path):
+    """A router's bias is in fp32, and only the second stage has one: the check for finite weights must not notice."""
+    make_corpus(tmp_path)
+    flags = ("--pp 2 --tp 1 --num-layers 2 --num-experts 4 --moe-layer-freq 2 --disable-bias-linear --train-iters 1 "
+             "--moe-router-enable-expert-bias --moe-router-score-function sigmoid --bf16 --eval-iters 0 "
+             "--sample-tokens 0").split()
+    ended = train_in_pool(pool, tmp_path, "--run-dir", tmp_path / "run", *flags, world_size=2)
+    assert ended.code == 0 and saved_steps(tmp_path / "run") == [1], ended
+
+
 # ---- drifted apart, or out of disk
 
 def main_with_faults(flags):
