@@ -172,7 +172,7 @@ class Session:
                                   f"loss or gradient that is not finite; {optimizer.loss_scale.advice()}")
 
     def not_finite(self, problem: str) -> NotFinite:
-        """Return an error with the command that goes on from the last good checkpoint. All ranks must call this together,
+        """Return an error with the command that goes on from the last good checkpoint. All ranks call this together
         and get the same error. A checkpoint is good if its weights are finite and the loss of the next step was finite.
         If this launch has trained no step, only checkpoints before the loaded one are searched."""
         self.saver.wait()                                      # wait for a checkpoint that is still being written
