@@ -40,7 +40,7 @@ class MetricsFile:
 
 def remove_outdated(path: Path, first_step: int, train_iters: int, say=print, add=lambda values: None):
     """Leave only the lines in metrics.jsonl that a run with `first_step` steps done continues, and call add(values) for
-    each. The file may be of any size, so no more than LONGEST of its bytes are in memory.
+    each. The file is read line by line, at most LONGEST bytes at a time, because it may be of any size.
 
     A killed run may have written lines of steps after its last checkpoint, and half a line at the end. The test loss of
     a finished run is outdated if the run is continued, and its last validation loss if it is only evaluated again.
