@@ -9,6 +9,7 @@
     memory       Does a rank need the memory that the dry run says?
     recompute    How much time does recomputation cost, and how much memory does it save?
     timeline     What does every rank do during a step? (draws the pictures in docs/)
+    calls        Which functions run a slice through one layer, and what does the other slice do meanwhile?
     gpu          Does everything work on this machine's GPUs? Checks all, and writes a report to send.
     plan         Would a model fit on given GPUs, how fast would it train, and which layout is fastest? (an estimate)
 
@@ -29,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))       # `python -I` and
 from nanodomino.errors import run_command
 
 QUESTIONS = ("overlap", "throughput", "pipeline", "zero", "collectives", "checkpoint", "memory", "recompute",
-             "timeline", "gpu", "plan")
+             "timeline", "calls", "gpu", "plan")
 
 
 def main(arguments: list[str]) -> int:
