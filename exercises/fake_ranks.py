@@ -74,6 +74,12 @@ class Message:
     def __str__(self):
         return f"{'isend to' if self.kind == 'isend' else 'irecv from'} rank {self.peer}"
 
+    def finish(self):
+        if self.kind == "irecv":
+            self.tensor.data.copy_(self.copy)
+        elif not torch.equal(self.tensor.detach(), self.copy):
+            raise RankError(f"rank {self.rank} changes a tensor while its {self} is in flight")
+
 
 class Work:
     """What an asynchronous call returns."""
@@ -209,7 +215,8 @@ class World:
 
         def finish():
             for tensor in outputs:
-                if not is_blurred(tensor):
+                blurred = tensor.data.isnan() if tensor.is_floating_point() else tensor.data == -12345
+                if not blurred.all():
                     raise RankError(f"rank {rank} writes to a tensor while its {name} is in flight")
             for tensor, value in zip(outputs, compute({r: call[2] for r, call in slot.calls.items()})):
                 tensor.data.copy_(value)
@@ -236,8 +243,7 @@ class World:
         self.posted[here.rank].append(messages)
         while any(self.match(a, b) for a in range(self.size) for b in range(self.size)):
             pass
-        return [Work(self, here.rank, str(message), lambda m=message: deliver(m), lambda m=message: m.done)
-                for message in messages]
+        return [Work(self, here.rank, str(message), message.finish, lambda m=message: m.done) for message in messages]
 
     def active(self, rank, peer):
         """Return the messages that a rank has not finished with its peer, from the oldest batch that has any."""
@@ -261,19 +267,8 @@ class World:
         return True
 
 
-def deliver(message):
-    if message.kind == "irecv":
-        message.tensor.data.copy_(message.copy)
-    elif not torch.equal(message.tensor.detach(), message.copy):
-        raise RankError(f"rank {message.rank} changes a tensor while its {message} is in flight")
-
-
 def blur(tensor):
     tensor.data.fill_(math.nan if tensor.is_floating_point() else -12345)
-
-
-def is_blurred(tensor):
-    return bool((tensor.data.isnan() if tensor.is_floating_point() else tensor.data == -12345).all())
 
 
 def describe(*tensors):

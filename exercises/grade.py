@@ -108,16 +108,6 @@ def run(path: Path, number):
     return {"result": result, "sentence": sentence, "confined": lines[:1] == ["true"]}
 
 
-def judge_file(path, number):
-    """Run in the child: print whether it is confined, then a sentence or null, as lines of JSON."""
-    out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)                                                         # what the answer prints goes nowhere
-    print(json.dumps(confine(Path.cwd())), file=out)
-    from . import workbook
-
-    print(json.dumps(workbook.check(number, workbook.read(path), path)), file=out)
-
-
 def confine(folder: Path) -> bool:
     """Let this process write only in `folder`, with Linux's landlock. Return False if the system has none.
 
@@ -136,4 +126,9 @@ def confine(folder: Path) -> bool:
 
 
 if __name__ == "__main__":
-    judge_file(Path(sys.argv[1]), int(sys.argv[2]))
+    # A child: it prints whether it is confined, then a sentence or null, as lines of JSON.
+    file, out = Path(sys.argv[1]), os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)                                                         # what the answer prints goes nowhere
+    print(json.dumps(confine(Path.cwd())), file=out)
+    from . import workbook
+    print(json.dumps(workbook.check(int(sys.argv[2]), workbook.read(file), file)), file=out)

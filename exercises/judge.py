@@ -27,11 +27,8 @@ def judge(program, answer, mistakes, right=None):
     right, found = right or effect(program), program(answer)
     names = list(dict.fromkeys(name for one in right for name in one))
 
-    def column(results, name):
-        return [one.get(name) for one in results]                   # None on a rank that does not have it
-
-    def agree(one, other, name):
-        return all(map(equal, column(one, name), column(other, name)))
+    def agree(one, other, name):                        # a rank that does not have the value gives None
+        return all(equal(its.get(name), others.get(name)) for its, others in zip(one, other))
 
     for name in names:
         if agree(found, right, name):
@@ -40,7 +37,7 @@ def judge(program, answer, mistakes, right=None):
                      for sentence, patches in mistakes.items() if agree(found, effect(program, *patches), name)}
         if explained:
             raise Wrong(max(explained, key=explained.get))
-        for rank, (one, other) in enumerate(zip(column(found, name), column(right, name))):
+        for rank, (one, other) in enumerate((its.get(name), others.get(name)) for its, others in zip(found, right)):
             if not equal(one, other):
                 where = f" on rank {rank} of {len(found)}" * (len(found) > 1)
                 raise Wrong(f"{name} is wrong{where}: {difference(one, other)}.")
@@ -70,7 +67,9 @@ def difference(found, right):
             differ = (i for i, (one, other) in enumerate(zip(found, right)) if one != other)
             place = next(differ, min(len(found), len(right)))
             return f"entry {place} is {found[place:place + 1]} instead of {right[place:place + 1]} in {found}"
-        return f"it is {short(found)} instead of {short(right)}"
+        found, right = (f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+                        for value in (found, right))
+        return f"it is {found} instead of {right}"
     if found.shape != right.shape:
         return f"its shape is {list(found.shape)} instead of {list(right.shape)}"
     if found.isnan().any():
@@ -83,10 +82,6 @@ def difference(found, right):
     if ratios.numel() > 1 and ratios[0].abs() > 1e-9 and equal(found, right * ratios[0]):
         return f"it is {ratios[0]:.4g} x the right one everywhere, for example {text}"
     return f"{int((error > 1e-9).sum())} of {error.numel()} numbers differ, most of all {text}"
-
-
-def short(value):
-    return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
 def expect_generator(found, name):

@@ -191,10 +191,8 @@ def shown(path):
 
 
 def where(error, path):
-    """Return the lines of the student's file in an error's traceback, outermost first.
-
-    If there are none, return the line of the reference that used the student's result.
-    """
+    """Return the lines of the student's file in an error's traceback, outermost first. If there are none, return the
+    line of the reference that used the student's result."""
     if error is None:
         return ""
     frames = traceback.extract_tb(error.__traceback__)

@@ -43,8 +43,7 @@ def program(minimal):
     stage = make_stage(minimal, tp=2, pp=2, dp=2)
     grid = stage.grid
     fill_gradients(minimal, stage)
-    tied = stage.weights[minimal.WORDS].grad                      # by now, both stages have the sum
-    minimal.dist.all_reduce(tied, group=grid.tied_group)
+    minimal.dist.all_reduce(stage.weights[minimal.WORDS].grad, group=grid.tied_group)      # so both stages have the sum
     own = torch.empty_like(stage.grad.chunk(2)[0])
     minimal.dist.reduce_scatter(own, list(stage.grad.chunk(2)), group=grid.dp_group)
     result = minimal.global_sums(stage, torch.tensor(3.0 + grid.dp_rank) * grid.is_last, own)
