@@ -1,7 +1,7 @@
 """The checks of `bench.py gpu` that train, and the list of all checks.
 
 A check takes a Run and adds its numbers. It raises UserError if the machine computes something wrong; on several ranks,
-every rank must raise it. What the tests or other questions of bench.py already answer is started here as a command.
+every rank must raise it. Where a test or another question of bench.py has the answer, a check starts that command.
 """
 
 import gc
@@ -104,7 +104,7 @@ def same_bits(run: Run, name: str, disturbances, **settings) -> list[float]:
 
 @contextmanager
 def delays(run: Run, seed: int):
-    """Delay every launch of a collective by a random time. On GPUs the stream that launches it sleeps."""
+    """Delay every launch of a collective by a random time. On GPUs, the stream that launches the collective sleeps."""
     draw = random.Random(seed)
 
     def late(launch, *arguments, **options):

@@ -16,8 +16,8 @@ The clock counts the processor time of this thread, plus the time for which it h
 sleep: it moves the clock forward. So a measurement takes no longer than its matmuls, and other processes on the machine
 hardly disturb it.
 
-A balanced router takes the place of the model's: every expert gets the same number of rows, so the rank knows what the
-ranks that do not exist would send.
+A balanced router replaces the model's router. It gives every expert the same number of rows, so this rank knows what
+the other ranks would send.
 
 The slices take strict turns, so the order of launches and waits does not depend on the bandwidth. Hence the log of one
 step is enough: replay() computes from it how long the step takes on any wire.
@@ -68,8 +68,8 @@ class Wire:
         return self.worked() + self.waited
 
     def carry(self, size: float, *directions) -> "Arrival":
-        """Carry `size` bytes in each direction, or in none if other messages do not wait for these bytes. Return a work
-        that is done when they have arrived."""
+        """Carry `size` bytes in each of these directions. Return a work that is done when they have arrived. Without a
+        direction, the bytes travel, but do not delay other messages."""
         begin = max([self.now(), *(self.free[direction] for direction in directions)])
         for direction in directions:
             self.free[direction] = begin + size / self.bandwidth
@@ -150,7 +150,7 @@ class Log:
 
 
 class IdealGroup(dist.ProcessGroup):
-    """A process group on the ideal wire. Its ranks other than this one do not exist."""
+    """A process group on the ideal wire. Of its ranks, only this one exists."""
     wire: Wire                                # start_ideal_world() sets the wire of this process
 
     def __init__(self, rank: int, ranks: int):

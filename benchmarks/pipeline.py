@@ -226,8 +226,8 @@ def check_same_work(config: Config, sides) -> float:
 def record(sides, trace: Trace, device, rounds: int):
     """Run extra rounds with recording on. Return two dicts with the keys of `sides`:
 
-        the seconds of each round's step
-        for each stage and round the durations of its actions, as work_of() returns them
+        the step's seconds in each round
+        each stage's work_of() in each round
     """
     works = {key: [] for key in sides}
 

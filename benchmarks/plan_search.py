@@ -8,7 +8,7 @@ come the schedule and its chunks, the ZeRO stage and recomputation, then slices,
 a single stage, only one chunk is tried. A flag that is given keeps its value.
 
 A dry run of each of the 10^5 combinations would take hours. But layers are alike, whatever the stage that holds them.
-So the costs of a combination follow from two short dry runs, with one layer and with two, of the last of two stages:
+So the costs of a combination follow from two short dry runs of a last stage, with one layer and with two:
 
     value(chunk) = value(layer) x its layers + value(head), if it is the last chunk
 
@@ -126,9 +126,9 @@ class Costs:
         return clocks
 
     def small_runs(self, schedule: str) -> list:
-        """Run the last of two stages with one layer, or one period of layers with and without experts, and with two.
-        Replicas cost nothing there; end_seconds() and bytes() count them. A pair needs two microbatches, and with fp8
-        the first one leaves the converted weights."""
+        """Run the last of two stages twice: with one layer, then with two. If only some layers have experts, count
+        periods of layers instead. Replicas cost nothing there; end_seconds() and bytes() count them. A pair needs two
+        microbatches, and with fp8 the first one leaves the converted weights."""
         config, replicas = self.config, self.config.ep
         count = 2 if schedule == "paired" or config.fp8_format else 1
         small = dataclasses.replace(
@@ -357,7 +357,7 @@ class Search:
     # ---- rules and memory
 
     def choices(self, name: str, values):
-        """Return the values to try for a setting: only its own value if it must keep that."""
+        """Return the values to try for a setting. If a flag has set it, that is the only one."""
         return [getattr(self.config, name)] if name in self.given else values
 
     def chunk_counts(self, schedule: str, config: Config) -> list[int]:

@@ -100,7 +100,7 @@ class PlainTraining:
     """Trains a model with nanoGPT's step.
 
     model: maps (tokens, labels), both [b, s], to the mean loss. A subclass may wrap it in another `network`, and set
-    no_sync(), the context of all microbatches but the last: in it, DistributedDataParallel adds to the gradients
+    no_sync(). All microbatches but the last run in this context, in which DistributedDataParallel adds to the gradients
     without an all-reduce.
     """
 

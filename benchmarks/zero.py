@@ -137,8 +137,8 @@ class DDP(TorchReplica):
     """Trains with DistributedDataParallel, which all-reduces buckets of gradients during backward.
 
     sharded: use ZeroRedundancyOptimizer. Two options that are off by default in torch are on here. Gradients are views
-    of the buckets, which saves a second copy. With ZeroRedundancyOptimizer weights are views of buckets, too, so that a
-    whole bucket is broadcast at once.
+    of the buckets, which saves a second copy. ZeroRedundancyOptimizer also makes the weights views of buckets, so that
+    it broadcasts a whole bucket at once.
     """
 
     def __init__(self, config, mesh, sharded=True):

@@ -68,7 +68,7 @@ class Mesh:
         return self.groups[name]
 
     def rank_of(self, **moved: int) -> int:
-        """Return the world rank of the process at this process's coordinates, except for those that are given."""
+        """Return the world rank of the process that has these coordinates, and otherwise those of this process."""
         rank = 0
         for axis, size in self.sizes.items():
             rank = rank * size + moved.get(axis, self.coordinates[axis])
