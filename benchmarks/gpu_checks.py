@@ -130,7 +130,8 @@ def features(run: Run):
 
 
 def third_step(run: Run, microbatches: int) -> Counter:
-    """Train three steps. Return how often the third compiled, allocated, and waited, by place; on CPUs item() waits."""
+    """Train three steps. Return {place: how often the third step compiled, allocated or waited there}. On CPUs, item()
+    is what waits."""
     from torch._dynamo.utils import counters                   # imported here, because it takes longer than torch
 
     def state():

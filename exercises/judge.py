@@ -1,7 +1,7 @@
 """Compares what an answer computes with what the reference computes, and finds the typical mistake that explains it.
 
-A mistake is a sentence with a patch (old, new) of the reference, or with two patches (old, new, old, new). It is
-recognised by its effect: the patched reference computes what the answer computes. How the answer is written does not matter.
+A mistake is a sentence with patches (old, new, old, new ...) of the reference. It is recognised by its effect: the
+patched reference computes what the answer computes. How the answer is written does not matter.
 """
 
 from functools import cache

@@ -98,7 +98,7 @@ def answer_in(text, number):
 
 
 def replace_answer(text, number, sources):
-    """Return the text with an exercise's functions replaced by `sources`, one for each function, which get a mark."""
+    """Return the text, in which `sources` replace the functions of an exercise, one each, and get a mark."""
     for name, source in zip(names_in(number), sources):
         lines, (first, last), (top, *body) = text.splitlines(), parts(text)[name], source.split("\n")
         text = "\n".join([*lines[:first], f"{top:<87} # exercise {number}, yours", *body, *lines[last + 1:]]) + "\n"
