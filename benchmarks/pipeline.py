@@ -207,8 +207,9 @@ def measure(configs: dict[str, Config], parts: dict, trace: Trace, repeats: int)
 
 
 def check_same_work(config: Config, sides) -> float:
-    """Run a step of each side and return the mean loss per token. Raises UserError if two sides' losses differ, or a
-    stage's gradient norms on two sides with the same placement. (With another placement the stage has other layers.)
+    """Run a step of each side and return the mean loss per token. Raises UserError if the losses of two sides differ.
+
+    With the same placement a stage has the same layers on two sides. Then its gradient norms must agree, too.
     """
     losses, norms = {}, defaultdict(dict)
     for key, side in sides.items():
@@ -253,7 +254,7 @@ def work_of(events) -> dict[tuple, list[float]]:
 
 
 def idle(timetable: Timetable, steps, works) -> dict:
-    """Return the figures on idle time of a schedule: idle shares measured, simulated, and with equal stages.
+    """Return three shares of time for which the stages of a schedule idle: measured, simulated, and with equal stages.
 
     steps: the seconds of each recorded round; works: for each stage and round what work_of() returned.
     """

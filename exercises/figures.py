@@ -160,8 +160,8 @@ def schedule(name="1f1b", stages=4, microbatches=8, chunks=None, F=1.0, I=1.0, W
 
 
 def events_of(table, rows, takes, message) -> list[list[Event]]:
-    """Return what each stage would have recorded, had it run the simulated schedule. `ready` is the end of a wait;
-    then merged_trace.py counts the whole wait as idle."""
+    """Return what each stage would have recorded, had it run the simulated schedule. `ready` is the end of each wait,
+    so that merged_trace.py counts the whole wait as idle."""
     last = simulation.step_time(rows)
     events = [[event("step", 0, last, step=1)] for _ in rows]
     for stage, row in enumerate(rows):
