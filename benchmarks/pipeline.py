@@ -116,7 +116,7 @@ def build(config: Config, mesh: Mesh, trace: Trace) -> Parts:
     model, placement, plain = train.model_builder(config, mesh), config.placement, nn.ModuleList()
     for chunk in range(placement.chunks):
         place = placement.virtual_stage(mesh.pp_rank, chunk)
-        layers = stage_layers(config.num_layers, place, placement.last + 1, config.layers_behind_head)
+        layers = stage_layers(config.num_layers, place, placement.last + 1, config.mtp_num_layers)
         plain.append(Plain(config, layers, place == 0, place == placement.last).load(model.state_dict()))
     if len(plain) > 1 and plain[0].pre_process and plain[-1].post_process:     # tied, as in the model
         plain[-1].embedding.word_embeddings = plain[0].embedding.word_embeddings

@@ -126,7 +126,7 @@ def plan(config: Config, flags):
     text = "\n".join([
         f"{config.model}: {parameter_count(config):,} parameters, {config.dtype}, on {config.world_size} x {flags.gpu}",
         *([f"{config.num_experts} experts in a layer, assumed to be chosen equally often: a token uses "
-           f"{active_parameter_count(config):,} parameters"] if getattr(config, "num_experts", None) else []),
+           f"{active_parameter_count(config):,} parameters"] if config.num_experts else []),
         describe(config), "",
         table(["memory of a GPU", *MEMORY_TERMS, "total", ""],
               [[f"stage {stage}", *map(bytes_text, need.values()), bytes_text(sum(need.values())),

@@ -22,7 +22,7 @@ mistake, and files.py, which reads only regular files):
 The tools around them, which the files above never import:
 
     settings      what a setting is, presets, rules         run          a run's folder, signals, failures, report
-    config        all settings, the seams for options
+    config        all settings, and the choices that follow from them
     checkpoint    save, resume on any layout, verify        plot         loss curves
     huggingface   import and export of models               timeline     pictures of a traced step
     generate      text from a trained model                 analysis     formulas to know by heart, rates of machines

@@ -52,7 +52,7 @@ from nanodomino.options import fp8
 from nanodomino.options.context_parallel import attention as context_parallel
 from nanodomino.options.experts import moe
 from nanodomino.options.experts.router import SCORE_FUNCTIONS, Router
-from nanodomino.options.multi_token_prediction import settings as multi_token_prediction
+from nanodomino.config.choices import Choices
 from nanodomino.options.multi_token_prediction.runner import PredictionDepths
 from nanodomino.overlap import embedding_and_head, residual_norm, slice_ops
 from nanodomino.overlap.embedding_and_head import EmbeddingAndHead
@@ -690,11 +690,11 @@ def complete_too_early(config):
 
     def without_head(right, config, self, model):
         return [module for module in right(self, model) if module not in (model.final_norm, *model.head)]
-    return [instead(multi_token_prediction.Settings, "reported_behind_head", without_head, config),
+    return [instead(Choices, "reported_behind_head", without_head, config),
             (domino.GradientsReady, "__call__", only_once)]
 
 
-@pitfall("The labels of a depth wrap around the end of the sample", multi_token_prediction.Settings, "prepare_batch",
+@pitfall("The labels of a depth wrap around the end of the sample", Choices, "prepare_batch",
          world_size=1, **DEPTH)
 def labels_wrap_around(right, config, self, *arguments):
     first = last = right(self, *arguments)

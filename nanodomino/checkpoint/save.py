@@ -16,6 +16,7 @@ the manifest. Then rank 0 renames the folder to step-00000100. Renaming is atomi
 folder named step-... is complete.
 """
 
+import dataclasses
 import os
 import threading
 from datetime import timedelta
@@ -30,7 +31,6 @@ from nanodomino.checkpoint.manifest import flush_folder, step_of, write_manifest
 from nanodomino.checkpoint.shards import BucketRange, LocalBox, local_boxes, range_to_save
 from nanodomino.comm.world import TIMEOUT
 from nanodomino.config.config import Config
-from nanodomino.config.saved_settings import to_record
 from nanodomino.files import delete
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
@@ -78,6 +78,7 @@ class Saver:
         boxes = local_boxes(model, self.copies)
         manifest = dict(format=FORMAT, step=step, adam_steps=optimizer.updates,
                         skipped_in_a_row=optimizer.skipped_in_a_row, loss_scale=optimizer.loss_scale.state(),
+<<<<<<< ours
                         config=to_record(config))
         thread = threading.Thread(target=self.write_or_note_error, args=(step, boxes, manifest),
                                   name=f"checkpoint of step {step}")
@@ -86,6 +87,12 @@ class Saver:
             self.thread = thread
         except RuntimeError:               # the system allows no further thread: training waits for this save
             self.write_or_note_error(step, boxes, manifest)
+=======
+                        config=dataclasses.asdict(config))
+        self.thread = threading.Thread(target=self.write_or_note_error, args=(step, boxes, manifest),
+                                       name=f"checkpoint of step {step}")
+        self.thread.start()
+>>>>>>> theirs
 
     def wait(self):
         """Wait until the last save has succeeded or failed."""

@@ -1,8 +1,7 @@
-"""Puts the settings of the core and of all options together, checks them, and reads them from flags and files.
+"""All settings of a run, and what the core asks of them. Reads them from flags and files.
 
-    config.py     all settings of the core, and Config      flags.py             command-line flags
-    seams.py      what options may change in the core       saved_settings.py    settings read back from config.json
-    options.py    the list of options
+    config.py     all settings, and Config               flags.py             command-line flags
+    choices.py    which class computes what              saved_settings.py    settings read back from config.json
 
 `python -m nanodomino.config` prints docs/settings.md.
 """

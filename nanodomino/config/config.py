@@ -1,7 +1,7 @@
 """All settings of a run, as one flat dataclass, and the sizes that follow from them.
 
-Each setting is declared once, in one line of CoreSettings or of an option's Settings; setting.py explains these lines.
-A run's Config is made in three steps:
+Each setting is declared once, in one line of Config; setting.py explains these lines. A run's Config is made in three
+steps:
 
     flags, a run's config.json  ->  Config  ->  resolve(world_size)  ->  with_vocabulary(size)  ->  the run
     run/command_line.py                         presets, layout,         the data's vocabulary,
@@ -28,14 +28,18 @@ from operator import attrgetter
 
 import torch
 
-from nanodomino.config.options import OPTIONS
-from nanodomino.config.seams import Seams
+from nanodomino.config.choices import Choices
 from nanodomino.errors import require
 from nanodomino.layers.norms import NORMALIZATIONS
 from nanodomino.layers.positions import POSITION_EMBEDDING_TYPES
 from nanodomino.optim.learning_rate import LR_DECAY_STYLES
 from nanodomino.optim.loss_scale import LOSS_SCALE_LIMIT, SMALLEST_LOSS_SCALE
 from nanodomino.optim.optimizers import OPTIMIZERS, OptimizerSpec
+from nanodomino.options.context_parallel.attention import ATTENTION
+from nanodomino.options.experts.router import SCORE_FUNCTIONS
+from nanodomino.options.fp8 import FORMATS, RECIPES
+from nanodomino.options.muon import MUON
+from nanodomino.options.recompute.tape_policy import GRANULARITIES
 from nanodomino.schedules.definitions import SCHEDULES, Schedule
 from nanodomino.schedules.placement_and_messages import Placement, Timetable, timetable
 from nanodomino.settings.presets import (DEFAULT_LAYOUTS, DTYPES, FINETUNE_BATCH_SIZE, FINETUNE_LR_DIVISOR,
@@ -45,28 +49,25 @@ from nanodomino.settings.setting import (check_values, data_setting, family_sett
                                        model_setting, run_setting, training_setting)
 
 
-def with_options(name: str, table: dict) -> dict:
-    """Return a table of the core with the entries that options add in tables of the same name."""
-    for option in OPTIONS:
-        table = table | getattr(option, name, {})
-    return table
-
-
-ALL_SCHEDULES, ALL_OPTIMIZERS = with_options("SCHEDULES", SCHEDULES), with_options("OPTIMIZERS", OPTIMIZERS)
-ALL_PRESETS, ALL_DECAYS = with_options("PRESETS", PRESETS), with_options("LR_DECAY_STYLES", LR_DECAY_STYLES)
+ALL_OPTIMIZERS = OPTIMIZERS | {"muon": MUON}
 
 # what several settings need to have an effect
 ROPE, DYNAMIC = "--position-embedding-type rope", ("--dtype float16", "no --loss-scale")
+<<<<<<< ours
 DECAYING = "--lr-decay-style " + " or ".join(name for name in ALL_DECAYS if name != "constant")
 LR_FACTORS = "".join(f", times {spec.lr_factor:g} with --optimizer {name}" for name, spec in ALL_OPTIMIZERS.items()
                      if spec.lr_factor != 1)
+=======
+EXPERTS, FP8 = "--num-experts", "--fp8-format"
+DECAYING = "--lr-decay-style " + " or ".join(name for name in LR_DECAY_STYLES if name != "constant")
+>>>>>>> theirs
 
 
 @dataclass(frozen=True)
-class CoreSettings(Seams):
-    """The settings of a dense GPT."""
+class Config(Choices):
+    """All settings of a run."""
     model: str = model_setting(
-        "nano", "preset of sizes, learning rate and batch size; other flags override it", choices=ALL_PRESETS)
+        "nano", "preset of sizes, learning rate and batch size; other flags override it", choices=PRESETS)
     num_layers: int = model_setting(None, "number of transformer layers", at_most=4096)
     hidden_size: int = model_setting(None, "width h of the residual stream", at_most=2**24)
     ffn_hidden_size: int = model_setting(
@@ -122,6 +123,41 @@ class CoreSettings(Seams):
     init_method_std: float = model_setting(
         None, "standard deviation of the initial weights (default: the preset's)", affects="run", needs="no --load")
 
+    num_experts: int = model_setting(
+        None, "number of experts in a layer with experts (default: the preset's, else no layer has experts)",
+        derived=True, at_most=4096)
+    moe_layer_freq: int = model_setting(
+        1, "give every Nth layer experts instead of an MLP, from the first layer on", needs=EXPERTS)
+    moe_router_topk: int = family_setting("number of experts that each token uses", needs=EXPERTS)
+    moe_ffn_hidden_size: int = model_setting(
+        None, "width of each expert (default: --ffn-hidden-size)", derived=True, at_most=2**24, needs=EXPERTS)
+    moe_shared_expert_intermediate_size: int = model_setting(
+        None, "width of an expert that every token uses besides (default: none)", derived=True, at_most=2**24,
+        needs=EXPERTS)
+    moe_router_score_function: str = model_setting(
+        "softmax", "how the router turns logits into scores", choices=SCORE_FUNCTIONS, needs=EXPERTS)
+    moe_router_pre_softmax: bool = model_setting(
+        False, "weight each chosen expert by its softmax over all experts, not over the chosen ones",
+        needs=(EXPERTS, "--moe-router-score-function softmax"))
+    moe_router_topk_scaling_factor: float = model_setting(
+        1.0, "factor on the weights of the chosen experts", above=0.0, needs=EXPERTS)
+    moe_router_enable_expert_bias: bool = model_setting(
+        False, "balance the experts by a bias on their scores that follows the load", needs=EXPERTS)
+    moe_router_bias_update_rate: float = model_setting(
+        1e-3, "change of the expert bias after each step", affects="losses", above=0.0,
+        needs=(EXPERTS, "--moe-router-enable-expert-bias"))
+    moe_aux_loss_coeff: float = family_setting(
+        "coefficient of the load-balancing loss of each sample; unlike the loss of the model, it and the z-loss count "
+        "all tokens, also those that the loss mask leaves out",
+        affects="losses", needs=EXPERTS)
+    moe_z_loss_coeff: float = model_setting(
+        0.0, "coefficient of the router's z-loss", affects="losses", needs=EXPERTS)
+    mtp_num_layers: int = model_setting(
+        0, "number of depths of multi-token prediction: depth d is a further layer that predicts the token d places "
+           "after the next one", affects="optimizer", at_least=0, at_most=64)
+    mtp_loss_scaling_factor: float = model_setting(
+        0.1, "weight of the depths' mean loss, which is added to the loss", affects="losses", needs="--mtp-num-layers")
+
     tensor_model_parallel_size: int = layout_setting(
         None, "number of ranks that split each layer's matrices", alias="--tp", derived=True)
     pipeline_model_parallel_size: int = layout_setting(
@@ -129,6 +165,18 @@ class CoreSettings(Seams):
     data_parallel_size: int = layout_setting(
         None, "number of replicas that split the batch (default: processes / (tp x cp x pp))", alias="--dp",
         derived=True)
+    context_parallel_size: int = layout_setting(
+        1, "number of ranks that share the tokens of each sample, for samples that are too long for a single rank",
+        alias="--cp")
+    cp_comm_type: str = layout_setting(
+        "all_gather", "what the ranks that share a sample exchange for attention (all_gather: every rank gets all keys "
+                      "and values; a2a: every rank gets whole samples, but only some of the heads)",
+        choices=ATTENTION, needs="--cp above 1")
+    expert_model_parallel_size: int = layout_setting(
+        1, "number of ranks that share the experts of a layer; divides dp x cp and --num-experts", alias="--ep",
+        needs=EXPERTS)
+    sequence_parallel: bool = layout_setting(
+        False, "split the residual stream along the sequence over the tensor-parallel ranks", needs="--tp above 1")
     micro_batch_size: int = layout_setting(
         None, "samples per microbatch (default: the preset's, but at most --global-batch-size / dp)", derived=True,
         at_most=2**16)
@@ -143,10 +191,19 @@ class CoreSettings(Seams):
               "slice; else 1)", derived=True, at_most=256)
     schedule: str = layout_setting(
         None, "pipeline schedule (default: the first in the list that supports --virtual-stages)", derived=True,
-        choices=ALL_SCHEDULES)
+        choices=SCHEDULES)
+    look_ahead: int = layout_setting(1, "number of further warm-up forwards for each later stage",
+                                     needs="--schedule eager-1f1b", at_least=0, at_most=2**16)
     virtual_stages: int = layout_setting(
         None, "chunks of layers per pipeline stage (default: as few as the schedule allows)",
         alias="--num-virtual-stages-per-pipeline-rank", derived=True)
+    recompute_granularity: str = layout_setting(
+        "none", "what backward recomputes to save memory; selective: the attention core and the activation function; "
+                "full: all that it needs inside a sublayer, from the sublayer's stored input",
+        choices=GRANULARITIES)
+    checkpoint_in_cpu: bool = layout_setting(
+        False, "with full recomputation, move the stored sublayer inputs from the GPU to host memory",
+        needs="--recompute-granularity full")
     zero_stage: int = layout_setting(
         1, "ZeRO stage: 0 shards nothing over the replicas, 1 shards the optimizer state, 2 also the gradients",
         choices=(0, 1, 2), at_least=0)
@@ -165,9 +222,13 @@ class CoreSettings(Seams):
                                      needs=DECAYING)
     lr_decay_style: str = training_setting(
         "cosine", "how the learning rate decays from --lr to --min-lr; constant keeps it at --lr",
+<<<<<<< ours
         choices=ALL_DECAYS)
     lr_decay_iters: int = training_setting(
         None, "step at which the learning rate reaches --min-lr, where it stays (default: --train-iters)")
+=======
+        choices=LR_DECAY_STYLES)
+>>>>>>> theirs
     lr_warmup_fraction: float = training_setting(
         0.05, "fraction of --lr-decay-iters during which the learning rate rises linearly to --lr", at_most=1.0)
     weight_decay: float = training_setting(0.1, "decoupled weight decay, for matrices only")
@@ -175,6 +236,7 @@ class CoreSettings(Seams):
     adam_beta1: float = training_setting(0.9, "decay rate of AdamW's first moment", below=1.0)
     adam_beta2: float = training_setting(0.95, "decay rate of AdamW's second moment", below=1.0)
     adam_eps: float = training_setting(1e-8, "epsilon added to the denominator of AdamW's update", above=0.0)
+    muon_momentum: float = training_setting(0.95, "Muon's momentum", below=1.0, needs="--optimizer muon")
     dtype: str = training_setting(
         "float32", "type of weights and activations; with bfloat16 and float16, master weights and gradients are fp32",
         choices=DTYPES, short={"--bf16": "bfloat16", "--fp16": "float16"})
@@ -193,13 +255,32 @@ class CoreSettings(Seams):
         2, "number of overflows until the dynamic loss scale is halved; each further overflow halves it again, and the "
            "count restarts when the scale doubles",
         needs=DYNAMIC)
+<<<<<<< ours
     fp16_lm_cross_entropy: bool = training_setting(
         False, "compute the exponentials of the cross entropy in fp16 instead of fp32", needs="--dtype float16")
+=======
+    fp8_format: str = training_setting(
+        None, "8-bit types for the matmuls of attention and MLP; embedding, head and experts stay in --dtype (hybrid: "
+              "e4m3 for weights and activations, e5m2 for gradients; e4m3: for all; default: no fp8)",
+        choices=FORMATS)
+    fp8_recipe: str = training_setting(
+        "tensorwise", "whether each tensor or each of its rows has a scale of its own in fp8", choices=RECIPES,
+        needs=FP8)
+    fp8_wgrad: bool = training_setting(
+        True, "compute weight gradients in fp8, too; --no-fp8-wgrad computes them in the type of --dtype", needs=FP8)
+    first_last_layers_bf16: bool = training_setting(
+        False, "with fp8, compute the first and the last layer in the type of --dtype", needs=FP8)
+>>>>>>> theirs
     seed: int = training_setting(1234, "seed of initial weights, data order and dropout", affects="run", at_least=0)
 
     data_path: str = data_setting(
         None, "folder made by data/prepare.py; it may move, but a resumed run needs the same text (default: made from "
               "the source code of Python's standard library)", affects="nothing")
+    eod_mask_loss: bool = data_setting(False, "leave predictions of the end-of-text token out of the loss")
+    reset_position_ids: bool = data_setting(
+        False, "restart positions at 0 after each end-of-text token",
+        needs="--position-embedding-type rope or learned_absolute")
+    reset_attention_mask: bool = data_setting(False, "let tokens attend only to their own document")
 
     run_dir: str = run_setting(
         None, "folder of the run; if it holds a run, that run resumes with its settings (default: a new folder "
@@ -260,22 +341,24 @@ class CoreSettings(Seams):
     tp = property(attrgetter("tensor_model_parallel_size"))
     pp = property(attrgetter("pipeline_model_parallel_size"))
     dp = property(attrgetter("data_parallel_size"))
+    cp = property(attrgetter("context_parallel_size"))
+    ep = property(attrgetter("expert_model_parallel_size"))
 
     @property
     def preset(self) -> dict:
         """The settings of the preset."""
-        return ALL_PRESETS[self.model]
+        return PRESETS[self.model]
 
     @property
     def thread_blocks(self) -> dict[str, int]:
         """{group: the most thread blocks of a GPU that a collective of the group occupies}. More would take more from
         the matmuls that hide it: a receive occupies its blocks from when it is posted until the message arrives."""
-        return {"tp": self.tp_max_ctas, "dp": 16, "pp": 16}
+        return {"tp": self.tp_max_ctas, "ep_counts": 1, **dict.fromkeys(("dp", "pp", "ep", "expert_dp"), 16)}
 
     @property
     def residual_shape(self) -> tuple[int, int, int]:
         """The shape [b, s, h] of a rank's part of the residual stream, for one microbatch."""
-        return self.micro_batch_size, self.seq_length // (self.sample_parts * self.sequence_shards), self.hidden_size
+        return self.micro_batch_size, self.seq_length // (self.cp * self.sequence_shards), self.hidden_size
 
     @property
     def optimizer_spec(self) -> OptimizerSpec:
@@ -284,7 +367,7 @@ class CoreSettings(Seams):
 
     def lr_decay(self, progress: float) -> float:
         """Return 1 where the learning rate is lr .. 0 where it is min_lr. progress: 0 after warm-up .. 1 at the end."""
-        return ALL_DECAYS[self.lr_decay_style](progress, self)
+        return LR_DECAY_STYLES[self.lr_decay_style](progress, self)
 
     @property
     def params_dtype(self) -> torch.dtype:
@@ -308,12 +391,13 @@ class CoreSettings(Seams):
     @property
     def placement(self) -> Placement:
         """The assignment of chunks of layers to pipeline stages."""
-        return Placement(self.pp, self.virtual_stages, ALL_SCHEDULES[self.schedule].folded)
+        return Placement(self.pp, self.virtual_stages, SCHEDULES[self.schedule].folded)
 
     @property
     def schedule_with_settings(self) -> Schedule:
         """The schedule, with the values of its own settings."""
-        return dataclasses.replace(ALL_SCHEDULES[self.schedule], settings=self.schedule_settings)
+        own = (("look_ahead", self.look_ahead),) if self.schedule == "eager-1f1b" else ()
+        return dataclasses.replace(SCHEDULES[self.schedule], settings=own)
 
     @property
     def timetable(self) -> Timetable:
@@ -396,20 +480,19 @@ class CoreSettings(Seams):
             micro_batch_size=micro_batch_size,
             slices=config.slices or (min(2, micro_batch_size) if tp > 1 or inner > 1 else 1),
             columns=config.columns or (2 if tp > 1 and micro_batch_size == 1 and config.slices is None else 1),
-            schedule=schedule, virtual_stages=self.virtual_stages or ALL_SCHEDULES[schedule].chunks[0],
+            schedule=schedule, virtual_stages=self.virtual_stages or SCHEDULES[schedule].chunks[0],
             ffn_hidden_size=ffn_hidden_size,
             num_query_groups=groups,
             kv_channels=config.kv_channels or config.hidden_size // heads,
             max_position_embeddings=config.max_position_embeddings or config.seq_length,
             trained_positions=max(config.trained_positions or 0, config.seq_length),
             min_lr=config.lr / 10 if config.min_lr is None else config.min_lr)
-        config = dataclasses.replace(config, **config.option_defaults())
-        config.check_rules()
+        expert_defaults = dict(moe_router_topk=2, moe_aux_loss_coeff=0.0,
+                               moe_ffn_hidden_size=ffn_hidden_size if config.num_experts else None)
+        config = dataclasses.replace(config, **{name: value for name, value in expert_defaults.items()
+                                                if getattr(config, name) is None})
+        check_rules(config)
         return config
-
-    def check_rules(self):
-        """Check a resolved Config. Raises UserError."""
-        check_rules(self)
 
     def with_device(self, device: torch.device) -> "Config":
         """Return a copy in which `compile` is set. If it was None, it is True on CUDA and False on the CPU."""
@@ -428,8 +511,3 @@ class CoreSettings(Seams):
                 f"the padded vocabulary of {config.padded_vocab_size} tokens must be divisible by "
                 f"tensor-model-parallel-size {config.tp}; try --make-vocab-size-divisible-by {128 * config.tp}")
         return config
-
-
-@dataclass(frozen=True)
-class Config(*(option.Settings for option in OPTIONS), CoreSettings):
-    """All settings of a run: those of the core, and those of each option."""

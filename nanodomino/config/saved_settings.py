@@ -1,40 +1,30 @@
 """Writes and reads the settings that are stored with a run or a checkpoint, or that a user writes into a --config file.
 
 A record is a dictionary of all settings, as stored in config.json and in a checkpoint's manifest. A setting that a
-record lacks has its default. Under `without_effect` the record lists the settings that change nothing in this run. A
-copy of the program without their options can read the record too.
+record lacks has its default.
 """
 
 import dataclasses
 
 from nanodomino.config.config import Config
 from nanodomino.errors import require
+<<<<<<< ours
 from nanodomino.optim.learning_rate import learning_rate
 from nanodomino.settings.rules import holds
+=======
+>>>>>>> theirs
 from nanodomino.settings.setting import flag_settings, names_affecting
 
 
-def to_record(config: Config) -> dict:
-    """Return the record of a resolved Config."""
-    without_effect = [setting.name for setting in flag_settings(Config)
-                      if getattr(config, setting.name) == setting.default
-                      or not all(holds(need, config) for need in setting.metadata["needs"])]
-    return dataclasses.asdict(config) | dict(without_effect=without_effect)
-
-
 def check_record(record: dict, source) -> dict:
-    """Return the known settings of a record. The others must have no effect, and all must have the right types.
+    """Return the record, whose settings must be known and have the right types.
 
     source: the name of the record's file, for messages. Raises UserError, for example for a setting of a later version.
     """
     known = {setting.name: setting for setting in dataclasses.fields(Config)}
-    idle = record.get("without_effect", [])
-    require(isinstance(idle, list), f"{source} gives {idle!r} as without_effect, but must give a list; correct it")
-    record = {name: value for name, value in record.items() if name in known or name not in ("without_effect", *idle)}
     unknown = sorted(record.keys() - known.keys())
-    fix = ("use the version that wrote them, or restore the option of nanodomino/options/ that had them"
-           if "given" in record else "correct the names, or convert a Hugging Face model with `python -m "
-           "nanodomino.huggingface import`")                  # the program writes `given`, users do not
+    fix = ("use the version that wrote them" if "given" in record else       # the program writes `given`, users do not
+           "correct the names, or convert a Hugging Face model with `python -m nanodomino.huggingface import`")
     require(not unknown, f"{source} has settings that this version does not know ({', '.join(unknown[:9])}); {fix}")
     for name, value in record.items():
         type = list if name == "given" else known[name].type

@@ -39,8 +39,8 @@ def small_run(program, config: Config, depth: int, stage: int, stages: int) -> R
     depth: the layers of the last chunk, or its periods of different layers. Each other chunk has layers_behind_head
         more.
     """
-    chunks, behind = stages * config.virtual_stages, config.layers_behind_head
-    layers = depth * config.layer_period + (config.has_special_ends and chunks == 1)
+    chunks, behind = stages * config.virtual_stages, config.mtp_num_layers
+    layers = depth * config.layer_period + (config.first_last_layers_bf16 and chunks == 1)
     small = dataclasses.replace(
         config, num_layers=chunks * (layers + behind) - behind if chunks > 1 else layers,
         pipeline_model_parallel_size=stages, world_size=config.world_size // config.pp * stages,
@@ -52,7 +52,7 @@ def layers_of(config: Config, stage: int) -> list[int]:
     """Return the number of layers in each chunk of a stage."""
     placement = config.placement
     return [len(stage_layers(config.num_layers, placement.virtual_stage(stage, chunk), placement.last + 1,
-                             config.layers_behind_head)) for chunk in range(placement.chunks)]
+                             config.mtp_num_layers)) for chunk in range(placement.chunks)]
 
 
 def extrapolate(one, two, first: float, second: float, layers: float, whole=1.0):

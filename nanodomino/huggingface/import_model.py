@@ -11,7 +11,6 @@ from nanodomino.checkpoint.tensor_index import FORMAT, write_boxes
 from nanodomino.checkpoint.manifest import write_manifest
 from nanodomino.checkpoint.shards import LocalBox
 from nanodomino.config.config import Config
-from nanodomino.config.saved_settings import to_record
 from nanodomino.errors import require
 from nanodomino.files import read_json
 from nanodomino.huggingface.families import Family, family_of_json, read_config
@@ -83,6 +82,6 @@ def import_model(folder: Path, output: Path) -> str:
         if GENERATION not in copied and special:               # a checkpoint has no other place for these ids
             write_json(temporary / GENERATION, special)
         write_manifest(temporary, dict(format=FORMAT, step=0, adam_steps=0, skipped_in_a_row=0, loss_scale=None,
-                                       config=to_record(config)), [share], "import it again")
+                                       config=dataclasses.asdict(config)), [share], "import it again")
     return (f"{output}: {family.architecture}, {len(mappings)} tensors, {element_count(mappings):,} elements in "
             f"{dtype_name}, {tokenizer_summary(copied)}")

@@ -12,14 +12,11 @@ end-of-text token belongs to the document that it ends:
 With --eod-mask-loss, the loss does not count where the label is an end-of-text token.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from nanodomino.generate.cache import KeyValueCache
 from nanodomino.layers.positions import to_device
-from nanodomino.layers.varlen import attention_bias, first_of_document, inputs_within_documents
-from nanodomino.settings.setting import data_setting
+from nanodomino.layers.varlen import attention_bias, first_of_document
 
 
 def document_ids(tokens, end_of_text: int):
@@ -59,6 +56,7 @@ class DocumentCache(KeyValueCache):
         super().finish(tokens)
 
 
+<<<<<<< ours
 @dataclass(frozen=True)
 class Settings:
     """The part of Config that is about documents."""
@@ -107,3 +105,23 @@ class Settings:
         if "documents" not in extras:
             return super().attention_extras(extras, device)
         return inputs_within_documents(self, extras["documents"], device)
+=======
+def mark_documents(config, batch, rows, end_of_text: int):
+    """Apply the three settings to a batch of rows [b, s + 1] of token ids, which are in the host's memory."""
+    device = batch.tokens.device
+    if config.eod_mask_loss:
+        batch.loss_mask.masked_fill_(batch.labels == end_of_text, 0)
+    if config.uses_document_boundaries:
+        documents = document_ids(rows, end_of_text)[:, :-1]
+        if config.reset_position_ids:
+            batch.positions, batch.in_order = to_device(positions_within_documents(documents), device), False
+        if config.reset_attention_mask:
+            batch.extras["documents"] = documents              # these stay in the host's memory
+    return batch
+
+
+def goes_on(rows, distance: int, end_of_text: int):
+    """Return whether each token and the one `distance` places later belong to one document, [b, s + 1 - distance]."""
+    documents = document_ids(rows, end_of_text)
+    return documents[:, distance:] == documents[:, :-distance]
+>>>>>>> theirs

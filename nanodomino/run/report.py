@@ -11,6 +11,7 @@ token takes 6 N + 12 L n d s FLOPs, with N active parameters, L layers, n heads 
 (flops_per_token in analysis/formulas.py).
 """
 
+import dataclasses
 import json
 import math
 import sys
@@ -21,7 +22,6 @@ from tqdm import tqdm
 from nanodomino.analysis.formulas import active_parameter_count, flops_per_token, parameter_count
 from nanodomino.analysis.hardware import find_peak_flops, peak_memory
 from nanodomino.config.config import Config
-from nanodomino.config.saved_settings import to_record
 from nanodomino.corpus.prepared_folder import Corpus
 from nanodomino.errors import counted
 from nanodomino.files import write_file
@@ -51,7 +51,7 @@ class Report:
         self.metrics = self.tensorboard = None
         if enabled:
             if first_step < config.train_iters or not (run_dir / "config.json").exists():
-                settings = json.dumps(to_record(config), indent=2) + "\n"           # stored for later launches
+                settings = json.dumps(dataclasses.asdict(config), indent=2) + "\n"           # stored for later launches
                 write_file(run_dir / "config.json", settings.encode())
             self.curve = Curve(run_dir.resolve().name)
             remove_outdated(path := run_dir / "metrics.jsonl", first_step, config.train_iters, add=self.curve.add)
@@ -159,8 +159,12 @@ class Report:
         """Report the mean loss, perplexity and bits per byte of the `tokens` labels that count in the first `windows`
         windows of a split, "valid" or "test"."""
         perplexity = math.exp(min(loss, 700.0))
+<<<<<<< ours
         size = self.corpus.text_bytes(split, windows * self.config.seq_length) if self.enabled else None
         bits_per_byte = loss / math.log(2) * tokens / size if size else None
+=======
+        bits_per_byte = self.corpus.bits_per_byte(split, loss, self.config.eod_mask_loss)
+>>>>>>> theirs
         self.record(step=step, **{f"{split}_loss": loss, f"{split}_perplexity": perplexity,
                                   f"{split}_bits_per_byte": bits_per_byte, f"{split}_tokens": tokens})
         self.say(f"step {step:5d} | {split} loss {loss:.4f} {self.entropies} | perplexity {perplexity:.2f}"
@@ -188,7 +192,7 @@ def describe_stage(config: Config, stage: int) -> str:
     """Return what a pipeline stage holds, chunk by chunk: 'embedding, layers 0 to 3; layers 8 to 11'."""
     placement, chunks = config.placement, []
     for virtual_stage in (placement.virtual_stage(stage, chunk) for chunk in range(placement.chunks)):
-        layers = stage_layers(config.num_layers, virtual_stage, placement.last + 1, config.layers_behind_head)
+        layers = stage_layers(config.num_layers, virtual_stage, placement.last + 1, config.mtp_num_layers)
         chunks.append(("embedding, " if virtual_stage == 0 else "")
                       + (f"layers {layers[0]} to {layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}")
                       + (", head" + config.behind_head_in_words if virtual_stage == placement.last else ""))

@@ -7,6 +7,8 @@ can't be computed is refused by a require() call, whose message gives the rule, 
 import math
 import re
 
+import torch
+
 from nanodomino.errors import counted, require
 from nanodomino.layers.positions import rotary_size
 from nanodomino.schedules.definitions import SCHEDULES
@@ -58,7 +60,10 @@ def check_needs(config, names):
         for need in setting.metadata["needs"]:
             require(holds(need, config), f"{flag}{'' if value is True else f' {value}'} needs {need} to have an "
                     f"effect; change that, or leave out {flag}")
-    config.check_given(names)
+    require("ffn_hidden_size" not in names or not config.num_experts or config.moe_layer_freq > 1
+            or config.ffn_hidden_size == config.moe_ffn_hidden_size,
+            f"--ffn-hidden-size {config.ffn_hidden_size} has no effect, because every layer has experts of width "
+            f"{config.moe_ffn_hidden_size}; leave it out")
 
 
 # ---- combinations
@@ -75,6 +80,10 @@ def check_divisible(name: str, number: int, by: str, divisor: int, fix: str):
 
 def check_rules(c):
     """Check a resolved Config. Raises UserError."""
+    if c.fp8_format:
+        check_fp8(c)
+    if c.num_experts:
+        check_experts(c)
     tp, pp, dp, heads, groups = c.tp, c.pp, c.dp, c.num_attention_heads, c.num_query_groups
     sizes = {"tensor": tp, **c.inner_axes, "pipeline": pp, "data": dp}
     needed = math.prod(sizes.values())
@@ -83,7 +92,8 @@ def check_rules(c):
             f"{' x '.join(map(str, sizes.values()))} = {needed}; start {counted(needed, 'process')} with torchrun, or "
             f"change {', '.join('--' + axis for axis in ('tp', *c.inner_axes, 'pp', 'dp'))}")
     check_divisible("num-attention-heads", heads, "num-query-groups", groups, f"--num-query-groups {divisors(heads)}")
-    for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size", *c.sizes_divisible_by_tp):
+    of_experts = ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size") if c.num_experts else ()
+    for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size", *of_experts):
         size = getattr(c, name) or 0
         check_divisible(name.replace("_", "-"), size, "tensor-model-parallel-size", tp, f"--tp {divisors(size)}")
     require(not c.rope or 0 < rotary_size(c) <= c.kv_channels and rotary_size(c) % 2 == 0,
@@ -128,3 +138,42 @@ def check_rules(c):
             and len(c.traced_steps) > 0 and c.traced_steps[-1] <= c.train_iters,
             f"--trace must be FIRST:LAST, two steps with 1 <= FIRST <= LAST <= --train-iters {c.train_iters}, but is "
             f"{c.trace}; try --trace {min(10, c.train_iters)}:{min(12, c.train_iters)}")
+    if c.cp > 1 and c.cp_comm_type == "a2a":
+        check_divisible("num-query-groups", groups, f"tp x cp = {tp} x {c.cp} =", tp * c.cp,
+                        "--cp-comm-type all_gather, since with a2a every rank gets whole groups")
+    require(c.mtp_num_layers < c.seq_length,
+            f"mtp-num-layers {c.mtp_num_layers} must be below seq-length {c.seq_length}, or the last depth predicts "
+            f"nothing; try --mtp-num-layers {c.seq_length - 1}")
+
+
+def check_experts(c):
+    require(c.disable_bias_linear, "experts have no biases, so --num-experts needs --disable-bias-linear; add it")
+    require(c.moe_router_topk <= c.num_experts, f"moe-router-topk {c.moe_router_topk} must be at most num-experts "
+            f"{c.num_experts}; try --moe-router-topk {c.num_experts}")
+    require(c.moe_router_topk > 1 or c.moe_router_score_function != "softmax" or c.moe_router_pre_softmax,
+            "moe-router-topk must be at least 2 with --moe-router-score-function softmax, but is 1: the softmax over a "
+            "single chosen expert is always 1, so the router would learn nothing from the loss of the model; add "
+            "--moe-router-pre-softmax")
+    both = math.gcd(c.num_experts, c.dp * c.cp)
+    require(both % c.ep == 0, f"expert-model-parallel-size {c.ep} must divide num-experts {c.num_experts} and the data "
+            f"x context parallel size {c.dp} x {c.cp}; try --ep {divisors(both)}")
+
+
+def check_fp8(c):
+    """Only GPUs limit the sizes of matrices."""
+    require(c.dtype != "float64", "--fp8-format adds up in fp32, so --dtype must not be float64; try --bf16")
+    require(c.num_layers > 2 or c.mtp_num_layers or not c.first_last_layers_bf16,
+            f"num-layers {c.num_layers} must be at least 3 with --first-last-layers-bf16, or no layer multiplies in 8 "
+            "bits; try --num-layers 3, or leave out --first-last-layers-bf16")
+    if c.device == "cpu" or c.device == "auto" and not torch.cuda.is_available():
+        return
+    require(c.fp8_recipe == "tensorwise" or c.dtype == "bfloat16", "on GPUs --fp8-recipe rowwise needs --bf16, but "
+            f"--dtype is {c.dtype}; add --bf16, or use --fp8-recipe tensorwise")
+    for name, size, parts, flag in (
+            ("hidden-size", c.hidden_size, c.columns, "columns"),
+            ("seq-length", c.seq_length, c.cp, "cp"),
+            ("num-attention-heads x kv-channels", c.num_attention_heads * c.kv_channels, c.tp, "tp"),
+            ("(num-attention-heads + 2 num-query-groups) x kv-channels", c.qkv_size, c.tp, "tp"),
+            ("ffn-hidden-size", c.ffn_hidden_size, c.tp, "tp")):
+        check_divisible(name, size, f"16 x {parts} =", 16 * parts,
+                        f"another --{flag}, or leave out --fp8-format, which on GPUs needs multiples of 16")

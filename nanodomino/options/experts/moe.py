@@ -50,6 +50,7 @@ from nanodomino.layers.dropout_and_positions import add_residual
 from nanodomino.layers.main_grad import add_weight_gradient, main_grad_of
 from nanodomino.layers.sublayer import Sublayer
 from nanodomino.optim.parameter_spec import parameter
+from nanodomino.optim.optimizers import OptimizerSpec, SignUpdate
 from nanodomino.options.experts.router import Router, Routing
 from nanodomino.overlap.flight import Flight, prepare_all_to_all
 from nanodomino.overlap.inside import Inside
@@ -381,3 +382,8 @@ class ExpertWeight:
         """Add grad_output^T rows of each expert to its main_grad. Both are sorted by expert."""
         for start, end, expert in zip([0, *self.ends], self.ends, main_grad_of(self.weight)):
             add_weight_gradient(expert, grad_output[None, start:end], rows[None, start:end])
+
+
+# the expert bias follows the load of the experts; its "gradient" does not belong to the global norm
+sign_updates = OptimizerSpec(lambda groups, config, zero: SignUpdate(groups, config.moe_router_bias_update_rate),
+                             moments=(), counts_in_norm=False)

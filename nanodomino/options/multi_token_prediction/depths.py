@@ -30,12 +30,16 @@ paper. So it does not matter how the places that do not count are spread over mi
 Evaluation and generation run no depth, and the exported model has none.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from nanodomino.layers.norms import Norm
+from nanodomino.layers.positions import to_device
 from nanodomino.optim.parameter_spec import parameter
+from nanodomino.options.documents import goes_on
 
 
 class PredictionDepth(nn.Module):
@@ -54,3 +58,20 @@ class PredictionDepth(nn.Module):
         [b, s, h], into the hidden states of this depth."""
         merged = F.linear(torch.cat([self.enorm(words), self.hnorm(x)], dim=-1), self.eh_proj.weight)
         return self.layer(merged, masks_and_positions)
+
+
+def add_depths(config, batch, rows, end_of_text: int):
+    """Add the batch of depth 1 as extras["ahead"], which contains that of depth 2, and so on.
+
+    Depth d predicts the token d places after the next one. Its loss does not count at the last d places of a sample,
+    nor where the token that it predicts belongs to another text. After the last token, token 0 stands in.
+    """
+    last = batch
+    for depth in range(1, config.mtp_num_layers + 1):
+        labels, loss_mask = (F.pad(tensor[:, 1:], (0, 1)) for tensor in (last.labels, last.loss_mask))
+        if config.uses_document_boundaries:
+            same = goes_on(rows, depth + 1, end_of_text).to(loss_mask.dtype)
+            loss_mask = loss_mask * F.pad(to_device(same, loss_mask.device), (0, depth))
+        last.extras["ahead"] = replace(last, tokens=last.labels, labels=labels, loss_mask=loss_mask, extras={})
+        last = last.extras["ahead"]
+    return batch
