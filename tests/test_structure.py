@@ -57,6 +57,13 @@ def test_importing_a_file_of_the_story_loads_few_others(module, most):
     assert len(loaded) <= most, loaded
 
 
+def test_the_core_names_no_option():
+    """Only the place of choices imports from options/, and an option may import another."""
+    importers = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")
+                 if any(module.startswith("nanodomino.options") for module in imported_modules(path))}
+    assert {path for path in importers if not path.startswith("options/")} == {"config/choices.py"}
+
+
 def test_at_most_ten_files_lie_directly_in_nanodomino():
     """Not counting __init__.py, which holds the map."""
     assert len([path for path in PACKAGE.glob("*.py") if path.stem != "__init__"]) <= 10

@@ -78,8 +78,7 @@ class Saver:
         boxes = local_boxes(model, self.copies)
         manifest = dict(format=FORMAT, step=step, adam_steps=optimizer.updates,
                         skipped_in_a_row=optimizer.skipped_in_a_row, loss_scale=optimizer.loss_scale.state(),
-<<<<<<< ours
-                        config=to_record(config))
+                        config=dataclasses.asdict(config))
         thread = threading.Thread(target=self.write_or_note_error, args=(step, boxes, manifest),
                                   name=f"checkpoint of step {step}")
         try:
@@ -87,12 +86,6 @@ class Saver:
             self.thread = thread
         except RuntimeError:               # the system allows no further thread: training waits for this save
             self.write_or_note_error(step, boxes, manifest)
-=======
-                        config=dataclasses.asdict(config))
-        self.thread = threading.Thread(target=self.write_or_note_error, args=(step, boxes, manifest),
-                                       name=f"checkpoint of step {step}")
-        self.thread.start()
->>>>>>> theirs
 
     def wait(self):
         """Wait until the last save has succeeded or failed."""

@@ -22,14 +22,19 @@ from nanodomino.options.context_parallel import places
 from nanodomino.options.context_parallel.attention import ATTENTION
 from nanodomino.options.documents import DocumentCache, mark_documents
 from nanodomino.options.experts.moe import MoE, MoEInside, sign_updates
-from nanodomino.options.fp8 import Fp8Recipe, Fp8Weight, check_gpu
+from nanodomino.options.experts.router import SCORE_FUNCTIONS
+from nanodomino.options.fp8 import FORMATS, RECIPES, Fp8Recipe, Fp8Weight, check_gpu
 from nanodomino.options.multi_token_prediction.depths import PredictionDepth, add_depths
-from nanodomino.options.multi_token_prediction.draft import Draft
 from nanodomino.options.multi_token_prediction.runner import PredictionDepths
-from nanodomino.options.recompute.tape_policy import RecomputingTape
+from nanodomino.options.muon import MUON
+from nanodomino.options.recompute.tape_policy import GRANULARITIES, RecomputingTape
 from nanodomino.options.sequence_parallel import ShardedResidual
 from nanodomino.overlap.slice_ops import ReplicatedResidual
 from nanodomino.overlap.slices import NothingBehindHead, WholeTape
+
+# {setting: its values} of the settings that choose from a table of an option
+ALLOWED = dict(optimizer=OPTIMIZERS | {"muon": MUON}, cp_comm_type=ATTENTION, moe_router_score_function=SCORE_FUNCTIONS,
+               recompute_granularity=GRANULARITIES, fp8_format=FORMATS, fp8_recipe=RECIPES)
 
 
 class Choices:
@@ -218,10 +223,6 @@ class Choices:
         """The names of groups whose ranks must choose the same tokens."""
         return ("ep",) if self.ep > 1 else ()
 
-    def draft(self):
-        """Return an object that guesses tokens for the main model, or None."""
-        return Draft() if self.mtp_num_layers else None
-
     def for_export(self):
         """Return (the Config of the part of the model that Hugging Face knows, "; " and words about the rest)."""
         left_out = f"; without the {counted(self.mtp_num_layers, 'depth')} of multi-token prediction"
@@ -248,18 +249,17 @@ class Choices:
         words = "gather of keys and values" if self.cp_comm_type == "all_gather" else "all-to-all"
         return (words,) * (self.cp > 1) + ("all-to-all",) * (self.ep > 1)
 
-    def step_metrics(self, statistics: tuple[float]) -> dict:
-        """Return what metrics.jsonl records of StepResult.statistics. Values that are dicts are details.
+    def step_metrics(self, result) -> dict:
+        """Return what metrics.jsonl records of a StepResult besides loss, norm and loss scale. Dicts are details.
 
-        mtp_1_loss, ...: a depth's mean loss over the tokens that it counts, without --mtp-loss-scaling-factor. It may
-            be lower than the main loss: a depth also knows all tokens before the one that it predicts, and has one more
-            layer
-        auxiliary_loss: what the auxiliary losses and z-losses of all routers add to a token's loss; the mean over all
-            tokens, those included that the loss mask leaves out
+        mtp_1_loss, ...: a depth's mean loss over the n tokens that it counts. Training adds f/D x n / (tokens of the
+            main loss) times this mean; see depths.py. It may be lower than the main loss: a depth also knows all tokens
+            before the one that it predicts, and has one more layer
+        auxiliary_loss: what the auxiliary losses and z-losses of all routers add to the loss; see router.py
         busiest_expert: the largest load in any layer
         expert_load: {layer: how often each expert was chosen, divided by the mean of the layer}
         """
-        rest, tokens = iter(statistics), self.global_batch_size * self.seq_length
+        rest, tokens = iter(result.statistics), result.tokens or math.inf
         rows = {name: list(islice(rest, count)) for name, count in self.statistics.items()}
         pairs = [rows.pop(f"mtp.{number}") for number in range(self.mtp_num_layers)]
         metrics = {f"mtp_{depth}_loss": total / max(count, 1.0) for depth, (total, count) in enumerate(pairs, 1)}

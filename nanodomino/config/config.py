@@ -28,18 +28,13 @@ from operator import attrgetter
 
 import torch
 
-from nanodomino.config.choices import Choices
+from nanodomino.config.choices import ALLOWED, Choices
 from nanodomino.errors import require
 from nanodomino.layers.norms import NORMALIZATIONS
 from nanodomino.layers.positions import POSITION_EMBEDDING_TYPES
 from nanodomino.optim.learning_rate import LR_DECAY_STYLES
 from nanodomino.optim.loss_scale import LOSS_SCALE_LIMIT, SMALLEST_LOSS_SCALE
-from nanodomino.optim.optimizers import OPTIMIZERS, OptimizerSpec
-from nanodomino.options.context_parallel.attention import ATTENTION
-from nanodomino.options.experts.router import SCORE_FUNCTIONS
-from nanodomino.options.fp8 import FORMATS, RECIPES
-from nanodomino.options.muon import MUON
-from nanodomino.options.recompute.tape_policy import GRANULARITIES
+from nanodomino.optim.optimizers import OptimizerSpec
 from nanodomino.schedules.definitions import SCHEDULES, Schedule
 from nanodomino.schedules.placement_and_messages import Placement, Timetable, timetable
 from nanodomino.settings.presets import (DEFAULT_LAYOUTS, DTYPES, FINETUNE_BATCH_SIZE, FINETUNE_LR_DIVISOR,
@@ -49,18 +44,12 @@ from nanodomino.settings.setting import (check_values, data_setting, family_sett
                                        model_setting, run_setting, training_setting)
 
 
-ALL_OPTIMIZERS = OPTIMIZERS | {"muon": MUON}
-
 # what several settings need to have an effect
 ROPE, DYNAMIC = "--position-embedding-type rope", ("--dtype float16", "no --loss-scale")
-<<<<<<< ours
-DECAYING = "--lr-decay-style " + " or ".join(name for name in ALL_DECAYS if name != "constant")
-LR_FACTORS = "".join(f", times {spec.lr_factor:g} with --optimizer {name}" for name, spec in ALL_OPTIMIZERS.items()
-                     if spec.lr_factor != 1)
-=======
 EXPERTS, FP8 = "--num-experts", "--fp8-format"
 DECAYING = "--lr-decay-style " + " or ".join(name for name in LR_DECAY_STYLES if name != "constant")
->>>>>>> theirs
+LR_FACTORS = "".join(f", times {spec.lr_factor:g} with --optimizer {name}" for name, spec in ALLOWED["optimizer"].items()
+                     if spec.lr_factor != 1)
 
 
 @dataclass(frozen=True)
@@ -135,7 +124,7 @@ class Config(Choices):
         None, "width of an expert that every token uses besides (default: none)", derived=True, at_most=2**24,
         needs=EXPERTS)
     moe_router_score_function: str = model_setting(
-        "softmax", "how the router turns logits into scores", choices=SCORE_FUNCTIONS, needs=EXPERTS)
+        "softmax", "how the router turns logits into scores", choices=ALLOWED["moe_router_score_function"], needs=EXPERTS)
     moe_router_pre_softmax: bool = model_setting(
         False, "weight each chosen expert by its softmax over all experts, not over the chosen ones",
         needs=(EXPERTS, "--moe-router-score-function softmax"))
@@ -147,8 +136,8 @@ class Config(Choices):
         1e-3, "change of the expert bias after each step", affects="losses", above=0.0,
         needs=(EXPERTS, "--moe-router-enable-expert-bias"))
     moe_aux_loss_coeff: float = family_setting(
-        "coefficient of the load-balancing loss of each sample; unlike the loss of the model, it and the z-loss count "
-        "all tokens, also those that the loss mask leaves out",
+        "coefficient of the load-balancing loss of each sample; it and the z-loss are summed over all tokens, also "
+        "those that the loss mask leaves out, and divided by the number of tokens that count",
         affects="losses", needs=EXPERTS)
     moe_z_loss_coeff: float = model_setting(
         0.0, "coefficient of the router's z-loss", affects="losses", needs=EXPERTS)
@@ -156,7 +145,8 @@ class Config(Choices):
         0, "number of depths of multi-token prediction: depth d is a further layer that predicts the token d places "
            "after the next one", affects="optimizer", at_least=0, at_most=64)
     mtp_loss_scaling_factor: float = model_setting(
-        0.1, "weight of the depths' mean loss, which is added to the loss", affects="losses", needs="--mtp-num-layers")
+        0.1, "factor f: training adds f / depths times the losses of all depths, divided, like the main losses, by the "
+             "number of tokens of the main loss", affects="losses", needs="--mtp-num-layers")
 
     tensor_model_parallel_size: int = layout_setting(
         None, "number of ranks that split each layer's matrices", alias="--tp", derived=True)
@@ -171,7 +161,7 @@ class Config(Choices):
     cp_comm_type: str = layout_setting(
         "all_gather", "what the ranks that share a sample exchange for attention (all_gather: every rank gets all keys "
                       "and values; a2a: every rank gets whole samples, but only some of the heads)",
-        choices=ATTENTION, needs="--cp above 1")
+        choices=ALLOWED["cp_comm_type"], needs="--cp above 1")
     expert_model_parallel_size: int = layout_setting(
         1, "number of ranks that share the experts of a layer; divides dp x cp and --num-experts", alias="--ep",
         needs=EXPERTS)
@@ -200,7 +190,7 @@ class Config(Choices):
     recompute_granularity: str = layout_setting(
         "none", "what backward recomputes to save memory; selective: the attention core and the activation function; "
                 "full: all that it needs inside a sublayer, from the sublayer's stored input",
-        choices=GRANULARITIES)
+        choices=ALLOWED["recompute_granularity"])
     checkpoint_in_cpu: bool = layout_setting(
         False, "with full recomputation, move the stored sublayer inputs from the GPU to host memory",
         needs="--recompute-granularity full")
@@ -214,7 +204,7 @@ class Config(Choices):
         200, "number of optimizer steps; with 0 the run only validates, tests and prints a sample", at_least=0)
     global_batch_size: int = training_setting(
         None, f"samples per optimizer step (default: the preset's; with --finetune at most {FINETUNE_BATCH_SIZE})")
-    optimizer: str = training_setting("adamw", "optimizer", choices=ALL_OPTIMIZERS,
+    optimizer: str = training_setting("adamw", "optimizer", choices=ALLOWED["optimizer"],
                                       affects="optimizer")
     lr: float = training_setting(
         None, f"peak learning rate (default: the preset's{LR_FACTORS}; 1/{FINETUNE_LR_DIVISOR} of it with --finetune)")
@@ -222,13 +212,9 @@ class Config(Choices):
                                      needs=DECAYING)
     lr_decay_style: str = training_setting(
         "cosine", "how the learning rate decays from --lr to --min-lr; constant keeps it at --lr",
-<<<<<<< ours
-        choices=ALL_DECAYS)
+        choices=LR_DECAY_STYLES)
     lr_decay_iters: int = training_setting(
         None, "step at which the learning rate reaches --min-lr, where it stays (default: --train-iters)")
-=======
-        choices=LR_DECAY_STYLES)
->>>>>>> theirs
     lr_warmup_fraction: float = training_setting(
         0.05, "fraction of --lr-decay-iters during which the learning rate rises linearly to --lr", at_most=1.0)
     weight_decay: float = training_setting(0.1, "decoupled weight decay, for matrices only")
@@ -255,22 +241,19 @@ class Config(Choices):
         2, "number of overflows until the dynamic loss scale is halved; each further overflow halves it again, and the "
            "count restarts when the scale doubles",
         needs=DYNAMIC)
-<<<<<<< ours
     fp16_lm_cross_entropy: bool = training_setting(
         False, "compute the exponentials of the cross entropy in fp16 instead of fp32", needs="--dtype float16")
-=======
     fp8_format: str = training_setting(
         None, "8-bit types for the matmuls of attention and MLP; embedding, head and experts stay in --dtype (hybrid: "
               "e4m3 for weights and activations, e5m2 for gradients; e4m3: for all; default: no fp8)",
-        choices=FORMATS)
+        choices=ALLOWED["fp8_format"])
     fp8_recipe: str = training_setting(
-        "tensorwise", "whether each tensor or each of its rows has a scale of its own in fp8", choices=RECIPES,
-        needs=FP8)
+        "tensorwise", "whether each tensor or each of its rows has a scale of its own in fp8",
+        choices=ALLOWED["fp8_recipe"], needs=FP8)
     fp8_wgrad: bool = training_setting(
         True, "compute weight gradients in fp8, too; --no-fp8-wgrad computes them in the type of --dtype", needs=FP8)
     first_last_layers_bf16: bool = training_setting(
         False, "with fp8, compute the first and the last layer in the type of --dtype", needs=FP8)
->>>>>>> theirs
     seed: int = training_setting(1234, "seed of initial weights, data order and dropout", affects="run", at_least=0)
 
     data_path: str = data_setting(
@@ -363,7 +346,7 @@ class Config(Choices):
     @property
     def optimizer_spec(self) -> OptimizerSpec:
         """The description of --optimizer."""
-        return ALL_OPTIMIZERS[self.optimizer]
+        return ALLOWED["optimizer"][self.optimizer]
 
     def lr_decay(self, progress: float) -> float:
         """Return 1 where the learning rate is lr .. 0 where it is min_lr. progress: 0 after warm-up .. 1 at the end."""

@@ -8,11 +8,8 @@ import dataclasses
 
 from nanodomino.config.config import Config
 from nanodomino.errors import require
-<<<<<<< ours
 from nanodomino.optim.learning_rate import learning_rate
 from nanodomino.settings.rules import holds
-=======
->>>>>>> theirs
 from nanodomino.settings.setting import flag_settings, names_affecting
 
 
@@ -22,6 +19,7 @@ def check_record(record: dict, source) -> dict:
     source: the name of the record's file, for messages. Raises UserError, for example for a setting of a later version.
     """
     known = {setting.name: setting for setting in dataclasses.fields(Config)}
+    record = {name: value for name, value in record.items() if name != "without_effect"}     # older versions wrote it
     unknown = sorted(record.keys() - known.keys())
     fix = ("use the version that wrote them" if "given" in record else       # the program writes `given`, users do not
            "correct the names, or convert a Hugging Face model with `python -m nanodomino.huggingface import`")
@@ -64,9 +62,11 @@ def news(saved: Config, config: Config, step: int, taken=()) -> list[str]:
     """
     kinds = ("model", "positions", "optimizer", "run", *(("losses", "nothing") if step else ()))
     flags = [each for each in flag_settings(Config) if each.name not in ("load", "finetune")]
-    named = set(taken) - {*to_record(config)["without_effect"], *names_affecting(Config, *kinds[:2])}
+    named = set(taken) - {*names_affecting(Config, *kinds[:2])}
     same = [f"{each.name} {value}" for each in flags if each.name in named
-            and (value := getattr(config, each.name)) == getattr(saved, each.name) != config.preset.get(each.name)]
+            and (value := getattr(config, each.name)) == getattr(saved, each.name)
+            and value not in (each.default, config.preset.get(each.name))
+            and all(holds(need, config) for need in each.metadata["needs"])]
     said = [f"taken over: {', '.join(same)}"] * bool(same)
     said += [f"{each.name} {getattr(config, each.name)} (was {getattr(saved, each.name)})" for each in flags
              if each.metadata["affects"] in kinds and getattr(saved, each.name) != getattr(config, each.name)]

@@ -121,25 +121,4 @@ class Muon(torch.optim.Optimizer):
         return torch.cat([*flat.view(self.mesh.tp, *size)], dim=cut), cut
 
 
-<<<<<<< ours
 MUON = OptimizerSpec(Muon, moments=("momentum_buffer",), lr_factor=2.0)
-OPTIMIZERS = {"muon": MUON}
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The part of Config that is about Muon."""
-    muon_momentum: float = training_setting(0.95, "Muon's momentum", below=1.0, needs="--optimizer muon")
-
-    @property
-    def matrix_update(self):
-        return "muon" if self.optimizer == "muon" else super().matrix_update
-
-    @property
-    def updates(self):
-        if self.optimizer != "muon":
-            return super().updates
-        return replace(self, optimizer="adamw").updates | {"muon": (MUON, self.weight_decay)}
-=======
-MUON = OptimizerSpec(Muon, moments=("momentum_buffer",))
->>>>>>> theirs

@@ -159,12 +159,8 @@ class Report:
         """Report the mean loss, perplexity and bits per byte of the `tokens` labels that count in the first `windows`
         windows of a split, "valid" or "test"."""
         perplexity = math.exp(min(loss, 700.0))
-<<<<<<< ours
         size = self.corpus.text_bytes(split, windows * self.config.seq_length) if self.enabled else None
         bits_per_byte = loss / math.log(2) * tokens / size if size else None
-=======
-        bits_per_byte = self.corpus.bits_per_byte(split, loss, self.config.eod_mask_loss)
->>>>>>> theirs
         self.record(step=step, **{f"{split}_loss": loss, f"{split}_perplexity": perplexity,
                                   f"{split}_bits_per_byte": bits_per_byte, f"{split}_tokens": tokens})
         self.say(f"step {step:5d} | {split} loss {loss:.4f} {self.entropies} | perplexity {perplexity:.2f}"

@@ -106,16 +106,11 @@ def find_checkpoint_to_load(config: Config) -> Path | None:
         return None
     checkpoint = find_checkpoint(Path(config.load))
     record = read_manifest(checkpoint)["config"]
-<<<<<<< ours
     frozen = ("positions",) if not config.finetune or config.position_embedding_type == "learned_absolute" else ()
     check_settings(record, checkpoint, config, "model", *frozen, *(() if config.finetune else ("optimizer",)))
-    config.check_record(record, checkpoint)
-=======
-    check_settings(record, checkpoint, config, "model", *(() if config.finetune else ("optimizer",)))
     depths = record.get("mtp_num_layers", 0)
     require(config.mtp_num_layers <= depths, f"mtp-num-layers {config.mtp_num_layers} must be at most the {depths} of "
             f"{checkpoint}, because --finetune can drop depths but not add any; try --mtp-num-layers {depths}")
->>>>>>> theirs
     return checkpoint
 
 

@@ -22,14 +22,9 @@ from nanodomino.checkpoint.load import restore
 from nanodomino.checkpoint.manifest import write_manifest
 from nanodomino.checkpoint.shards import Box, LocalBox, full_shapes
 from nanodomino.config.config import Config
-<<<<<<< ours
 from nanodomino.config.flags import Parser, markdown
-from nanodomino.config.saved_settings import check_settings, from_record, to_record
-from nanodomino.data import TokenDataset
-=======
-from nanodomino.config.flags import markdown
 from nanodomino.config.saved_settings import check_settings, from_record
->>>>>>> theirs
+from nanodomino.data import TokenDataset
 from nanodomino.errors import UserError
 from nanodomino.huggingface.families import read_config
 from nanodomino.model import meta_model
@@ -306,7 +301,7 @@ def test_the_context_of_learned_positions_is_all_that_the_weights_were_trained_w
     for number, (length, context) in enumerate([(32, 32), (8, 32), (24, 32)]):
         tuned = settled("--load", run, "--finetune", "--seq-length", length, "--run-dir", tmp_path / f"new{number}")
         (run := tmp_path / f"new{number}").mkdir()
-        (run / "config.json").write_text(json.dumps(to_record(tuned)))
+        (run / "config.json").write_text(json.dumps(dataclasses.asdict(tuned)))
         assert tuned.context_length == settled("--run-dir", run).context_length == context
     sizes = dict(model_type="gpt2", vocab_size=9, n_layer=1, n_embd=8, n_head=2, n_positions=2048)
     assert read_config(sizes, "config.json").context_length == 2048

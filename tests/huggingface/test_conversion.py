@@ -28,11 +28,7 @@ from nanodomino.huggingface.families import FAMILIES, family_of, nearest_preset,
 from nanodomino.huggingface.import_model import import_model
 from nanodomino.huggingface.safetensors_files import GENERATION
 from nanodomino.huggingface.tensor_mapping import LLAMA_MODULES, map_tensors
-<<<<<<< ours
-from nanodomino.settings.presets import PRESETS
 from support import needs
-=======
->>>>>>> theirs
 from support.checkpoints import save_steps
 from support.harness import FixedData, build, difference, full_tensors, tiny, train_steps
 from support.huggingface import (GPT2_SIZES, LENGTH, LLAMA3, MODELS, VOCABULARY, change_config, change_tensors,
