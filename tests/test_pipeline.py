@@ -15,11 +15,11 @@ from support.harness import build, random_data, tiny
 
 import train
 from nanodomino import pipeline
-from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.mesh import meta_mesh
 from nanodomino.model import meta_stage, stage_layers
 from nanodomino.schedules import actions, definitions, simulation
 from nanodomino.schedules.actions import Backward, Forward, Pair
+from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.schedules.placement_and_messages import Placement, Timetable, message_received, message_sent, timetable
 from nanodomino.schedules.simulation import bubble, busy_time, peak_microbatches, receives_to_post, simulate, step_time
 

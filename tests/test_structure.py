@@ -15,7 +15,7 @@ PACKAGE = ROOT / "nanodomino"
 # A module or package of nanodomino may import itself and whatever stands to its left. Scripts come last.
 ORDER = [
     "minimal", "errors", "files", "comm", "mesh", "optim", "parallel", "layers", "schedules", "corpus", "data",
-    "model", "overlap", "domino", "pipeline", "zero", "generate", "settings", "options", "config", "checkpoint",
+    "model", "overlap", "domino", "pipeline", "zero", "generate", "options", "settings", "checkpoint",
     "huggingface", "plot", "timeline", "analysis", "dry_run", "run", "scripts"]
 
 

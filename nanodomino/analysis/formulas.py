@@ -33,9 +33,9 @@ A test compares these with a dry run.
 
 from collections import Counter
 
-from nanodomino.settings.config import Config
 from nanodomino.model import meta_model
 from nanodomino.parallel import VocabParallelEmbedding
+from nanodomino.settings.config import Config
 
 
 def parameters_by_kind(config: Config) -> Counter:
@@ -69,8 +69,8 @@ def flops_per_token(config: Config) -> float:
     """
     learned = config.position_embedding_type == "learned_absolute"
     parameters = active_parameter_count(config) - learned * config.max_position_embeddings * config.hidden_size
-    parameters += config.mtp_num_layers * config.vocab_size * config.hidden_size
-    layers = config.num_layers + config.mtp_num_layers
+    parameters += config.behind_head.layers * config.vocab_size * config.hidden_size
+    layers = config.num_layers + config.behind_head.layers
     return 6 * parameters + 12 * layers * config.num_attention_heads * config.kv_channels * config.seq_length
 
 

@@ -26,14 +26,14 @@ import torch
 import torch.distributed as dist
 
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of, delete_checkpoint, is_intact
-from nanodomino.checkpoint.tensor_index import FORMAT, Share, write_boxes
 from nanodomino.checkpoint.manifest import flush_folder, step_of, write_manifest
 from nanodomino.checkpoint.shards import BucketRange, LocalBox, local_boxes, range_to_save
+from nanodomino.checkpoint.tensor_index import FORMAT, Share, write_boxes
 from nanodomino.comm.world import TIMEOUT
-from nanodomino.settings.config import Config
 from nanodomino.files import delete
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
+from nanodomino.settings.config import Config
 from nanodomino.zero import ZeroOptimizer
 
 

@@ -12,9 +12,9 @@ import json
 import math
 import re
 
-from nanodomino.settings.config import Config
 from nanodomino.errors import require
 from nanodomino.layers.positions import HIGH_FREQUENCY, LOW_FREQUENCY, ORIGINAL_LENGTH
+from nanodomino.settings.config import Config
 from nanodomino.settings.flags import MAX_INT
 
 # Entries for training, generation or bookkeeping.

@@ -16,7 +16,7 @@ predicts t(i+2). Depth 2 continues from the hidden states of depth 1:
 So training makes h also contain what helps to predict later tokens. The depths share the word embedding, the final norm
 and the head of the main model; Megatron-LM gives each depth a final norm of its own. The names enorm, hnorm and eh_proj
 are DeepSeek's and Megatron-LM's. The merge adds no position embedding: h contains the positions, and a token keeps its
-place i.
+place i. Evaluation and generation run no depth, and the exported model has none.
 
 **Loss.** With D depths and the factor f (--mtp-loss-scaling-factor), training minimizes
 
@@ -27,12 +27,8 @@ beyond the sample. And if attention or positions restart in each document, a dep
 document, because its hidden states know nothing of the next document. All losses have the same divisor, as in the
 paper. So it does not matter how the places that do not count are spread over microbatches and ranks.
 
-Evaluation and generation run no depth, and the exported model has none.
-
-Runs the depths of multi-token prediction (depths.py) slice by slice.
-
-A depth is a merge, followed by a chunk of one layer and the head. So domino.py's forward_slice and backward_slice run
-this chunk too, and other slices hide its collectives:
+**Order.** A depth is a merge, followed by a chunk of one layer and the head. So domino.py's forward_slice and
+backward_slice run this chunk too, and other slices hide its collectives:
 
     forward     layers, head,  merge, layer, head,  merge, layer, head                    from left to right
     backward    layers, head,  merge, layer, head,  merge, layer, head                    from right to left
@@ -58,6 +54,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanodomino.domino import Domino
+from nanodomino.errors import counted
 from nanodomino.layers.norms import Norm
 from nanodomino.layers.positions import to_device
 from nanodomino.model import Chunk
@@ -85,21 +82,65 @@ class PredictionDepth(nn.Module):
         return self.layer(merged, masks_and_positions)
 
 
-def add_depths(config, batch, rows, end_of_text: int):
-    """Add the batch of depth 1 as extras["ahead"], which contains that of depth 2, and so on.
+class MultiTokenPrediction:
+    """What stands behind the head: the depths. With --mtp-num-layers 0 nothing does, and each method adds nothing.
 
-    Depth d predicts the token d places after the next one. Its loss does not count at the last d places of a sample,
-    nor where the token that it predicts belongs to another text. After the last token, token 0 stands in.
+    layers      the number of layers, which the last stage holds besides its layers of the model
+    in_words    words about them, or ""
     """
-    last = batch
-    for depth in range(1, config.mtp_num_layers + 1):
-        labels, loss_mask = (F.pad(tensor[:, 1:], (0, 1)) for tensor in (last.labels, last.loss_mask))
-        if config.uses_document_boundaries:
-            same = goes_on(rows, depth + 1, end_of_text).to(loss_mask.dtype)
-            loss_mask = loss_mask * F.pad(to_device(same, loss_mask.device), (0, depth))
-        last.extras["ahead"] = replace(last, tokens=last.labels, labels=labels, loss_mask=loss_mask, extras={})
-        last = last.extras["ahead"]
-    return batch
+
+    def __init__(self, config):
+        self.config, self.layers = config, config.mtp_num_layers
+        self.in_words = f"{counted(self.layers, 'depth')} of multi-token prediction" * (self.layers > 0)
+
+    def modules(self, mesh, layer_class) -> dict:
+        """Return {name: module} of what the stage with the head holds besides the model."""
+        depths = [PredictionDepth(self.config, mesh, f"mtp.{depth}",
+                                  layer_class(self.config, mesh, self.config.num_layers + depth))
+                  for depth in range(self.layers)]
+        return {"mtp": nn.ModuleList(depths)} if depths else {}
+
+    def reported(self, model) -> list:
+        """Return the modules that backward reports behind the head; see GPT.reported_modules."""
+        return [module for depth in (model.mtp if self.layers else ())
+                for module in (depth.layer.attention, depth.layer.mlp, depth.enorm, depth.hnorm, depth.eh_proj,
+                               model.final_norm, *model.head, model.embedding.word_embeddings)]
+
+    def prepare(self, batch, rows, end_of_text: int):
+        """Add the batch of depth 1 as extras["ahead"], which contains that of depth 2, and so on; return the batch.
+
+        Depth d predicts the token d places after the next one. Its loss does not count at the last d places of a
+        sample, nor where the token that it predicts belongs to another text. After the last token, token 0 stands in.
+        """
+        last = batch
+        for depth in range(1, self.layers + 1):
+            labels, loss_mask = (F.pad(tensor[:, 1:], (0, 1)) for tensor in (last.labels, last.loss_mask))
+            if self.config.uses_document_boundaries:
+                same = goes_on(rows, depth + 1, end_of_text).to(loss_mask.dtype)
+                loss_mask = loss_mask * F.pad(to_device(same, loss_mask.device), (0, depth))
+            last.extras["ahead"] = replace(last, tokens=last.labels, labels=labels, loss_mask=loss_mask, extras={})
+            last = last.extras["ahead"]
+        return batch
+
+    def runner(self, domino: Domino) -> NothingBehindHead:
+        """Return the object that runs the depths which this stage holds."""
+        return PredictionDepths(domino) if self.layers and domino.model.post_process else NothingBehindHead()
+
+    @property
+    def statistics(self) -> dict[str, int]:
+        """{name: 2} for each depth: a step adds up its losses and the number of tokens that it counts."""
+        return {f"mtp.{depth}": 2 for depth in range(self.layers)}
+
+    def report(self, counts: dict) -> tuple[dict, str]:
+        """Return (what metrics.jsonl records, words for the progress line) of a step's statistics.
+
+        mtp_1_loss, ...: a depth's mean loss over the n tokens that it counts. Training adds f/D x n / (tokens of the
+        main loss) times this mean. It may be lower than the main loss: a depth also knows all tokens before the one
+        that it predicts, and has one more layer.
+        """
+        means = [total / max(tokens, 1.0) for total, tokens in (counts[name] for name in self.statistics)]
+        return ({f"mtp_{depth}_loss": mean for depth, mean in enumerate(means, 1)},
+                "".join(f" | mtp {depth} loss {mean:.4f}" for depth, mean in enumerate(means, 1)))
 
 
 @dataclass

@@ -33,13 +33,9 @@ flight, the slice restores sublayer k - 1. So at most one sublayer's activations
 Three classes share the work. Domino (domino.py) owns the tape, launches and waits. RecomputingTape below decides what a
 tape entry keeps, and recomputes h. The sublayer's inside (LinearPair in domino.py) recomputes c and a.
 
-With full recomputation, --checkpoint-in-cpu also moves x to the host's memory (host_offload.py).
-
-Keeps activations in the host's memory (--checkpoint-in-cpu, DeepSpeed's name). Each sublayer's input x is copied to
-the host while later sublayers compute, and is copied back one sublayer before backward needs it. Training on a CPU
-copies nothing.
-
-Copies run on two CUDA streams, one for each direction, beside the compute stream:
+**In the host's memory.** With full recomputation, --checkpoint-in-cpu (DeepSpeed's name) also copies each sublayer's
+input x to the host while later sublayers compute, and copies it back one sublayer before backward needs it. Training on
+a CPU copies nothing. Copies run on two CUDA streams, one for each direction, beside the compute stream:
 
     forward      compute   | sublayer 0 | sublayer 1 | sublayer 2 | ...
                  out                    | x0         | x1         | ...
@@ -49,7 +45,7 @@ Copies run on two CUDA streams, one for each direction, beside the compute strea
 CUDA events order the streams. In forward the compute stream waits for the oldest copy, which frees the GPU memory of
 the copied x. With record_stream() the compute stream would not have to wait. But then the allocator could reuse the
 memory only after the *host* has seen that the copy is done. The host runs ahead of the GPU, so it would see no finished
-copy and allocate new memory for every x. torch's allocator of pinned memory has the same problem. So this module keeps
+copy and allocate new memory for every x. torch's allocator of pinned memory has the same problem. So HostMemory keeps
 its pinned buffers, and reuses each one after the compute stream has waited for its copy back.
 """
 
@@ -61,11 +57,21 @@ import torch
 from nanodomino.comm.device import kind_of, streams_of
 from nanodomino.overlap.slices import TapeEntry
 
-
 # The fields dropped at the end of a sublayer's forward: "h" is a field of TapeEntry, the others of its inside_tape.
 GRANULARITIES = {"none": (),
                  "selective": ("core", "activation"),
                  "full": ("h", "column_output", "core", "activation")}
+
+
+def offloads_to_host(config) -> bool:
+    """Return whether stored sublayer inputs move to host memory. On the CPU this has no effect."""
+    return config.checkpoint_in_cpu and config.recompute_granularity == "full"
+
+
+def in_words(config) -> str:
+    """Return ", " and words for the line that describes a run."""
+    how = f", {config.recompute_granularity} recomputation" + " from the host's memory" * offloads_to_host(config)
+    return how * (config.recompute_granularity != "none")
 
 
 class RecomputingTape:
@@ -75,7 +81,7 @@ class RecomputingTape:
     def __init__(self, config, device, slices: int, residual_norm):
         self.drops, self.residual_norm = GRANULARITIES[config.recompute_granularity], residual_norm
         self.keeps_masks = "h" not in self.drops               # the dropout masks of the residual stream
-        self.host = HostMemory(device, slices) if config.offloads_to_host and kind_of(device) == "cuda" else None
+        self.host = HostMemory(device, slices) if offloads_to_host(config) and kind_of(device) == "cuda" else None
 
     def keep(self, entry: TapeEntry) -> TapeEntry:
         """Drop what backward will recompute, and start to move x to the host if it is to be kept there."""

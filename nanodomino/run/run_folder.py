@@ -19,10 +19,10 @@ from pathlib import Path
 from nanodomino.checkpoint.find_checkpoints import (checkpoints_of, clear_leftovers, find_checkpoint,
                                                     newest_intact_checkpoint, recorded_settings)
 from nanodomino.checkpoint.manifest import read_manifest
-from nanodomino.settings.config import Config
-from nanodomino.settings.records import check_record, check_settings, news, taken_over
 from nanodomino.errors import UserError, counted, require
 from nanodomino.files import make_folder, open_descriptor
+from nanodomino.settings.config import Config
+from nanodomino.settings.records import check_record, check_settings, news, taken_over
 
 
 @dataclass(frozen=True)

@@ -1,35 +1,33 @@
 """All settings of a run, as one flat dataclass, and the sizes that follow from them.
 
-Each setting is declared once, in one line of Config; setting.py explains these lines. A run's Config is made in three
+Each setting is declared once, in one line of Config; flags.py explains these lines. A run's Config is made in three
 steps:
 
     flags, a run's config.json  ->  Config  ->  resolve(world_size)  ->  with_vocabulary(size)  ->  the run
     run/command_line.py                         presets, layout,         the data's vocabulary,
-                                                checks (rules.py)        padded
+                                                rules (rules.py)         padded
 
 Every step is a pure function of the flags, the files that they name, the world size and the data folder. So all ranks
 get the same Config, or the same UserError, before they communicate. No rank can wait in a collective for a rank that
 has already failed.
 
-    world_size        = tp x pp x dp, times the inner axes that options add
+    world_size        = tp x cp x pp x dp
     global_batch_size = micro_batch_size x dp x microbatches
     tp divides the attention heads, the query groups, ffn_hidden_size and the padded vocabulary
 
 A default that changes the result never depends on the number of processes. For example, the default of
 global_batch_size is fixed, and the number of microbatches follows from it. Where Megatron-LM has the same setting, it
-has the same name here.
+has the same name here. `python -m nanodomino.settings.config` prints docs/settings.md.
 """
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 
 import torch
 
-from nanodomino.settings.choices import ALLOWED, Choices
-from nanodomino.errors import require
+from nanodomino.errors import require, run_command
 from nanodomino.layers.norms import NORMALIZATIONS
 from nanodomino.layers.positions import POSITION_EMBEDDING_TYPES
 from nanodomino.optim.learning_rate import LR_DECAY_STYLES
@@ -37,18 +35,18 @@ from nanodomino.optim.loss_scale import LOSS_SCALE_LIMIT, SMALLEST_LOSS_SCALE
 from nanodomino.optim.optimizers import OptimizerSpec
 from nanodomino.schedules.definitions import SCHEDULES, Schedule
 from nanodomino.schedules.placement_and_messages import Placement, Timetable, timetable
-from nanodomino.settings.presets import (DEFAULT_LAYOUTS, DTYPES, FINETUNE_BATCH_SIZE, FINETUNE_LR_DIVISOR,
-                                       PRESETS)
-from nanodomino.settings.rules import check_divisible, check_rules, default_ffn_hidden_size, default_schedule
+from nanodomino.settings.choices import (ALL_OPTIMIZERS, CP_COMM_TYPES, FP8_FORMATS, FP8_RECIPES, GRANULARITIES,
+                                         SCORES, Choices)
 from nanodomino.settings.flags import (check_values, data_setting, family_setting, layout_setting, machine_setting,
-                                       model_setting, run_setting, training_setting)
-
+                                       markdown, model_setting, run_setting, training_setting)
+from nanodomino.settings.presets import DTYPES, FINETUNE_BATCH_SIZE, FINETUNE_LR_DIVISOR, PRESETS
+from nanodomino.settings.rules import check_rules, with_defaults
 
 # what several settings need to have an effect
 ROPE, DYNAMIC = "--position-embedding-type rope", ("--dtype float16", "no --loss-scale")
 EXPERTS, FP8 = "--num-experts", "--fp8-format"
 DECAYING = "--lr-decay-style " + " or ".join(name for name in LR_DECAY_STYLES if name != "constant")
-LR_FACTORS = "".join(f", times {spec.lr_factor:g} with --optimizer {name}" for name, spec in ALLOWED["optimizer"].items()
+LR_FACTORS = "".join(f", times {spec.lr_factor:g} with --optimizer {name}" for name, spec in ALL_OPTIMIZERS.items()
                      if spec.lr_factor != 1)
 
 
@@ -124,7 +122,7 @@ class Config(Choices):
         None, "width of an expert that every token uses besides (default: none)", derived=True, at_most=2**24,
         needs=EXPERTS)
     moe_router_score_function: str = model_setting(
-        "softmax", "how the router turns logits into scores", choices=ALLOWED["moe_router_score_function"], needs=EXPERTS)
+        "softmax", "how the router turns logits into scores", choices=SCORES, needs=EXPERTS)
     moe_router_pre_softmax: bool = model_setting(
         False, "weight each chosen expert by its softmax over all experts, not over the chosen ones",
         needs=(EXPERTS, "--moe-router-score-function softmax"))
@@ -161,7 +159,7 @@ class Config(Choices):
     cp_comm_type: str = layout_setting(
         "all_gather", "what the ranks that share a sample exchange for attention (all_gather: every rank gets all keys "
                       "and values; a2a: every rank gets whole samples, but only some of the heads)",
-        choices=ALLOWED["cp_comm_type"], needs="--cp above 1")
+        choices=CP_COMM_TYPES, needs="--cp above 1")
     expert_model_parallel_size: int = layout_setting(
         1, "number of ranks that share the experts of a layer; divides dp x cp and --num-experts", alias="--ep",
         needs=EXPERTS)
@@ -190,7 +188,7 @@ class Config(Choices):
     recompute_granularity: str = layout_setting(
         "none", "what backward recomputes to save memory; selective: the attention core and the activation function; "
                 "full: all that it needs inside a sublayer, from the sublayer's stored input",
-        choices=ALLOWED["recompute_granularity"])
+        choices=GRANULARITIES)
     checkpoint_in_cpu: bool = layout_setting(
         False, "with full recomputation, move the stored sublayer inputs from the GPU to host memory",
         needs="--recompute-granularity full")
@@ -204,7 +202,7 @@ class Config(Choices):
         200, "number of optimizer steps; with 0 the run only validates, tests and prints a sample", at_least=0)
     global_batch_size: int = training_setting(
         None, f"samples per optimizer step (default: the preset's; with --finetune at most {FINETUNE_BATCH_SIZE})")
-    optimizer: str = training_setting("adamw", "optimizer", choices=ALLOWED["optimizer"],
+    optimizer: str = training_setting("adamw", "optimizer", choices=ALL_OPTIMIZERS,
                                       affects="optimizer")
     lr: float = training_setting(
         None, f"peak learning rate (default: the preset's{LR_FACTORS}; 1/{FINETUNE_LR_DIVISOR} of it with --finetune)")
@@ -246,10 +244,10 @@ class Config(Choices):
     fp8_format: str = training_setting(
         None, "8-bit types for the matmuls of attention and MLP; embedding, head and experts stay in --dtype (hybrid: "
               "e4m3 for weights and activations, e5m2 for gradients; e4m3: for all; default: no fp8)",
-        choices=ALLOWED["fp8_format"])
+        choices=FP8_FORMATS)
     fp8_recipe: str = training_setting(
-        "tensorwise", "whether each tensor or each of its rows has a scale of its own in fp8",
-        choices=ALLOWED["fp8_recipe"], needs=FP8)
+        "tensorwise", "whether each tensor or each of its rows has a scale of its own in fp8", choices=FP8_RECIPES,
+        needs=FP8)
     fp8_wgrad: bool = training_setting(
         True, "compute weight gradients in fp8, too; --no-fp8-wgrad computes them in the type of --dtype", needs=FP8)
     first_last_layers_bf16: bool = training_setting(
@@ -312,7 +310,7 @@ class Config(Choices):
         False, "use only deterministic CUDA kernels (CPU kernels are always deterministic)")
 
     # These fields are not flags. The program fills them in and stores them in config.json.
-    given: tuple[str, ...] = field(default=(), metadata=dict(affects="launch"))     # see setting.py
+    given: tuple[str, ...] = field(default=(), metadata=dict(affects="launch"))     # see flags.py
     world_size: int = field(default=1, metadata=dict(affects="nothing"))
     cpu_threads: int = field(default=None, metadata=dict(affects="nothing"))
     data_sha256: str = field(default=None, metadata=dict(affects="run"))    # the SHA-256 of train.bin
@@ -333,12 +331,6 @@ class Config(Choices):
         return PRESETS[self.model]
 
     @property
-    def thread_blocks(self) -> dict[str, int]:
-        """{group: the most thread blocks of a GPU that a collective of the group occupies}. More would take more from
-        the matmuls that hide it: a receive occupies its blocks from when it is posted until the message arrives."""
-        return {"tp": self.tp_max_ctas, "ep_counts": 1, **dict.fromkeys(("dp", "pp", "ep", "expert_dp"), 16)}
-
-    @property
     def residual_shape(self) -> tuple[int, int, int]:
         """The shape [b, s, h] of a rank's part of the residual stream, for one microbatch."""
         return self.micro_batch_size, self.seq_length // (self.cp * self.sequence_shards), self.hidden_size
@@ -346,7 +338,7 @@ class Config(Choices):
     @property
     def optimizer_spec(self) -> OptimizerSpec:
         """The description of --optimizer."""
-        return ALLOWED["optimizer"][self.optimizer]
+        return ALL_OPTIMIZERS[self.optimizer]
 
     def lr_decay(self, progress: float) -> float:
         """Return 1 where the learning rate is lr .. 0 where it is min_lr. progress: 0 after warm-up .. 1 at the end."""
@@ -434,46 +426,7 @@ class Config(Choices):
         Raises UserError if a value or a combination of values is not valid.
         """
         check_values(self)
-        filled = {name: value for name, value in self.preset.items() if getattr(self, name) is None}
-        if self.finetune and "global_batch_size" in filled:
-            filled["global_batch_size"] = min(filled["global_batch_size"], FINETUNE_BATCH_SIZE)
-        if "lr" in filled:
-            filled["lr"] *= self.optimizer_spec.lr_factor
-            filled["lr"] /= FINETUNE_LR_DIVISOR if self.finetune else 1
-        config = dataclasses.replace(self, **filled, world_size=world_size)
-
-        heads = config.num_attention_heads
-        groups = config.num_query_groups or heads
-        default_tp, default_pp, inner = 1, 1, math.prod(self.inner_axes.values())
-        if self.tp is None and self.pp is None:
-            most, rest = divmod(world_size, self.ranks_beside_tp_and_pp)
-            most = 1 if rest else most                         # a rule is broken: check_rules() says which
-            ranks_per_replica = world_size // (self.dp * inner) if self.dp else 4 if most % 4 == 0 else most
-            default_tp, default_pp = DEFAULT_LAYOUTS.get(ranks_per_replica, (1, 1))
-        tp, pp = self.tp or math.gcd(default_tp, groups), self.pp or default_pp
-        dp = self.dp or max(world_size // (tp * inner * pp), 1)
-        micro_batch_size = self.micro_batch_size or min(config.micro_batch_size, max(config.global_batch_size // dp, 1))
-        schedule = self.schedule or default_schedule(self.virtual_stages or 1)
-        if config.kv_channels is None:
-            check_divisible("hidden-size", config.hidden_size, "num-attention-heads", heads,
-                            f"--hidden-size {heads * max(config.hidden_size // heads, 1)}, or give --kv-channels")
-        ffn_hidden_size = config.ffn_hidden_size or default_ffn_hidden_size(config)
-        config = dataclasses.replace(
-            config, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, data_parallel_size=dp,
-            micro_batch_size=micro_batch_size,
-            slices=config.slices or (min(2, micro_batch_size) if tp > 1 or inner > 1 else 1),
-            columns=config.columns or (2 if tp > 1 and micro_batch_size == 1 and config.slices is None else 1),
-            schedule=schedule, virtual_stages=self.virtual_stages or SCHEDULES[schedule].chunks[0],
-            ffn_hidden_size=ffn_hidden_size,
-            num_query_groups=groups,
-            kv_channels=config.kv_channels or config.hidden_size // heads,
-            max_position_embeddings=config.max_position_embeddings or config.seq_length,
-            trained_positions=max(config.trained_positions or 0, config.seq_length),
-            min_lr=config.lr / 10 if config.min_lr is None else config.min_lr)
-        expert_defaults = dict(moe_router_topk=2, moe_aux_loss_coeff=0.0,
-                               moe_ffn_hidden_size=ffn_hidden_size if config.num_experts else None)
-        config = dataclasses.replace(config, **{name: value for name, value in expert_defaults.items()
-                                                if getattr(config, name) is None})
+        config = with_defaults(self, world_size)
         check_rules(config)
         return config
 
@@ -494,3 +447,7 @@ class Config(Choices):
                 f"the padded vocabulary of {config.padded_vocab_size} tokens must be divisible by "
                 f"tensor-model-parallel-size {config.tp}; try --make-vocab-size-divisible-by {128 * config.tp}")
         return config
+
+
+if __name__ == "__main__":
+    run_command(print, markdown(Config))

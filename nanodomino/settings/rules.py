@@ -1,11 +1,12 @@
-"""The rules that settings must obey together, and the defaults that depend on several settings.
+"""The defaults that depend on several settings, and the rules that settings must obey together.
 
-There are two kinds. A flag that would have no effect is refused: a setting declares what it needs. A combination that
-can't be computed is refused by a require() call, whose message gives the rule, the numbers and a fix.
+There are two kinds of rules. A flag that would have no effect is refused: a setting declares what it needs. A
+combination that can't be computed is refused by a require() call, whose message gives the rule, the numbers and a fix.
 """
 
 import math
 import re
+from dataclasses import replace
 
 import torch
 
@@ -13,10 +14,50 @@ from nanodomino.errors import counted, require
 from nanodomino.layers.positions import rotary_size
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.settings.flags import flag_name, flag_settings
+from nanodomino.settings.presets import DEFAULT_LAYOUTS, FINETUNE_BATCH_SIZE, FINETUNE_LR_DIVISOR
 
 # The most forwards that all stages together may run in a step. Every rank lists them all, with their backwards, before
 # the first step. For this many that takes a few seconds and a few hundred megabytes.
 MAX_FORWARDS = 2**16
+
+
+# ---- defaults
+
+def with_defaults(given, world_size: int):
+    """Return a copy of a Config with all defaults that depend on the preset, the processes or other settings."""
+    def fill(config, **defaults):
+        return replace(config, **{name: value for name, value in defaults.items() if getattr(config, name) is None})
+
+    preset = dict(given.preset)
+    preset["lr"] = preset["lr"] * given.optimizer_spec.lr_factor / (FINETUNE_LR_DIVISOR if given.finetune else 1)
+    if given.finetune:
+        preset["global_batch_size"] = min(preset["global_batch_size"], FINETUNE_BATCH_SIZE)
+    c = fill(given, **preset)
+
+    heads, groups = c.num_attention_heads, c.num_query_groups or c.num_attention_heads
+    default_tp, default_pp = 1, 1
+    if c.tp is None and c.pp is None:
+        most, rest = divmod(world_size, c.ranks_beside_tp_and_pp)
+        most = 1 if rest else most                             # a rule is broken: check_rules() says which
+        ranks_per_replica = world_size // (c.dp * c.cp) if c.dp else 4 if most % 4 == 0 else most
+        default_tp, default_pp = DEFAULT_LAYOUTS.get(ranks_per_replica, (1, 1))
+    tp, pp = c.tp or math.gcd(default_tp, groups), c.pp or default_pp
+    dp = c.dp or max(world_size // (tp * c.cp * pp), 1)
+    micro_batch_size = given.micro_batch_size or min(c.micro_batch_size, max(c.global_batch_size // dp, 1))
+    if c.kv_channels is None:
+        check_divisible("hidden-size", c.hidden_size, "num-attention-heads", heads,
+                        f"--hidden-size {heads * max(c.hidden_size // heads, 1)}, or give --kv-channels")
+    ffn_hidden_size = c.ffn_hidden_size or default_ffn_hidden_size(c)
+    schedule = c.schedule or default_schedule(c.virtual_stages or 1)
+    c = replace(c, world_size=world_size, micro_batch_size=micro_batch_size,
+                trained_positions=max(c.trained_positions or 0, c.seq_length))
+    return fill(c, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, data_parallel_size=dp,
+                slices=min(2, micro_batch_size) if tp > 1 or c.cp > 1 else 1,
+                columns=2 if tp > 1 and micro_batch_size == 1 and c.slices is None else 1,
+                schedule=schedule, virtual_stages=SCHEDULES[schedule].chunks[0], ffn_hidden_size=ffn_hidden_size,
+                num_query_groups=groups, kv_channels=c.hidden_size // heads, max_position_embeddings=c.seq_length,
+                min_lr=c.lr / 10, moe_router_topk=2, moe_aux_loss_coeff=0.0,
+                moe_ffn_hidden_size=ffn_hidden_size if c.num_experts else None)
 
 
 def default_ffn_hidden_size(config) -> int:

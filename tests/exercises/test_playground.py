@@ -12,8 +12,8 @@ from benchmarks import plan
 from benchmarks.runner import config_of, free_port, parse
 from exercises import __main__ as command_line
 from exercises import figures
-from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.mesh import group_rows
+from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.schedules.placement_and_messages import timetable
 from nanodomino.schedules.simulation import bubble, peak_microbatches, simulate, step_time
 

@@ -15,8 +15,6 @@ from nanodomino.checkpoint.find_checkpoints import checkpoints_of
 from nanodomino.checkpoint.load import load_weights
 from nanodomino.checkpoint.manifest import verify
 from nanodomino.comm.world import LaunchInfo
-from nanodomino.settings.config import Config
-from nanodomino.settings.presets import PRESETS
 from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.data import TokenDataset
 from nanodomino.errors import UserError
@@ -28,6 +26,8 @@ from nanodomino.huggingface.families import FAMILIES, family_of, nearest_preset,
 from nanodomino.huggingface.import_model import import_model
 from nanodomino.huggingface.safetensors_files import GENERATION
 from nanodomino.huggingface.tensor_mapping import LLAMA_MODULES, map_tensors
+from nanodomino.settings.config import Config
+from nanodomino.settings.presets import PRESETS
 from support import needs
 from support.checkpoints import save_steps
 from support.harness import FixedData, build, difference, full_tensors, tiny, train_steps

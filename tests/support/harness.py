@@ -21,7 +21,6 @@ from support.reference import ReferenceGPT, Sizes, dropout_masks, masked_loss, r
 import train
 from nanodomino.comm.scatter_and_gather import all_gather
 from nanodomino.comm.trace import NO_TRACE
-from nanodomino.settings.config import Config
 from nanodomino.corpus.prepared_folder import Corpus
 from nanodomino.data import Batch
 from nanodomino.domino import Domino
@@ -29,6 +28,7 @@ from nanodomino.mesh import make_mesh
 from nanodomino.optim.parameter_spec import local_shard
 from nanodomino.run.report import Report
 from nanodomino.run.session import write_sample
+from nanodomino.settings.config import Config
 from nanodomino.settings.flags import names_affecting
 from nanodomino.zero import ZeroOptimizer
 

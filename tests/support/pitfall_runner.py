@@ -20,8 +20,8 @@ from support.harness import (FixedData, Outcome, count_depth_masks, full_tensors
 from support.reference import random_weights
 
 from nanodomino import model
-from nanodomino.settings.config import Config
 from nanodomino.mesh import meta_mesh
+from nanodomino.settings.config import Config
 from nanodomino.settings.flags import names_affecting
 
 TOLERANCE = 1e-9         # largest relative error of any number, in float64
