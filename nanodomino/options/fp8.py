@@ -49,7 +49,8 @@ output in the training type anyway, and a sharded residual stream gathers h agai
 and backward converts once more. With --no-fp8-wgrad the tape keeps the training type, too.
 
 **What stays in the training type:** embedding, head, norms, softmax(q k^T) v, routers and the merges of multi-token
-prediction, which have few FLOPs or need the precision. Experts stay too: their grouped matmul is not written for 8 bits. With --first-last-layers-bf16, so do the first and the last layer.
+prediction, which have few FLOPs or need the precision. Experts stay too: their grouped matmul is not written for 8
+bits. With --first-last-layers-bf16, so do the first and the last layer.
 
 **Results depend on the layout.** A rank's amax is that of its own shard, slice and microbatch. Another layout has other
 scales, so it rounds differently. The same layout gives the same bits. With rowwise scales, the forward of a

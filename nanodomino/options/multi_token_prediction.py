@@ -75,12 +75,6 @@ class PredictionDepth(nn.Module):
         self.eh_proj.weight = parameter((config.hidden_size, 2 * config.hidden_size), config, mesh,
                                         std=config.init_method_std)
 
-    def forward(self, words, x, masks_and_positions):
-        """The definition. Turns the embeddings of the next tokens and the hidden states x of the previous depth, both
-        [b, s, h], into the hidden states of this depth."""
-        merged = F.linear(torch.cat([self.enorm(words), self.hnorm(x)], dim=-1), self.eh_proj.weight)
-        return self.layer(merged, masks_and_positions)
-
 
 class MultiTokenPrediction:
     """What stands behind the head: the depths. With --mtp-num-layers 0 nothing does, and each method adds nothing.

@@ -58,8 +58,8 @@ class Config(Choices):
     num_layers: int = model_setting(None, "number of transformer layers", at_most=4096)
     hidden_size: int = model_setting(None, "width h of the residual stream", at_most=2**24)
     ffn_hidden_size: int = model_setting(
-        None, "width of the MLP (default: the preset's; else 4 h, or with --swiglu 8/3 h rounded down to a multiple "
-              "of 64)", derived=True, at_most=2**24)
+        None, "width of the MLP (default: the preset's; else 4 h, or with --swiglu 8/3 h rounded down to a multiple of "
+              "64)", derived=True, at_most=2**24)
     num_attention_heads: int = model_setting(None, "number of attention heads", at_most=2**16)
     num_query_groups: int = model_setting(
         None, "number of query groups; the heads of a group share keys and values (default: the preset's, else one "
@@ -87,22 +87,17 @@ class Config(Choices):
         affects="positions")
     vocab_size: int = model_setting(None, "vocabulary size (default: the data's)", derived=True)
     make_vocab_size_divisible_by: int = model_setting(
-        128, "pad the vocabulary to a multiple of this number (in Megatron-LM, of this number times tp)",
-        at_most=2**20)
+        128, "pad the vocabulary to a multiple of this number (in Megatron-LM, of this number times tp)", at_most=2**20)
     untie_embeddings_and_output_weights: bool = family_setting(
         "give the output head its own weight matrix instead of the word embedding's")
-    normalization: str = family_setting(
-        "norm at the start of each sublayer", choices=NORMALIZATIONS)
+    normalization: str = family_setting("norm at the start of each sublayer", choices=NORMALIZATIONS)
     layernorm_epsilon: float = family_setting(
         "epsilon added under the square root of each norm", above=0.0, at_most=1.0)
-    swiglu: bool = family_setting(
-        "use SwiGLU, silu(gate) x up, in the MLP instead of GELU")
-    disable_bias_linear: bool = family_setting(
-        "omit the biases of linear layers")
+    swiglu: bool = family_setting("use SwiGLU, silu(gate) x up, in the MLP instead of GELU")
+    disable_bias_linear: bool = family_setting("omit the biases of linear layers")
     add_qkv_bias: bool = family_setting(
         "give q, k and v a bias even with --disable-bias-linear", needs="--disable-bias-linear")
-    qk_layernorm: bool = family_setting(
-        "normalize each head's q and k before RoPE")
+    qk_layernorm: bool = family_setting("normalize each head's q and k before RoPE")
     hidden_dropout: float = model_setting(
         0.0, "dropout rate for the embeddings and for each sublayer's output", below=1.0, affects="losses")
     attention_dropout: float = model_setting(
@@ -135,10 +130,9 @@ class Config(Choices):
         needs=(EXPERTS, "--moe-router-enable-expert-bias"))
     moe_aux_loss_coeff: float = family_setting(
         "coefficient of the load-balancing loss of each sample; it and the z-loss are summed over all tokens, also "
-        "those that the loss mask leaves out, and divided by the number of tokens that count",
-        affects="losses", needs=EXPERTS)
-    moe_z_loss_coeff: float = model_setting(
-        0.0, "coefficient of the router's z-loss", affects="losses", needs=EXPERTS)
+        "those that the loss mask leaves out, and divided by the number of tokens that count", affects="losses",
+        needs=EXPERTS)
+    moe_z_loss_coeff: float = model_setting(0.0, "coefficient of the router's z-loss", affects="losses", needs=EXPERTS)
     mtp_num_layers: int = model_setting(
         0, "number of depths of multi-token prediction: depth d is a further layer that predicts the token d places "
            "after the next one", affects="optimizer", at_least=0, at_most=64)
@@ -171,8 +165,7 @@ class Config(Choices):
     slices: int = layout_setting(
         None, "number of slices of a microbatch (Domino's row split); while one slice's all-reduce is in flight, "
               "another slice computes (default: with tensor or context parallelism 2, but at most --micro-batch-size; "
-              "else 1)",
-        derived=True, at_most=256)
+              "else 1)", derived=True, at_most=256)
     columns: int = layout_setting(
         None, "number of column chunks of a row-parallel matmul (Domino's column split); while one chunk's all-reduce "
               "is in flight, the next chunk is computed (default: 2 if there are tensor parallelism and by default one "
@@ -187,8 +180,7 @@ class Config(Choices):
         alias="--num-virtual-stages-per-pipeline-rank", derived=True)
     recompute_granularity: str = layout_setting(
         "none", "what backward recomputes to save memory; selective: the attention core and the activation function; "
-                "full: all that it needs inside a sublayer, from the sublayer's stored input",
-        choices=GRANULARITIES)
+                "full: all that it needs inside a sublayer, from the sublayer's stored input", choices=GRANULARITIES)
     checkpoint_in_cpu: bool = layout_setting(
         False, "with full recomputation, move the stored sublayer inputs from the GPU to host memory",
         needs="--recompute-granularity full")
@@ -202,12 +194,10 @@ class Config(Choices):
         200, "number of optimizer steps; with 0 the run only validates, tests and prints a sample", at_least=0)
     global_batch_size: int = training_setting(
         None, f"samples per optimizer step (default: the preset's; with --finetune at most {FINETUNE_BATCH_SIZE})")
-    optimizer: str = training_setting("adamw", "optimizer", choices=ALL_OPTIMIZERS,
-                                      affects="optimizer")
+    optimizer: str = training_setting("adamw", "optimizer", choices=ALL_OPTIMIZERS, affects="optimizer")
     lr: float = training_setting(
         None, f"peak learning rate (default: the preset's{LR_FACTORS}; 1/{FINETUNE_LR_DIVISOR} of it with --finetune)")
-    min_lr: float = training_setting(None, "final learning rate (default: lr / 10)", derived=True,
-                                     needs=DECAYING)
+    min_lr: float = training_setting(None, "final learning rate (default: lr / 10)", derived=True, needs=DECAYING)
     lr_decay_style: str = training_setting(
         "cosine", "how the learning rate decays from --lr to --min-lr; constant keeps it at --lr",
         choices=LR_DECAY_STYLES)
@@ -237,8 +227,7 @@ class Config(Choices):
         1000, "double the dynamic loss scale after this many steps in a row without overflow", needs=DYNAMIC)
     hysteresis: int = training_setting(
         2, "number of overflows until the dynamic loss scale is halved; each further overflow halves it again, and the "
-           "count restarts when the scale doubles",
-        needs=DYNAMIC)
+           "count restarts when the scale doubles", needs=DYNAMIC)
     fp16_lm_cross_entropy: bool = training_setting(
         False, "compute the exponentials of the cross entropy in fp16 instead of fp32", needs="--dtype float16")
     fp8_format: str = training_setting(
@@ -269,8 +258,8 @@ class Config(Choices):
     config: str = run_setting(
         None, "JSON file of settings, like a run's config.json; flags override it", affects="launch")
     load: str = run_setting(
-        None, "checkpoint to start from, or a run's folder to start from its newest checkpoint; once the "
-              "new run has a checkpoint, any other --load is refused")
+        None, "checkpoint to start from, or a run's folder to start from its newest checkpoint; once the new run has a "
+              "checkpoint, any other --load is refused")
     finetune: bool = run_setting(
         False, "take only the weights from --load, start at step 0 with a new optimizer, and validate before step 1")
     log_interval: int = run_setting(25, "steps between progress lines")
@@ -282,8 +271,8 @@ class Config(Choices):
     keep_last: int = run_setting(3, "number of newest checkpoints to keep")
     exit_interval: int = run_setting(None, "save and stop after the next multiple of this many steps", affects="launch")
     max_skipped_steps: int = run_setting(
-        10, "end the run after this many skipped steps in a row; a step is skipped if its loss or "
-            "gradient is not finite; gradient overflows do not count while the loss scale can still shrink")
+        10, "end the run after this many skipped steps in a row; a step is skipped if its loss or gradient is not "
+            "finite; gradient overflows do not count while the loss scale can still shrink")
     tensorboard_dir: str = run_setting(
         None, "folder for a copy of the metrics that TensorBoard can read; each run needs its own folder",
         affects="launch")
@@ -304,8 +293,7 @@ class Config(Choices):
     device: str = machine_setting("auto", "auto uses CUDA if torch finds a GPU", choices=("auto", "cpu", "cuda"))
     compile: bool = machine_setting(
         None, "compile the code between collectives with torch.compile (default: only on CUDA)", derived=True)
-    compile_backend: str = machine_setting(
-        "inductor", "backend of torch.compile", choices=("inductor", "aot_eager"))
+    compile_backend: str = machine_setting("inductor", "backend of torch.compile", choices=("inductor", "aot_eager"))
     deterministic_mode: bool = machine_setting(
         False, "use only deterministic CUDA kernels (CPU kernels are always deterministic)")
 
@@ -339,10 +327,6 @@ class Config(Choices):
     def optimizer_spec(self) -> OptimizerSpec:
         """The description of --optimizer."""
         return ALL_OPTIMIZERS[self.optimizer]
-
-    def lr_decay(self, progress: float) -> float:
-        """Return 1 where the learning rate is lr .. 0 where it is min_lr. progress: 0 after warm-up .. 1 at the end."""
-        return LR_DECAY_STYLES[self.lr_decay_style](progress, self)
 
     @property
     def params_dtype(self) -> torch.dtype:

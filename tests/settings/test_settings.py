@@ -100,7 +100,7 @@ def test_every_setting_has_an_effect_a_type_and_a_line_of_help():
 def test_docs_settings_is_up_to_date():
     page = (ROOT / "docs" / "settings.md").read_text()
     assert page == markdown(Config) + "\n", "run python -m nanodomino.settings.config > docs/settings.md"
-    assert page.count("\n## ") == len({field.metadata["section"] for field in flag_settings(Config)}), "one heading each"
+    assert page.count("\n## ") == len({field.metadata["section"] for field in flag_settings(Config)}), "one each"
 
 
 # ---- resuming
