@@ -47,8 +47,12 @@ def with_defaults(given, world_size: int):
     if c.kv_channels is None:
         check_divisible("hidden-size", c.hidden_size, "num-attention-heads", heads,
                         f"--hidden-size {heads * max(c.hidden_size // heads, 1)}, or give --kv-channels")
-    ffn_hidden_size = c.ffn_hidden_size or default_ffn_hidden_size(c)
-    schedule = c.schedule or default_schedule(c.virtual_stages or 1)
+    # SwiGLU has three matrices and GELU two: so both have about as many parameters. Megatron-LM rounds in the same way.
+    ffn_hidden_size = c.ffn_hidden_size or (
+        max(8 * c.hidden_size // (3 * 64), 1) * 64 if c.swiglu else 4 * c.hidden_size)
+    # the first schedule that supports this many chunks per stage; if none does, the one with the most
+    schedule = c.schedule or next((name for name, each in SCHEDULES.items() if (c.virtual_stages or 1) in each.chunks),
+                                  max(SCHEDULES, key=lambda name: SCHEDULES[name].chunks[-1]))
     c = replace(c, world_size=world_size, micro_batch_size=micro_batch_size,
                 trained_positions=max(c.trained_positions or 0, c.seq_length))
     return fill(c, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, data_parallel_size=dp,
@@ -58,21 +62,6 @@ def with_defaults(given, world_size: int):
                 num_query_groups=groups, kv_channels=c.hidden_size // heads, max_position_embeddings=c.seq_length,
                 min_lr=c.lr / 10, moe_router_topk=2, moe_aux_loss_coeff=0.0,
                 moe_ffn_hidden_size=ffn_hidden_size if c.num_experts else None)
-
-
-def default_ffn_hidden_size(config) -> int:
-    """Return the default width of the MLP: 4 h with GELU; with SwiGLU 8/3 h, rounded down to a multiple of 64.
-
-    An MLP has two matrices with GELU and three with SwiGLU; with these widths both have about as many parameters.
-    Megatron-LM rounds in the same way.
-    """
-    return max(8 * config.hidden_size // (3 * 64), 1) * 64 if config.swiglu else 4 * config.hidden_size
-
-
-def default_schedule(virtual_stages: int) -> str:
-    """Return the first schedule that supports this many chunks per stage; if none does, the one with the most."""
-    return next((name for name, schedule in SCHEDULES.items() if virtual_stages in schedule.chunks),
-                max(SCHEDULES, key=lambda name: SCHEDULES[name].chunks[-1]))
 
 
 # ---- flags without effect

@@ -67,7 +67,7 @@ LAYOUT = dict(
     look_ahead=(2, dict(schedule="eager-1f1b", global_batch_size=48)),
     virtual_stages=(3, dict(schedule="interleaved", num_layers=6)), sequence_parallel=(True, {}),
     recompute_granularity=("full", {}), zero_stage=(0, {}), bucket_size=(100, {}))
-# checkpoint_in_cpu needs a GPU: overlap/test_recompute.py
+# checkpoint_in_cpu needs a GPU: options/test_recompute.py
 ELSEWHERE = {"checkpoint_in_cpu"}
 
 
