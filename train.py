@@ -6,7 +6,7 @@
 
 The files of nanodomino/ that it calls, in the order in which a step needs them:
 
-    config/      command line -> Config            domino.py     forward and backward of one stage, slice by slice
+    settings/    command line -> Config            domino.py     forward and backward of one stage, slice by slice
     mesh.py      rank -> its place in the grid     pipeline.py   which microbatch when, and the messages between stages
     data.py      (seed, sample) -> batches         zero.py       gradients -> updated weights
     model.py     the GPT, on parallel.py           run/          what stands around a training: reports, checkpoints
@@ -25,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))       # `python -I` and
 
 from nanodomino import pipeline
 from nanodomino.comm.world import LaunchInfo
-from nanodomino.config.config import Config
 from nanodomino.corpus.prepared_folder import Corpus
 from nanodomino.data import Batch, TokenDataset, sample_ids_of
 from nanodomino.domino import Domino, run_to_end
@@ -35,6 +34,7 @@ from nanodomino.optim.learning_rate import learning_rate
 from nanodomino.run.rank_failure import run_rank
 from nanodomino.run.session import Session, open_session
 from nanodomino.schedules.placement_and_messages import Timetable
+from nanodomino.settings.config import Config
 from nanodomino.zero import StepResult, ZeroOptimizer
 
 

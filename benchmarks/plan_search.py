@@ -38,7 +38,6 @@ from benchmarks.runner import CONFIG_FLAGS, about, bytes_text, progress, seconds
 from nanodomino.analysis.formulas import flops_per_token, mfu, parameter_count, state_bytes_per_parameter
 from nanodomino.analysis.hardware import FP8_SPEEDUP
 from nanodomino.analysis.machine import Machine
-from nanodomino.config.config import ALL_SCHEDULES, Config
 from nanodomino.dry_run.clock import Clock
 from nanodomino.dry_run.rank import kinds_of
 from nanodomino.dry_run.stages import (add_up, extrapolate, fullest_rank_bytes, layers_of, message_seconds, small_run,
@@ -49,8 +48,9 @@ from nanodomino.schedules import simulation
 from nanodomino.schedules.actions import Backward
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.schedules.placement_and_messages import timetable
+from nanodomino.settings.config import Config
+from nanodomino.settings.flags import flag_name
 from nanodomino.settings.rules import check_needs
-from nanodomino.settings.setting import flag_name
 
 RESULTS = 10
 MICRO_BATCHES = range(1, 17)
@@ -62,8 +62,6 @@ LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context
 # What tapes may keep on the GPU, from most to least.
 RECOMPUTATION = [dict(recompute_granularity=name, checkpoint_in_cpu=offloads)
                  for name, offloads in (("none", False), ("selective", False), ("full", False), ("full", True))]
-TRIED = {"num_experts", "context_parallel_size", "mtp_num_layers", "fp8_format", "sequence_parallel",
-         *RECOMPUTATION[0]}                              # settings of options
 FURTHER = ("cp_comm_type", "expert_model_parallel_size", "schedule", "virtual_stages", "slices", "columns",
            "sequence_parallel", "zero_stage", *RECOMPUTATION[0])
 WHOLE, PAIR = ("backward",), ("backward", "forward")
@@ -84,7 +82,7 @@ def communicator_bytes(config: Config, stage: int) -> int:
     In a ring, each rank receives from one rank and sends to one, however many ranks there are. Messages between stages
     use fewer channels, and one connection per neighbour. Trees and in-network reduction would need more memory.
     """
-    parts, ep = config.sample_parts, getattr(config, "ep", 1)
+    parts, ep = config.cp, config.ep
     replicas, ends = config.dp * parts, (0, config.placement.location(config.placement.last)[0])
     tied = config.pp > 1 and words_at_end(config) and stage in ends and ends[1] > 0
     rings = {"world": config.world_size, "tp": config.tp, "cp": parts, "dp": replicas, "tied": 1 + tied, "ep": ep,
@@ -166,7 +164,7 @@ class Costs:
     @property
     def most_rounds(self):
         """How many rounds of p microbatches are simulated at most: 3. An option's schedule may differ in later ones."""
-        return 3 if self.config.schedule in SCHEDULES else math.inf
+        return 3 if self.config.schedule != "eager-1f1b" else math.inf
 
     def timetable(self, rounds: int):
         """Return the timetable of `rounds` x p microbatches, and of the rest."""
@@ -234,7 +232,7 @@ class Costs:
 
 def like(schedule: str) -> str:
     """Return the simplest schedule with the same kinds of actions: 1f1b, zb-h1 or paired."""
-    row = ALL_SCHEDULES[schedule].actions(1, 2, 4, ALL_SCHEDULES[schedule].chunks[0])
+    row = SCHEDULES[schedule].actions(1, 2, 4, SCHEDULES[schedule].chunks[0])
     kinds = {half.kind for action in row for half in action.halves}
     return ("paired" if any(len(action.halves) > 1 for action in row)
             else "zb-h1" if "input_backward" in kinds else "1f1b")
@@ -363,13 +361,13 @@ class Search:
     def chunk_counts(self, schedule: str, config: Config) -> list[int]:
         """Return the numbers of chunks per stage to try with a schedule: those that divide the layers evenly or, if
         none does, the smallest."""
-        counts = [count for count in ALL_SCHEDULES[schedule].chunks if config.pp * count <= config.num_layers
+        counts = [count for count in SCHEDULES[schedule].chunks if config.pp * count <= config.num_layers
                   and (count <= MOST_CHUNKS or "virtual_stages" in self.given)]
         if config.pp == 1 and "schedule" not in self.given:
             counts = [count for count in counts if count == 1]
         even = [count for count in counts if config.num_layers % (config.pp * count) == 0]
         return [count for count in self.choices("virtual_stages", even or counts[:1])
-                if count in ALL_SCHEDULES[schedule].chunks]
+                if count in SCHEDULES[schedule].chunks]
 
     def accepted(self, config: Config, **settings) -> Config | None:
         """Return the resolved Config with these settings. If it breaks a rule, or if a given flag has no effect, return
@@ -425,9 +423,6 @@ SHARES = {"matmuls": ("matmuls",), "attention": ("attention",), "element-wise": 
 def answer(flags, machine: Machine, usable: float, peak: float, progress=progress):
     """Return (text, record) of the search. usable: bytes of a GPU's memory; peak: FLOP/s of a GPU; progress: as in
     Search.run()."""
-    missing = sorted(name for name in TRIED if not hasattr(Config, name))
-    require(not missing, f"--search tries settings that this copy lacks ({', '.join(missing)}); restore their options, "
-            "or give a layout without --search")
     config = Config(**{name: getattr(flags, name) for name in CONFIG_FLAGS} | {"device": "cuda"})
     search = Search(config, flags.gpus, set(CONFIG_FLAGS) & set(flags.given), machine, usable)
     print(f"searching for layouts of {flags.model} on {flags.gpus} x {flags.gpu}; this may take two minutes",

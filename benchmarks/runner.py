@@ -42,14 +42,14 @@ from tqdm import tqdm
 import train
 from benchmarks.slow_network import exit_on_signals, slow_wire
 from nanodomino.comm.world import LaunchInfo, find_device, read_launch_environment, start_world
-from nanodomino.config.config import Config
-from nanodomino.config.flags import Parser, add_flags
 from nanodomino.data import Batch
 from nanodomino.errors import UserError, counted, require
 from nanodomino.mesh import Mesh, make_mesh
 from nanodomino.run.estimates import require_memory
+from nanodomino.settings.config import Config
+from nanodomino.settings.flags import Parser, add_flags, flag_settings
 from nanodomino.settings.rules import check_needs
-from nanodomino.settings.setting import flag_settings
+
 
 GPT2 = 50304     # GPT-2's vocabulary size, 50257, rounded up as in nanoGPT
 MOST_PROCESSES = 64      # that bench.py starts itself
@@ -86,12 +86,7 @@ def main(questions, text: str, arguments: list[str]) -> int:
             dist.barrier()
             dist.destroy_process_group()
         return 1 if record.get("failed") else 0
-    except (UserError, ModuleNotFoundError) as error:
-        if isinstance(error, ModuleNotFoundError):
-            if not error.name.startswith("nanodomino.options."):
-                raise
-            error = f"bench.py {arguments[0]} measures the option {error.name.split('.')[2]}, which this copy lacks; " \
-                    "restore it, or ask another question"
+    except UserError as error:
         if os.environ.get("RANK", "0") in ("0", ""):
             print(f"error: {error}", file=sys.stderr)
         return 2
@@ -153,14 +148,14 @@ def about(config: Config) -> dict:
              "sequence_parallel", "cp_comm_type", "recompute_granularity", "checkpoint_in_cpu", "model", "num_layers",
              "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "micro_batch_size", "global_batch_size",
              "microbatches", "dtype", "device", "compile")
-    return {name: getattr(config, name) for name in names if hasattr(config, name)}     # options may be deleted
+    return {name: getattr(config, name) for name in names}
 
 
 def describe(config: Config) -> str:
     """Return one line that describes the layout, the batch and the model, to be printed above a table."""
     chunks = f" with {config.virtual_stages} chunks per stage" if config.virtual_stages > 1 else ""
-    experts = f", ep {config.ep}" if getattr(config, "num_experts", None) else ""
-    shared = f", cp {config.cp} ({config.cp_comm_type})" if config.sample_parts > 1 else ""
+    experts = f", ep {config.ep}" if config.num_experts else ""
+    shared = f", cp {config.cp} ({config.cp_comm_type})" if config.cp > 1 else ""
     return (f"tp {config.tp}, pp {config.pp}, dp {config.dp}{shared}{experts}, slices {config.slices}, "
             f"columns {config.columns}, ZeRO stage {config.zero_stage}, {config.schedule}{chunks}"
             f"{config.in_words}; "

@@ -53,9 +53,9 @@ from benchmarks.runner import (RandomTokens, Times, about, add_config_flags, byt
 from benchmarks.plain_model import adamw
 from benchmarks.throughput import COMPARED_STEPS, OurTraining, PlainTraining, plain
 from nanodomino.analysis.formulas import parameter_count, state_bytes_per_parameter
-from nanodomino.config.config import Config
 from nanodomino.dry_run.rank import state_tensors
 from nanodomino.errors import require
+from nanodomino.settings.config import Config
 
 FLAGS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "micro_batch_size",
          "data_parallel_size", "bucket_size", "dtype", "device")

@@ -44,12 +44,12 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a script, Python looks in data/ only
 
-from nanodomino.config.flags import Parser
 from nanodomino.corpus.documents import find_files, read_documents
 from nanodomino.corpus.prepared_folder import FORMAT, SPLITS, Corpus, check, load_corpus
 from nanodomino.corpus.tokenizer import Tokenizer, build_tokenizer
 from nanodomino.errors import UserError, counted, require, run_command
 from nanodomino.files import delete, naming, open_regular_file, read_file, sha256, write_file
+from nanodomino.settings.flags import Parser
 
 DEFAULT_CORPUS = Path(__file__).resolve().parent / "python-stdlib"
 STANDARD_LIBRARY = f"the standard library of Python {sys.version.split()[0]}"

@@ -24,7 +24,6 @@ from benchmarks.runner import bytes_text, parse, progress, seconds_text
 from nanodomino.analysis.formulas import state_bytes_per_parameter
 from nanodomino.analysis.hardware import GPUS
 from nanodomino.comm.trace import Event, Trace
-from nanodomino.config.config import Config
 from nanodomino.domino import Domino
 from nanodomino.errors import counted
 from nanodomino.mesh import lay_out
@@ -33,6 +32,7 @@ from nanodomino.plot.svg import LETTER, LINE, box, frame, text
 from nanodomino.run.report import describe_stage
 from nanodomino.schedules import definitions, simulation
 from nanodomino.schedules.placement_and_messages import message_sent
+from nanodomino.settings.config import Config
 from nanodomino.settings.presets import PUBLISHED_VOCABULARIES
 from nanodomino.timeline import draw
 from nanodomino.timeline.merged_trace import COLLECTIVES, Recording, difference, union
@@ -80,7 +80,7 @@ def grid(world=8, tp=2, pp=2, cp=1, ep=1, rank=0) -> Figure:
     config = Config(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp,
                     global_batch_size=64, micro_batch_size=1, **experts).resolve(world).with_vocabulary(256)
     sizes = {"pp": pp, "dp": config.dp, **config.inner_axes, "tp": tp}
-    mesh, _ = lay_out(min(rank, world - 1), sizes, torch.device("meta"), config.more_groups)
+    mesh, _ = lay_out(min(rank, world - 1), sizes, torch.device("meta"), config.mesh_options["more_groups"])
     partners = {name: ranks for name in GROUPS
                 if (ranks := [one for one in mesh.rows.get(name, ()) if one != mesh.rank])}
     held = sum(weight.numel() for weight in meta_stage(config, mesh.pp_rank).parameters())

@@ -29,10 +29,11 @@ with app.setup:
 
     from exercises import figures
     from nanodomino.analysis.hardware import GPUS
-    from nanodomino.config.config import ALL_PRESETS, ALL_SCHEDULES
+    from nanodomino.schedules.definitions import SCHEDULES
+    from nanodomino.settings.presets import PRESETS
     from nanodomino.errors import UserError
-    from nanodomino.options.recompute.tape_policy import GRANULARITIES
-    from nanodomino.settings.presets import DTYPES, PRESETS
+    from nanodomino.options.recompute import GRANULARITIES
+    from nanodomino.settings.presets import DTYPES
 
 
 @app.function
@@ -124,7 +125,7 @@ def _():
             "Look at stage 0: it runs the forwards of microbatches 0 to 3 before the first backward. From then on, "
             "each backward frees one microbatch before the next forward adds one. GPipe would hold all eight.",
             figures.schedule,
-            name=mo.ui.dropdown([*ALL_SCHEDULES], value="1f1b", label="schedule"), stages=slider("stages", eight, 4),
+            name=mo.ui.dropdown([*SCHEDULES], value="1f1b", label="schedule"), stages=slider("stages", eight, 4),
             microbatches=slider("microbatches", range(1, 33), 8),
             chunks=mo.ui.dropdown({"the fewest": None, "1": 1, "2": 2, "3": 3, "4": 4}, value="the fewest",
                                   label="chunks per stage"),
@@ -158,7 +159,7 @@ def _():
             "The model and its optimizer state fit into one GPU, so replicas need no communication within a layer and "
             "have no bubble: they only reduce gradients, and backward hides that.",
             lambda **values: figures.search(**values, progress=progress), "Search (up to two minutes)",
-            model=mo.ui.dropdown([*ALL_PRESETS], value="gpt2-xl", label="model"),
+            model=mo.ui.dropdown([*PRESETS], value="gpt2-xl", label="model"),
             gpus=slider("GPUs", [1, 2, 4, 8, 16, 32, 64], 8), gpu=mo.ui.dropdown([*GPUS], value="H100", label="GPU"),
             gpus_per_host=slider("GPUs per host", [1, 2, 4, 8], 8))}
     forms = mo.ui.dictionary({name: page.form for name, page in pages.items()})

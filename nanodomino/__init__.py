@@ -14,15 +14,14 @@ The story, in reading order; train.py in the parent folder puts it together:
 The chapters, each readable by itself (every file may use errors.py, the exception for a user's
 mistake, and files.py, which reads only regular files):
 
-    comm          process groups, collectives, traces       schedules    1F1B and five more, as lists of actions
+    comm          process groups, collectives, traces       schedules    1F1B and six more, as lists of actions
     layers        what a sublayer computes on one rank      optim        buckets, optimizers, loss scale
     overlap       collectives in flight, residual and norm  corpus       tokens on disk, tokenizers
-    options       experts, context parallelism, fp8, recomputation, Muon and more, each in a room of its own
+    options       experts, context parallelism, fp8, recomputation, Muon and more, each in a file of its own
 
 The tools around them, which the files above never import:
 
-    settings      what a setting is, presets, rules         run          a run's folder, signals, failures, report
-    config        all settings, the seams for options
+    settings      all settings, their rules and choices     run          a run's folder, signals, failures, report
     checkpoint    save, resume on any layout, verify        plot         loss curves
     huggingface   import and export of models               timeline     pictures of a traced step
     generate      text from a trained model                 analysis     formulas to know by heart, rates of machines

@@ -186,7 +186,7 @@ class Domino:
         self.residual_norm = ResidualNorm(model.chunks[0].sublayers[0].norm, fused)
         self.ends = EmbeddingAndHead(model, self.ops, self.residual_norm, compiled)
         self.tape_policy = config.tape_policy(self.mesh.device, slices, self.residual_norm)
-        self.behind_head = config.behind_head(self)
+        self.behind_head = config.behind_head.runner(self)
         self.insides = {chunk: [config.inside(sublayer, self.mesh, self.ops, fused) for sublayer in chunk.sublayers]
                         for chunk in [*model.chunks, *self.behind_head.chunks]}
 

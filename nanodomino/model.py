@@ -22,7 +22,7 @@ of the model. domino.py runs the same sublayers in another order, and tests comp
 
 Model families differ in norm, positions, activation, biases, and in whether the head is tied to the word embedding.
 This file handles learned positions and the tied head. The files in layers/ implement the other choices. Options may
-replace a layer's MLP, or add modules behind the head (config/seams.py).
+replace a layer's MLP, or add modules behind the head (settings/choices.py).
 
 Sources: GPT-2; GPT-3 (2005.14165); Megatron-LM (1909.08053, section 3); Llama (2302.13971).
 """
@@ -101,7 +101,7 @@ class Embedding(nn.Module):
 
 def words_at_end(config) -> bool:
     """Return whether the last stage uses the word embedding: as its head, or behind the head."""
-    return config.tied or config.looks_up_words_behind_head
+    return config.tied or config.behind_head.layers > 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,18 +137,19 @@ class GPT(nn.Module):
     def __init__(self, config, mesh: Mesh, parallel_output=True, initialize=True):
         super().__init__()
         self.config, self.mesh, self.parallel_output = config, mesh, parallel_output
-        placement, tied, behind_head = config.placement, config.tied, config.layers_behind_head
+        placement, tied, behind_head = config.placement, config.tied, config.behind_head
         virtual_stages = [placement.virtual_stage(mesh.pp_rank, chunk) for chunk in range(placement.chunks)]
         self.pre_process, self.post_process = 0 in virtual_stages, placement.last in virtual_stages
         if self.pre_process or (self.post_process and words_at_end(config)):
             self.embedding = Embedding(config, mesh, self.pre_process, self.post_process)
-        numbers = [stage_layers(config.num_layers, stage, placement.last + 1, behind_head) for stage in virtual_stages]
+        numbers = [stage_layers(config.num_layers, stage, placement.last + 1, behind_head.layers)
+                   for stage in virtual_stages]
         self.layers = nn.ModuleDict({str(i): Layer(config, mesh, i)
                                      for i in sorted(i for chunk in numbers for i in chunk)})
         self.chunks = [Chunk([self.layers[str(i)] for i in chunk], stage == 0, stage == placement.last)
                        for chunk, stage in zip(numbers, virtual_stages)]
         if self.post_process:
-            for name, module in config.modules_behind_head(mesh, Layer).items():
+            for name, module in behind_head.modules(mesh, Layer).items():
                 self.add_module(name, module)
             self.final_norm = Norm(config, mesh, config.hidden_size)
             if not tied:
@@ -169,7 +170,7 @@ class GPT(nn.Module):
         modules = [sublayer for chunk in self.chunks for sublayer in chunk.sublayers]
         modules += [self.embedding] if self.pre_process else []
         if self.post_process:
-            modules += [self.final_norm, *self.head, *self.config.reported_behind_head(self)]
+            modules += [self.final_norm, *self.head, *self.config.behind_head.reported(self)]
         return modules
 
     @torch.no_grad()

@@ -48,12 +48,10 @@ from nanodomino.layers.dropout_and_positions import MasksAndPositions, seeded_ge
 from nanodomino.optim import parameter_spec
 from nanodomino.optim.buckets import Bucket
 from nanodomino.optim.loss_scale import LossScale
-from nanodomino.options import fp8
+from nanodomino.options import experts, fp8
 from nanodomino.options.context_parallel import attention as context_parallel
-from nanodomino.options.experts import moe
-from nanodomino.options.experts.router import SCORE_FUNCTIONS, Router
-from nanodomino.options.multi_token_prediction import settings as multi_token_prediction
-from nanodomino.options.multi_token_prediction.runner import PredictionDepths
+from nanodomino.options.multi_token_prediction import MultiTokenPrediction, PredictionDepths
+from nanodomino.options.router import SCORE_FUNCTIONS, Router
 from nanodomino.overlap import embedding_and_head, residual_norm, slice_ops
 from nanodomino.overlap.embedding_and_head import EmbeddingAndHead
 from nanodomino.overlap.flight import Flight, result_of
@@ -659,7 +657,7 @@ def summed_over_other_experts(right, config, update, shards, replicas, addends):
     return right(update, shards, "dp", addends)
 
 
-@pitfall("The results of experts go to other tokens", moe.RowCounts, "dispatch", world_size=1, **MOE)
+@pitfall("The results of experts go to other tokens", experts.RowCounts, "dispatch", world_size=1, **MOE)
 def sorted_order(right, config, *arguments):
     dispatch = right(*arguments)
     return dataclasses.replace(dispatch, inverse_permutation=dispatch.permutation)
@@ -690,11 +688,11 @@ def complete_too_early(config):
 
     def without_head(right, config, self, model):
         return [module for module in right(self, model) if module not in (model.final_norm, *model.head)]
-    return [instead(multi_token_prediction.Settings, "reported_behind_head", without_head, config),
+    return [instead(MultiTokenPrediction, "reported", without_head, config),
             (domino.GradientsReady, "__call__", only_once)]
 
 
-@pitfall("The labels of a depth wrap around the end of the sample", multi_token_prediction.Settings, "prepare_batch",
+@pitfall("The labels of a depth wrap around the end of the sample", MultiTokenPrediction, "prepare",
          world_size=1, **DEPTH)
 def labels_wrap_around(right, config, self, *arguments):
     first = last = right(self, *arguments)

@@ -15,7 +15,6 @@ from support.harness import build, random_data, tiny
 
 import train
 from nanodomino import pipeline
-from nanodomino.config.config import ALL_SCHEDULES
 from nanodomino.mesh import meta_mesh
 from nanodomino.model import meta_stage, stage_layers
 from nanodomino.schedules import actions, definitions, simulation
@@ -400,11 +399,11 @@ def test_the_table_of_schedules_in_the_docs_is_what_is_simulated():
     table = re.findall(r"^\| (`[^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|",
                        (ROOT / "docs/schedules.md").read_text(), re.MULTILINE)
     rows = [(re.findall("`([^`]+)`", names), rest) for names, *rest in table if re.match("`[a-z0-9]", names)]
-    assert sorted(name for names, _ in rows for name in names) == sorted(ALL_SCHEDULES)
+    assert sorted(name for names, _ in rows for name in names) == sorted(SCHEDULES)
     for names, (bubbles_of_4, held_by_4, bubbles_of_8, held_by_8) in rows:
         for stages, bubbles, held in ((4, bubbles_of_4, held_by_4), (8, bubbles_of_8, held_by_8)):
             for name, stated in zip(names, held.split("; "), strict=True):
-                schedule = ALL_SCHEDULES[name]
+                schedule = SCHEDULES[name]
                 tables = [timetable(schedule, stages, m, schedule.chunks[0]) for m in (8, 16, 64)]
                 found = [100 * bubble(simulate(each)) for each in tables]
                 assert [float(number) for number in bubbles.split(", ")] == pytest.approx(found, rel=0.05), name

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "nanodomino"
 # A module or package of nanodomino may import itself and whatever stands to its left. Scripts come last.
 ORDER = [
     "minimal", "errors", "files", "comm", "mesh", "optim", "parallel", "layers", "schedules", "corpus", "data",
-    "model", "overlap", "domino", "pipeline", "zero", "generate", "settings", "options", "config", "checkpoint",
+    "model", "overlap", "domino", "pipeline", "zero", "generate", "options", "settings", "checkpoint",
     "huggingface", "plot", "timeline", "analysis", "dry_run", "run", "scripts"]
 
 
@@ -57,6 +57,13 @@ def test_importing_a_file_of_the_story_loads_few_others(module, most):
     assert len(loaded) <= most, loaded
 
 
+def test_the_core_names_no_option():
+    """Only the place of choices imports from options/, and an option may import another."""
+    importers = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")
+                 if any(module.startswith("nanodomino.options") for module in imported_modules(path))}
+    assert {path for path in importers if not path.startswith("options/")} == {"settings/choices.py"}
+
+
 def test_at_most_ten_files_lie_directly_in_nanodomino():
     """Not counting __init__.py, which holds the map."""
     assert len([path for path in PACKAGE.glob("*.py") if path.stem != "__init__"]) <= 10
@@ -72,10 +79,8 @@ def test_packages_hold_no_code_in_their_init():
 @pytest.mark.parametrize("folder", [PACKAGE, *sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))],
                          ids=lambda folder: folder.name)
 def test_the_docstring_of_a_package_names_its_files(folder):
-    """It names no file that is gone, either. The docstring of nanodomino also names the packages. The list in
-    config/options.py names the options."""
-    listed = (PACKAGE / "config/options.py").read_text() if folder.name == "options" else ""
-    named = set(re.findall(r"\w+", listed + ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))))
+    """It names no file that is gone, either. The docstring of nanodomino also names the packages."""
+    named = set(re.findall(r"\w+", ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))))
     present = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
     missing = present - named - {"__init__", "__main__"}
     assert not missing, f"name {sorted(missing)} in the docstring of {folder / '__init__.py'}"
@@ -95,6 +100,7 @@ def test_files_are_opened_to_write_in_files_py_alone():
 def test_a_training_step_asks_in_one_place_for_which_device_it_runs():
     """comm/device.py, so that a dry run takes the paths of a GPU. What starts, saves or observes a run asks itself."""
     asks = re.compile(r"""is_cuda|\.type [!=]= ["']cuda|torch\.cuda\.(is_available|get_device_capability)""")
-    elsewhere = {"comm/device.py", "comm/world.py", "comm/trace.py", "mesh.py", "config/config.py", "options/fp8.py"}
+    elsewhere = {"comm/device.py", "comm/world.py", "comm/trace.py", "mesh.py", "settings/config.py",
+                 "settings/rules.py", "options/fp8.py"}
     found = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if asks.search(path.read_text())}
     assert not [one for one in found - elsewhere if not one.startswith(("run/", "checkpoint/", "analysis/"))]

@@ -25,8 +25,6 @@ import train
 from data.prepare import prepare
 from nanodomino.analysis.hardware import find_peak_flops
 from nanodomino.comm.world import LaunchInfo
-from nanodomino.config.config import Config
-from nanodomino.config.saved_settings import news
 from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.domino import run_to_end
 from nanodomino.errors import UserError
@@ -35,6 +33,8 @@ from nanodomino.optim.learning_rate import LR_DECAY_STYLES
 from nanodomino.pipeline import Totals
 from nanodomino.run import session
 from nanodomino.run.command_line import from_command_line
+from nanodomino.settings.config import Config
+from nanodomino.settings.records import news
 
 SHALLOW = "--num-layers", 2             # everything else is the default
 
@@ -203,8 +203,8 @@ def test_a_run_that_continues_with_other_settings_names_them():
     for other, expected in ((changed(exit_interval=7, run_dir="elsewhere", load="x"), []),
                             (changed(clip_grad=0.5, hysteresis=3), ["clip_grad 0.5 (was 0.1)", "hysteresis 3 (was 2)"]),
                             (changed(train_iters=8), ["train_iters 8 (was 4)", jump]),
-                            (changed(train_iters=8, lr_decay_iters=4),
-                             ["train_iters 8 (was 4)", "lr_decay_iters 4 (was None)"])):
+                            (changed(train_iters=8, lr_decay_iters=4), ["train_iters 8 (was 4)"]),
+                            (changed(lr_decay_iters=3), ["lr_decay_iters 3 (was 4)"])):
         assert news(config, other, 4) == expected
     assert news(config, changed(clip_grad=0.5, train_iters=9), 0) == [], "a new training"
 

@@ -33,9 +33,9 @@ A test compares these with a dry run.
 
 from collections import Counter
 
-from nanodomino.config.config import Config
 from nanodomino.model import meta_model
 from nanodomino.parallel import VocabParallelEmbedding
+from nanodomino.settings.config import Config
 
 
 def parameters_by_kind(config: Config) -> Counter:
@@ -69,8 +69,8 @@ def flops_per_token(config: Config) -> float:
     """
     learned = config.position_embedding_type == "learned_absolute"
     parameters = active_parameter_count(config) - learned * config.max_position_embeddings * config.hidden_size
-    parameters += config.layers_behind_head * config.vocab_size * config.hidden_size
-    layers = config.num_layers + config.layers_behind_head
+    parameters += config.behind_head.layers * config.vocab_size * config.hidden_size
+    layers = config.num_layers + config.behind_head.layers
     return 6 * parameters + 12 * layers * config.num_attention_heads * config.kv_channels * config.seq_length
 
 
@@ -82,7 +82,7 @@ def mfu(config: Config, seconds: float, peak: float) -> float:
 
 def state_bytes_per_parameter(config: Config) -> float:
     """Return the bytes of model state that a rank holds per parameter in the matrices of layers, without padding."""
-    element, shards = config.params_dtype.itemsize, config.dp * config.sample_parts
+    element, shards = config.params_dtype.itemsize, config.dp * config.cp
     main = max(4, element)                                     # gradients, moments and master weights
     stored = len(config.optimizer_spec.moments) + (element < main)
     return (element + main / (shards if config.zero_stage == 2 else 1)

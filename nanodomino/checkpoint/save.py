@@ -16,6 +16,7 @@ the manifest. Then rank 0 renames the folder to step-00000100. Renaming is atomi
 folder named step-... is complete.
 """
 
+import dataclasses
 import os
 import threading
 from datetime import timedelta
@@ -25,15 +26,14 @@ import torch
 import torch.distributed as dist
 
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of, delete_checkpoint, is_intact
-from nanodomino.checkpoint.tensor_index import FORMAT, Share, write_boxes
 from nanodomino.checkpoint.manifest import flush_folder, step_of, write_manifest
 from nanodomino.checkpoint.shards import BucketRange, LocalBox, local_boxes, range_to_save
+from nanodomino.checkpoint.tensor_index import FORMAT, Share, write_boxes
 from nanodomino.comm.world import TIMEOUT
-from nanodomino.config.config import Config
-from nanodomino.config.saved_settings import to_record
 from nanodomino.files import delete
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
+from nanodomino.settings.config import Config
 from nanodomino.zero import ZeroOptimizer
 
 
@@ -78,7 +78,7 @@ class Saver:
         boxes = local_boxes(model, self.copies)
         manifest = dict(format=FORMAT, step=step, adam_steps=optimizer.updates,
                         skipped_in_a_row=optimizer.skipped_in_a_row, loss_scale=optimizer.loss_scale.state(),
-                        config=to_record(config))
+                        config=dataclasses.asdict(config))
         thread = threading.Thread(target=self.write_or_note_error, args=(step, boxes, manifest),
                                   name=f"checkpoint of step {step}")
         try:

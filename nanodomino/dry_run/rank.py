@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from nanodomino.comm.device import StandIn, kind_of, standing_for
-from nanodomino.config.config import Config
 from nanodomino.data import Batch
 from nanodomino.domino import Domino
 from nanodomino.dry_run.accounts import Accounts, ActionEnd, FusedAttention, Streams
@@ -29,6 +28,7 @@ from nanodomino.dry_run.shapes import storage
 from nanodomino.errors import require
 from nanodomino.mesh import Mesh, make_mesh
 from nanodomino.schedules import simulation
+from nanodomino.settings.config import Config
 from nanodomino.zero import ZeroOptimizer
 
 META, MOST_TOKENS = torch.device("meta"), 2**26       # for a GPU, the host holds the tokens of a microbatch

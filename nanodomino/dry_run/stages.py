@@ -21,11 +21,11 @@ import math
 from collections import Counter
 from functools import lru_cache, wraps
 
-from nanodomino.config.config import Config
 from nanodomino.dry_run.clock import clock_of
 from nanodomino.dry_run.rank import RankRun, dry_run, kinds_of
 from nanodomino.schedules import simulation
 from nanodomino.schedules.placement_and_messages import stage_layers
+from nanodomino.settings.config import Config
 
 SMALL = 32       # up to this many layers times microbatches, the whole model runs dry
 SETTLED = 16     # after so many rounds of p microbatches, each round adds the same
@@ -36,11 +36,11 @@ run_of = lru_cache(maxsize=512)(dry_run)
 def small_run(program, config: Config, depth: int, stage: int, stages: int) -> RankRun:
     """Run one stage of a pipeline of only `stages` stages, with just enough microbatches to show each kind of action.
 
-    depth: the layers of the last chunk, or its periods of different layers. Each other chunk has layers_behind_head
-        more.
+    depth: the layers of the last chunk, or its periods of different layers. Each other chunk has as many more as
+        there are layers behind the head.
     """
-    chunks, behind = stages * config.virtual_stages, config.layers_behind_head
-    layers = depth * config.layer_period + (config.has_special_ends and chunks == 1)
+    chunks, behind = stages * config.virtual_stages, config.behind_head.layers
+    layers = depth * config.layer_period + (config.first_last_layers_bf16 and chunks == 1)
     small = dataclasses.replace(
         config, num_layers=chunks * (layers + behind) - behind if chunks > 1 else layers,
         pipeline_model_parallel_size=stages, world_size=config.world_size // config.pp * stages,
@@ -52,7 +52,7 @@ def layers_of(config: Config, stage: int) -> list[int]:
     """Return the number of layers in each chunk of a stage."""
     placement = config.placement
     return [len(stage_layers(config.num_layers, placement.virtual_stage(stage, chunk), placement.last + 1,
-                             config.layers_behind_head)) for chunk in range(placement.chunks)]
+                             config.behind_head.layers)) for chunk in range(placement.chunks)]
 
 
 def extrapolate(one, two, first: float, second: float, layers: float, whole=1.0):

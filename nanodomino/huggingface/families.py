@@ -9,12 +9,13 @@ import math
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from nanodomino.config.config import ALL_PRESETS, Config
 from nanodomino.errors import UserError, require
 from nanodomino.huggingface.config_rules import ConfigReader, read_biases, read_rope, read_windows, shown, write_rope
 from nanodomino.huggingface.tensor_mapping import GPT2_MODULES, LLAMA_MODULES, MIXTRAL_MODULES, QWEN3_MOE_MODULES
+from nanodomino.settings.config import Config
+from nanodomino.settings.flags import flag_name, flag_settings
+from nanodomino.settings.presets import PRESETS
 from nanodomino.settings.rules import holds
-from nanodomino.settings.setting import flag_name, flag_settings
 
 IMPORTED_SEQ_LENGTH = 1024     # default seq-length of an imported model; less if the model has fewer positions
 HEADS, HEAD_SIZE = (lambda sizes: sizes.num_attention_heads,
@@ -112,11 +113,8 @@ TRANSLATED = {"layernorm_epsilon", "untie_embeddings_and_output_weights", "disab
               "use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor",
               "moe_router_pre_softmax", "model", "make_vocab_size_divisible_by", "ffn_hidden_size"}
 
-# {model_type: family}, without families of experts if that option is deleted
-SETTINGS = {field.name for field in dataclasses.fields(Config)}
-FAMILIES = {model_type: family for model_type, family in dict(
-    gpt2=GPT2, llama=LLAMA, mistral=MISTRAL, qwen2=QWEN2, qwen3=QWEN3, mixtral=MIXTRAL, qwen3_moe=QWEN3_MOE).items()
-    if SETTINGS.issuperset(family.settings)}
+FAMILIES = dict(gpt2=GPT2, llama=LLAMA, mistral=MISTRAL, qwen2=QWEN2, qwen3=QWEN3, mixtral=MIXTRAL,
+                qwen3_moe=QWEN3_MOE)                           # {model_type: family}
 
 
 # ---- import
@@ -172,17 +170,17 @@ def nearest_preset(settings: dict) -> str:
     It gives runs that start from the imported model their default learning rate and batch size. A model without experts
     gets a preset without experts, because a preset adds the settings that are not given.
     """
-    presets = [name for name in ALL_PRESETS if "num_experts" in settings or "num_experts" not in ALL_PRESETS[name]]
-    return min(presets, key=lambda name: (abs(math.log(ALL_PRESETS[name]["hidden_size"] / settings["hidden_size"])),
+    presets = [name for name in PRESETS if "num_experts" in settings or "num_experts" not in PRESETS[name]]
+    return min(presets, key=lambda name: (abs(math.log(PRESETS[name]["hidden_size"] / settings["hidden_size"])),
                                           sum(settings.get(setting) != value
-                                              for setting, value in ALL_PRESETS[name].items())))
+                                              for setting, value in PRESETS[name].items())))
 
 
 # ---- export
 
 def family_of(config: Config) -> Family:
     """Return the first family that fits the model. If none fits, the UserError says what the nearest family needs."""
-    differences, experts = {}, getattr(config, "num_experts", None)
+    differences, experts = {}, config.num_experts
     for name, family in FAMILIES.items():
         if bool(experts) != any(setting == "num_experts" for setting, _ in family.sizes.values()):
             continue

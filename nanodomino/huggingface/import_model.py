@@ -7,11 +7,9 @@ from pathlib import Path
 
 import torch
 
-from nanodomino.checkpoint.tensor_index import FORMAT, write_boxes
 from nanodomino.checkpoint.manifest import write_manifest
 from nanodomino.checkpoint.shards import LocalBox
-from nanodomino.config.config import Config
-from nanodomino.config.saved_settings import to_record
+from nanodomino.checkpoint.tensor_index import FORMAT, write_boxes
 from nanodomino.errors import require
 from nanodomino.files import read_json
 from nanodomino.huggingface.families import Family, family_of_json, read_config
@@ -19,6 +17,7 @@ from nanodomino.huggingface.safetensors_files import (GENERATION, SPECIAL_TOKENS
                                                       copy_files, import_safetensors, new_folder, open_weight_files,
                                                       tokenizer_summary, write_json)
 from nanodomino.huggingface.tensor_mapping import TensorMapping, element_count, map_tensors
+from nanodomino.settings.config import Config
 from nanodomino.settings.presets import DTYPES
 
 
@@ -83,6 +82,6 @@ def import_model(folder: Path, output: Path) -> str:
         if GENERATION not in copied and special:               # a checkpoint has no other place for these ids
             write_json(temporary / GENERATION, special)
         write_manifest(temporary, dict(format=FORMAT, step=0, adam_steps=0, skipped_in_a_row=0, loss_scale=None,
-                                       config=to_record(config)), [share], "import it again")
+                                       config=dataclasses.asdict(config)), [share], "import it again")
     return (f"{output}: {family.architecture}, {len(mappings)} tensors, {element_count(mappings):,} elements in "
             f"{dtype_name}, {tokenizer_summary(copied)}")

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 import torch
 
 from nanodomino.checkpoint.shards import Box, full_shapes
-from nanodomino.config.config import Config
 from nanodomino.model import meta_model
+from nanodomino.settings.config import Config
 
 
 @dataclass(frozen=True)

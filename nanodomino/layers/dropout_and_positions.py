@@ -62,7 +62,7 @@ class MasksAndPositions:
         """Return the dropout mask for the residual stream, with the shape of x: this rank's rows [b, s or s/t, h]."""
         if site in self.kept:
             return self.kept.pop(site)
-        s = x.size(1) * (self.stream.shards * self.config.sample_parts if self.stream else 1)
+        s = x.size(1) * (self.stream.shards * self.config.cp if self.stream else 1)
         mask = self.draw_masks(site, (s, x.size(2)), self.config.hidden_dropout, x)
         if mask is not None and self.stream:
             mask = self.stream.own_rows(self.config.own_places(mask, self.mesh))

@@ -15,4 +15,4 @@ def learning_rate(step: int, config) -> float:
     if step <= warmup:
         return config.lr * step / warmup
     progress = min((step - warmup) / max(end - warmup, 1), 1.0)
-    return config.min_lr + (config.lr - config.min_lr) * config.lr_decay(progress)
+    return config.min_lr + (config.lr - config.min_lr) * LR_DECAY_STYLES[config.lr_decay_style](progress, config)

@@ -1,6 +1,13 @@
-"""The options: what goes beyond a dense GPT with tensor, pipeline and data parallelism. A list in config names them.
+"""What goes beyond a dense GPT with tensor, pipeline and data parallelism, a file each. The choices in settings/ say
+when the core uses it.
 
-An option is a file, or a folder with a file `settings`, that contains everything about it. Its class Settings becomes a
-base of Config: it declares the option's settings, and overrides some of the seams of the core. Next to it there may be
-tables SCHEDULES, OPTIMIZERS, LR_DECAY_STYLES or PRESETS, whose entries are added to those of the core.
+    experts                   several MLPs in a layer, of which each token uses a few; expert parallelism
+    router                    chooses the experts of a token
+    context_parallel          several ranks share the tokens of a sample
+    multi_token_prediction    further layers predict further tokens
+    documents                 effects of the ends of documents within a sample
+    recompute                 backward recomputes activations, or fetches them from the host
+    sequence_parallel         tensor-parallel ranks share the rows of the residual stream
+    fp8                       matmuls of 8-bit numbers
+    muon                      an optimizer that orthogonalizes the momentum of matrices
 """

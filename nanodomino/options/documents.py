@@ -12,14 +12,11 @@ end-of-text token belongs to the document that it ends:
 With --eod-mask-loss, the loss does not count where the label is an end-of-text token.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from nanodomino.generate.cache import KeyValueCache
 from nanodomino.layers.positions import to_device
-from nanodomino.layers.varlen import attention_bias, first_of_document, inputs_within_documents
-from nanodomino.settings.setting import data_setting
+from nanodomino.layers.varlen import attention_bias, first_of_document
 
 
 def document_ids(tokens, end_of_text: int):
@@ -59,51 +56,21 @@ class DocumentCache(KeyValueCache):
         super().finish(tokens)
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The part of Config that is about documents."""
-    eod_mask_loss: bool = data_setting(False, "leave predictions of the end-of-text token out of the loss")
-    reset_position_ids: bool = data_setting(
-        False, "restart positions at 0 after each end-of-text token",
-        needs="--position-embedding-type rope or learned_absolute")
-    reset_attention_mask: bool = data_setting(False, "let tokens attend only to their own document")
+def mark_documents(config, batch, rows, end_of_text: int):
+    """Apply the three settings to a batch of rows [b, s + 1] of token ids, which are in the host's memory."""
+    device = batch.tokens.device
+    if config.eod_mask_loss:
+        batch.loss_mask.masked_fill_(batch.labels == end_of_text, 0)
+    if config.uses_document_boundaries:
+        documents = document_ids(rows, end_of_text)[:, :-1]
+        if config.reset_position_ids:
+            batch.positions, batch.in_order = to_device(positions_within_documents(documents), device), False
+        if config.reset_attention_mask:
+            batch.extras["documents"] = documents              # these stay in the host's memory
+    return batch
 
-    @property
-    def uses_document_boundaries(self) -> bool:
-        """Whether positions or attention depend on where the documents in a sample end."""
-        return self.reset_position_ids or self.reset_attention_mask
 
-    @property
-    def uses_attention_bias(self):
-        return self.reset_attention_mask or super().uses_attention_bias
-
-    @property
-    def all_chunks_read_tokens(self):
-        return self.uses_document_boundaries or super().all_chunks_read_tokens
-
-    @property
-    def cache_class(self):
-        return DocumentCache if self.uses_document_boundaries else super().cache_class
-
-    def prepare_batch(self, batch, rows, end_of_text):
-        batch, device = super().prepare_batch(batch, rows, end_of_text), batch.tokens.device
-        if self.eod_mask_loss:
-            batch.loss_mask.masked_fill_(batch.labels == end_of_text, 0)
-        if self.uses_document_boundaries:
-            documents = document_ids(rows, end_of_text)[:, :-1]
-            if self.reset_position_ids:
-                batch.positions, batch.in_order = to_device(positions_within_documents(documents), device), False
-            if self.reset_attention_mask:
-                batch.extras["documents"] = documents          # these stay in the host's memory
-        return batch
-
-    def goes_on(self, rows, distance, end_of_text):
-        if not self.uses_document_boundaries:
-            return super().goes_on(rows, distance, end_of_text)
-        documents = document_ids(rows, end_of_text)
-        return documents[:, distance:] == documents[:, :-distance]
-
-    def attention_extras(self, extras, device):
-        if "documents" not in extras:
-            return super().attention_extras(extras, device)
-        return inputs_within_documents(self, extras["documents"], device)
+def goes_on(rows, distance: int, end_of_text: int):
+    """Return whether each token and the one `distance` places later belong to one document, [b, s + 1 - distance]."""
+    documents = document_ids(rows, end_of_text)
+    return documents[:, distance:] == documents[:, :-distance]

@@ -49,8 +49,8 @@ output in the training type anyway, and a sharded residual stream gathers h agai
 and backward converts once more. With --no-fp8-wgrad the tape keeps the training type, too.
 
 **What stays in the training type:** embedding, head, norms, softmax(q k^T) v, routers and the merges of multi-token
-prediction, which have few FLOPs or need the precision. Experts stay too: their grouped matmul (moe.py) is not written
-for 8 bits. With --first-last-layers-bf16, so do the first and the last layer.
+prediction, which have few FLOPs or need the precision. Experts stay too: their grouped matmul is not written for 8
+bits. With --first-last-layers-bf16, so do the first and the last layer.
 
 **Results depend on the layout.** A rank's amax is that of its own shard, slice and microbatch. Another layout has other
 scales, so it rounds differently. The same layout gives the same bits. With rowwise scales, the forward of a
@@ -66,11 +66,8 @@ from torch import nn
 from torch.torch_version import TorchVersion
 
 from nanodomino.comm.device import capability_of, kind_of
-from nanodomino.domino import LinearPair
 from nanodomino.errors import require
 from nanodomino.layers.main_grad import add_weight_gradient, main_grad_of
-from nanodomino.settings.rules import check_divisible
-from nanodomino.settings.setting import training_setting
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = {"hybrid": (E4M3, E5M2), "e4m3": (E4M3, E4M3)}     # --fp8-format: type of weights and activations, gradients
@@ -217,63 +214,7 @@ class Fp8Weight:
         main_grad.add_(scaled_matmul(grad_output, x, dtype))
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The part of Config that is about fp8."""
-    fp8_format: str = training_setting(
-        None, "8-bit types for the matmuls of attention and MLP; embedding, head and experts stay in --dtype (hybrid: "
-              "e4m3 for weights and activations, e5m2 for gradients; e4m3: for all; default: no fp8)",
-        choices=FORMATS)
-    fp8_recipe: str = training_setting(
-        "tensorwise", "whether each tensor or each of its rows has a scale of its own in fp8", choices=RECIPES,
-        needs="--fp8-format")
-    fp8_wgrad: bool = training_setting(
-        True, "compute weight gradients in fp8, too; --no-fp8-wgrad computes them in the type of --dtype",
-        needs="--fp8-format")
-    first_last_layers_bf16: bool = training_setting(
-        False, "with fp8, compute the first and the last layer in the type of --dtype", needs="--fp8-format")
-
-    def inside(self, sublayer, mesh, ops, compiled):
-        pair, ends = super().inside(sublayer, mesh, ops, compiled), ("layers.0.", f"layers.{self.num_layers - 1}.")
-        if (self.fp8_format and isinstance(pair, LinearPair)
-                and not (self.first_last_layers_bf16 and pair.site.startswith(ends))):
-            recipe = Fp8Recipe.of(self.fp8_format, self.fp8_recipe, self.params_dtype, compiled, self.fp8_wgrad)
-            pair.column, pair.row = Fp8Weight(pair.column, recipe), Fp8Weight(pair.row, recipe)
-        return pair
-
-    @property
-    def has_special_ends(self):
-        return self.first_last_layers_bf16
-
-    def check_device(self, device):
-        super().check_device(device)
-        require(not self.fp8_format or torch.cuda.get_device_capability(device) >= (8, 9), "--fp8-format needs a GPU "
-                "of compute capability 8.9 or higher (Ada, Hopper or newer); leave it out, or try --device cpu")
-
-    @property
-    def in_words(self):
-        return super().in_words + (f", fp8 {self.fp8_format} {self.fp8_recipe}" if self.fp8_format else "")
-
-    def check_rules(self):
-        if self.fp8_format:
-            self.check_fp8_rules()
-        super().check_rules()
-
-    def check_fp8_rules(self):
-        """Raise UserError if fp8 cannot run. Only GPUs limit the sizes of matrices."""
-        require(self.dtype != "float64", "--fp8-format adds up in fp32, so --dtype must not be float64; try --bf16")
-        require(self.num_layers > 2 or self.layers_behind_head or not self.first_last_layers_bf16,
-                f"num-layers {self.num_layers} must be at least 3 with --first-last-layers-bf16, or no layer "
-                "multiplies in 8 bits; try --num-layers 3, or leave out --first-last-layers-bf16")
-        if self.device == "cpu" or self.device == "auto" and not torch.cuda.is_available():
-            return
-        require(self.fp8_recipe == "tensorwise" or self.dtype == "bfloat16", "on GPUs --fp8-recipe rowwise needs "
-                f"--bf16, but --dtype is {self.dtype}; add --bf16, or use --fp8-recipe tensorwise")
-        for name, size, parts, flag in (
-                ("hidden-size", self.hidden_size, self.columns, "columns"),
-                ("seq-length", self.seq_length, self.sample_parts, "cp"),
-                ("num-attention-heads x kv-channels", self.num_attention_heads * self.kv_channels, self.tp, "tp"),
-                ("(num-attention-heads + 2 num-query-groups) x kv-channels", self.qkv_size, self.tp, "tp"),
-                ("ffn-hidden-size", self.ffn_hidden_size, self.tp, "tp")):
-            check_divisible(name, size, f"16 x {parts} =", 16 * parts,
-                            f"another --{flag}, or leave out --fp8-format, which on GPUs needs multiples of 16")
+def check_gpu(config, device: torch.device):
+    """Raise UserError if this GPU can't multiply in 8 bits."""
+    require(not config.fp8_format or torch.cuda.get_device_capability(device) >= (8, 9), "--fp8-format needs a GPU of "
+            "compute capability 8.9 or higher (Ada, Hopper or newer); leave it out, or try --device cpu")

@@ -19,14 +19,11 @@ while a matrix is orthogonalized.
 Word embedding, head and position embedding stay with AdamW, as do vectors: their rows are looked up one by one.
 """
 
-from dataclasses import dataclass, replace
-
 import torch
 
 from nanodomino.comm.scatter_and_gather import all_gather
 from nanodomino.optim.buckets import Bucket
 from nanodomino.optim.optimizers import OptimizerSpec
-from nanodomino.settings.setting import training_setting
 
 COEFFICIENTS, ITERATIONS = (3.4445, -4.7750, 2.0315), 5      # Keller Jordan's, for Newton-Schulz
 
@@ -125,20 +122,3 @@ class Muon(torch.optim.Optimizer):
 
 
 MUON = OptimizerSpec(Muon, moments=("momentum_buffer",), lr_factor=2.0)
-OPTIMIZERS = {"muon": MUON}
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The part of Config that is about Muon."""
-    muon_momentum: float = training_setting(0.95, "Muon's momentum", below=1.0, needs="--optimizer muon")
-
-    @property
-    def matrix_update(self):
-        return "muon" if self.optimizer == "muon" else super().matrix_update
-
-    @property
-    def updates(self):
-        if self.optimizer != "muon":
-            return super().updates
-        return replace(self, optimizer="adamw").updates | {"muon": (MUON, self.weight_decay)}

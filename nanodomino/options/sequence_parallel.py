@@ -40,11 +40,8 @@ So a gather is hidden by the other slice's W2, and a reduce by the other slice's
 only to its own rows. So each rank has a different addend of their gradients. zero.py sums these addends once a step.
 """
 
-from dataclasses import dataclass
-
 from nanodomino.overlap.flight import Flight, prepare_all_gather, prepare_reduce_scatter
 from nanodomino.overlap.slice_ops import ReplicatedResidual
-from nanodomino.settings.setting import layout_setting
 
 
 class ShardedResidual(ReplicatedResidual):
@@ -67,29 +64,3 @@ class ShardedResidual(ReplicatedResidual):
         """Copy this rank's rows [b, s/t, ..] of `whole` [b, s, ..]. A view would keep all rows in memory."""
         rows = whole.flatten(0, 1).chunk(self.shards)[self.group.rank()]
         return rows.view(len(whole), -1, *whole.shape[2:]).clone()
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Sequence parallelism's part of Config. With tp = 1 the stream is never sharded."""
-    sequence_parallel: bool = layout_setting(
-        False, "split the residual stream along the sequence over the tensor-parallel ranks", needs="--tp above 1")
-
-    @property
-    def sequence_shards(self):
-        return self.tp if self.sequence_parallel else 1
-
-    def residual_stream(self, mesh):
-        return ShardedResidual(mesh.tp_group) if self.sequence_shards > 1 else super().residual_stream(mesh)
-
-    def addends(self, shards):
-        # each tp rank has only some of the tokens, so it computes an addend of the gradients of what is not cut over tp
-        return super().addends(shards) | ({"tp"} if self.sequence_shards > 1 and "tp" not in shards else set())
-
-    @property
-    def in_words(self):
-        return super().in_words + ", sequence parallel" * (self.sequence_shards > 1)
-
-    @property
-    def seq_length_divisor(self):
-        return self.sequence_shards * super().seq_length_divisor

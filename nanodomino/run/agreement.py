@@ -5,8 +5,8 @@ import socket
 
 import torch.distributed as dist
 
-from nanodomino.config.config import Config
 from nanodomino.errors import require
+from nanodomino.settings.config import Config
 
 
 def from_rank_0(value):

@@ -11,6 +11,7 @@ token takes 6 N + 12 L n d s FLOPs, with N active parameters, L layers, n heads 
 (flops_per_token in analysis/formulas.py).
 """
 
+import dataclasses
 import json
 import math
 import sys
@@ -20,8 +21,6 @@ from tqdm import tqdm
 
 from nanodomino.analysis.formulas import active_parameter_count, flops_per_token, parameter_count
 from nanodomino.analysis.hardware import find_peak_flops, peak_memory
-from nanodomino.config.config import Config
-from nanodomino.config.saved_settings import to_record
 from nanodomino.corpus.prepared_folder import Corpus
 from nanodomino.errors import counted
 from nanodomino.files import write_file
@@ -31,6 +30,7 @@ from nanodomino.run import kernels
 from nanodomino.run.metrics_file import MetricsFile, remove_outdated
 from nanodomino.schedules import simulation
 from nanodomino.schedules.placement_and_messages import stage_layers
+from nanodomino.settings.config import Config
 
 FEW_EPOCHS = 4           # up to 4 epochs, repeated text is almost as good as new text (2305.16264)
 
@@ -51,7 +51,7 @@ class Report:
         self.metrics = self.tensorboard = None
         if enabled:
             if first_step < config.train_iters or not (run_dir / "config.json").exists():
-                settings = json.dumps(to_record(config), indent=2) + "\n"           # stored for later launches
+                settings = json.dumps(dataclasses.asdict(config), indent=2) + "\n"           # stored for later launches
                 write_file(run_dir / "config.json", settings.encode())
             self.curve = Curve(run_dir.resolve().name)
             remove_outdated(path := run_dir / "metrics.jsonl", first_step, config.train_iters, add=self.curve.add)
@@ -137,7 +137,7 @@ class Report:
         speed = self.tokens_per_step / seconds
         mfu = speed * flops_per_token(self.config) / self.peak_flops if self.peak_flops else None
         shown = step % self.config.log_interval == 0 or step == 1
-        counts = self.config.step_metrics(result)
+        counts, words = self.config.step_report(result)
         self.record(step=step, loss=result.loss, grad_norm=result.grad_norm, lr=learning_rate,
                     tokens=self.config.consumed_train_samples(step) * self.config.seq_length,
                     step_ms=seconds * 1000, tokens_per_second=speed, mfu=mfu, skipped=result.skipped,
@@ -152,8 +152,7 @@ class Report:
         elif shown:
             self.say(f"step {step:5d} | loss {result.loss:.4f} {self.entropies} | grad norm {result.grad_norm:.3f} | "
                      f"lr {learning_rate:.2e} | {seconds * 1000:.0f} ms | {speed:,.0f} tokens/s | "
-                     f"mfu {'n/a' if mfu is None else f'{mfu:.1%}'}{loss_scale}"
-                     + self.config.step_in_words(counts))
+                     f"mfu {'n/a' if mfu is None else f'{mfu:.1%}'}{loss_scale}{words}")
 
     def losses(self, step: int, split: str, loss: float, tokens: int, windows: int):
         """Report the mean loss, perplexity and bits per byte of the `tokens` labels that count in the first `windows`
@@ -186,12 +185,13 @@ class Report:
 
 def describe_stage(config: Config, stage: int) -> str:
     """Return what a pipeline stage holds, chunk by chunk: 'embedding, layers 0 to 3; layers 8 to 11'."""
-    placement, chunks = config.placement, []
+    placement, chunks, behind_head = config.placement, [], config.behind_head
     for virtual_stage in (placement.virtual_stage(stage, chunk) for chunk in range(placement.chunks)):
-        layers = stage_layers(config.num_layers, virtual_stage, placement.last + 1, config.layers_behind_head)
+        layers = stage_layers(config.num_layers, virtual_stage, placement.last + 1, behind_head.layers)
         chunks.append(("embedding, " if virtual_stage == 0 else "")
                       + (f"layers {layers[0]} to {layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}")
-                      + (", head" + config.behind_head_in_words if virtual_stage == placement.last else ""))
+                      + (f", head{behind_head.in_words and ', '}{behind_head.in_words}"
+                         if virtual_stage == placement.last else ""))
     return "; ".join(chunks)
 
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from nanodomino.checkpoint.find_checkpoints import (checkpoints_of, clear_leftovers, find_checkpoint,
                                                     newest_intact_checkpoint, recorded_settings)
 from nanodomino.checkpoint.manifest import read_manifest
-from nanodomino.config.config import Config
-from nanodomino.config.saved_settings import check_record, check_settings, news, taken_over
 from nanodomino.errors import UserError, counted, require
 from nanodomino.files import make_folder, open_descriptor
+from nanodomino.settings.config import Config
+from nanodomino.settings.records import check_record, check_settings, news, taken_over
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,9 @@ def find_checkpoint_to_load(config: Config) -> Path | None:
     record = read_manifest(checkpoint)["config"]
     frozen = ("positions",) if not config.finetune or config.position_embedding_type == "learned_absolute" else ()
     check_settings(record, checkpoint, config, "model", *frozen, *(() if config.finetune else ("optimizer",)))
-    config.check_record(record, checkpoint)
+    depths = record.get("mtp_num_layers", 0)
+    require(config.mtp_num_layers <= depths, f"mtp-num-layers {config.mtp_num_layers} must be at most the {depths} of "
+            f"{checkpoint}, because --finetune can drop depths but not add any; try --mtp-num-layers {depths}")
     return checkpoint
 
 

@@ -26,7 +26,6 @@ from nanodomino.checkpoint.manifest import step_of
 from nanodomino.checkpoint.save import Saver
 from nanodomino.comm.trace import Trace
 from nanodomino.comm.world import LaunchInfo, find_device, start_world
-from nanodomino.config.config import Config
 from nanodomino.corpus.prepared_folder import Corpus, load_corpus
 from nanodomino.errors import NotFinite, UserError, counted, require
 from nanodomino.generate.generation import generate
@@ -41,6 +40,7 @@ from nanodomino.run.run_folder import Run, open_run
 from nanodomino.run.signals import StopSignal
 from nanodomino.run.threads import choose_threads
 from nanodomino.run.watchdog import Watchdog
+from nanodomino.settings.config import Config
 from nanodomino.timeline.draw import draw_timeline
 
 PROMPT_TOKENS = 32       # length of the prompt, taken from the validation text, for the sample at the end

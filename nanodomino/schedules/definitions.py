@@ -1,4 +1,4 @@
-"""Six pipeline schedules. Each is a pure function that returns the actions of one stage in order.
+"""Seven pipeline schedules. Each is a pure function that returns the actions of one stage in order.
 
 The layers are spread over p stages, numbered r = 0 to p - 1. A replica's batch is cut into m microbatches. The order in
 which a stage runs their forwards and backwards decides how long it idles and how many activations it holds. A schedule
@@ -56,6 +56,22 @@ def one_f_one_b(stage: int, stages: int, microbatches: int, chunks=1) -> list:
     for i in range(microbatches - warm_up):
         actions += [Forward(warm_up + i), Backward(i)]
     return actions + [Backward(i) for i in range(microbatches - warm_up, microbatches)]
+
+
+def eager_1f1b(stage: int, stages: int, microbatches: int, chunks=1, look_ahead=1) -> list:
+    """Run 1F1B with `look_ahead` more warm-up forwards for each later stage, so that a stage has work while messages
+    travel (2211.05322, section 4). With 4 stages, 64 microbatches and messages that take as long as a forward, a step
+    takes 207 units of time instead of 301. Stage r of p then holds (1 + look_ahead) (p - r - 1) + 1 microbatches.
+
+        stage 0 |F0 F1 F2 F3 F4       B0 B0 F5 B1 B1    B2 B2    B3 B3    B4 B4    B5 B5
+        stage 1 |   F0 F1 F2    B0 B0 F3 B1 B1 F4 B2 B2 F5 B3 B3    B4 B4    B5 B5
+        stage 2 |      F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 F5 B5 B5
+    """
+    warm_up = min((1 + look_ahead) * (stages - stage - 1), microbatches)
+    actions = [Forward(i) for i in range(warm_up)]
+    for i in range(microbatches):
+        actions += [Forward(warm_up + i)] * (warm_up + i < microbatches) + [Backward(i)]
+    return actions
 
 
 def paired(stage: int, stages: int, microbatches: int, chunks=1) -> list:
@@ -169,4 +185,4 @@ class Schedule:
 SCHEDULES = {schedule.name: schedule for schedule in (
     Schedule("1f1b", one_f_one_b), Schedule("gpipe", gpipe), Schedule("paired", paired),
     Schedule("interleaved", interleaved, chunks=range(2, 1000)), Schedule("zb-h1", zb_h1),
-    Schedule("zb-v", zb_v, chunks=range(2, 3), folded=True))}
+    Schedule("zb-v", zb_v, chunks=range(2, 3), folded=True), Schedule("eager-1f1b", eager_1f1b))}

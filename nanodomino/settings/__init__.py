@@ -1,5 +1,6 @@
-"""What the settings of a run are made of, before they are put together in config/.
+"""All settings of a run: what they are, what they must obey, and what the core asks of them.
 
-    setting.py    what a setting declares         presets.py    model sizes
-    rules.py      rules that several settings must obey together
+Read config.py (all settings, and Config), choices.py (which class computes what), rules.py (defaults and rules that
+join several settings), presets.py (model sizes), flags.py (what a setting declares, and its flag), records.py (settings
+read back from config.json).
 """

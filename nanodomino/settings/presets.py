@@ -11,7 +11,7 @@ LLAMA = GPT2 | dict(normalization="RMSNorm", position_embedding_type="rope", swi
 
 # The sizes of GPT-2 come from its published weights, those of GPT-3 from 2005.14165, table 2.1. The gpt2 presets use
 # GPT-3's learning rates. The other sizes come from the configurations published with the models' weights (2307.09288,
-# 2407.21783, 2412.15115, 2505.09388, 2502.02737). nano and nano-llama are small enough for a laptop.
+# 2407.21783, 2412.15115, 2505.09388, 2502.02737, 2401.04088). nano and nano-llama are small enough for a laptop.
 PRESET_FIELDS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "lr", "global_batch_size",
                  "micro_batch_size", "init_method_std")
 LLAMA_FIELDS = ("num_query_groups", "ffn_hidden_size")
@@ -38,6 +38,14 @@ PRESETS = {name: GPT2 | dict(zip(PRESET_FIELDS, values)) for name, *values in (
         rotary_base=1_000_000.0, layernorm_epsilon=1e-6, add_qkv_bias=True)),
     ("qwen3-0.6b",   28, 1024, 16, 4096, 3e-4,   512,  2, 0.02,  8,  3072, dict(
         kv_channels=128, rotary_base=1_000_000.0, layernorm_epsilon=1e-6, qk_layernorm=True)),
+    # A token passes through as many weights of experts in nano-moe as of MLPs in nano-llama.
+    ("nano-moe",      8,   96,  8,  128, 4e-3,    16,  4, 0.06,  4,   128, dict(
+        num_experts=8, moe_aux_loss_coeff=0.01)),
+    ("mixtral-8x7b", 32, 4096, 32, 4096, 3e-4,   512,  1, 0.02,  8, 14336, dict(
+        untie_embeddings_and_output_weights=True, rotary_base=1_000_000.0, num_experts=8, moe_aux_loss_coeff=0.01)),
+    ("qwen3-30b-a3b", 48, 2048, 32, 4096, 3e-4,  512,  1, 0.02,  4,  6144, dict(
+        untie_embeddings_and_output_weights=True, kv_channels=128, rotary_base=1_000_000.0, layernorm_epsilon=1e-6,
+        qk_layernorm=True, num_experts=128, moe_router_topk=8, moe_ffn_hidden_size=768, moe_aux_loss_coeff=0.001)),
     ("smollm2-135m", 30,  576,  9, 2048, 3e-3,   512,  8, 0.04,  3,  1536, dict(rotary_base=100_000.0)),
 )}
 FINETUNE_BATCH_SIZE = 16     # the largest default of global_batch_size with --finetune; a preset's suits pre-training

@@ -23,12 +23,12 @@ from tiktoken._educational import bpe_train
 
 from data import prepare as prepare_module
 from data.prepare import prepare, prepare_default_corpus
-from nanodomino.config.config import Config
 from nanodomino.corpus import documents
 from nanodomino.corpus.prepared_folder import SPLITS, load_corpus
 from nanodomino.corpus.tokenizer import END_OF_TEXT, TiktokenTokenizer, build_tokenizer
 from nanodomino.data import Batch, TokenDataset
 from nanodomino.errors import UserError
+from nanodomino.settings.config import Config
 
 PROSE = "The quick brown fox, they say, jumps over 12 lazy dogs.\n\n  It didn't see\tthem: naïve, 東京, 🙂!\n"
 GPT2_WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""

@@ -11,7 +11,6 @@ import train
 from benchmarks import measured
 from benchmarks.collectives import comparable
 from benchmarks.runner import RandomTokens
-from nanodomino.config.config import ALL_SCHEDULES
 from nanodomino.dry_run.accounts import Accounts, ActionEnd, Launch, Operation, Wait, operation_of, workspace
 from nanodomino.dry_run.clock import Clock, clock_of
 from nanodomino.dry_run.rank import dry_run, kinds_of
@@ -126,10 +125,10 @@ def test_experts_need_as_much_on_average(pool, world_size, changes):
 # ---- pipelines of any size, from small runs
 
 @pytest.mark.parametrize("schedule", [name if name in ("zb-h1", "eager-1f1b") else pytest.param(
-    name, marks=pytest.mark.exhaustive) for name in ALL_SCHEDULES])
+    name, marks=pytest.mark.exhaustive) for name in SCHEDULES])
 def test_small_runs_tell_what_all_layers_and_microbatches_of_four_stages_need(schedule):
     """The state is exact. The ends of a stage are a large part of its two or four layers here."""
-    chunks = ALL_SCHEDULES[schedule].chunks[0]
+    chunks = SCHEDULES[schedule].chunks[0]
     config = tiny(4, **PP4, num_layers=8 * chunks, hidden_size=32, global_batch_size=48, device="cpu",
                   virtual_stages=chunks, schedule=schedule)
     one = machine(matmul_rate=1e12, memory_rate=1e11, intra_host_rate=1e10)

@@ -1,5 +1,4 @@
-"""The core without options: a dense GPT on two layouts equals one plain process. These two cases use no option's
-settings. tests/options/test_deletion.py runs them in copies without options."""
+"""A dense GPT, which uses no option, equals one plain process on two layouts."""
 
 import pytest
 from support.harness import FAMILIES, check_against_reference, tiny

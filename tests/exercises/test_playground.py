@@ -12,8 +12,8 @@ from benchmarks import plan
 from benchmarks.runner import config_of, free_port, parse
 from exercises import __main__ as command_line
 from exercises import figures
-from nanodomino.config.config import ALL_SCHEDULES
 from nanodomino.mesh import group_rows
+from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.schedules.placement_and_messages import timetable
 from nanodomino.schedules.simulation import bubble, peak_microbatches, simulate, step_time
 
@@ -25,10 +25,10 @@ def test_the_partners_of_each_rank_are_its_rows_in_the_mesh():
         assert all(sorted([rank, *numbers[name]]) in rows[name] for name in ("tp", "pp", "dp", "cp"))
 
 
-@pytest.mark.parametrize("name", ALL_SCHEDULES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_is_drawn_with_the_numbers_of_its_simulation_and_its_formula(name):
-    figure, chunks = figures.schedule(name, F=2.0, I=2.0, W=2.0), ALL_SCHEDULES[name].chunks[0]
-    table = timetable(ALL_SCHEDULES[name], 4, 8, chunks)
+    figure, chunks = figures.schedule(name, F=2.0, I=2.0, W=2.0), SCHEDULES[name].chunks[0]
+    table = timetable(SCHEDULES[name], 4, 8, chunks)
     rows = simulate(table, lambda stage, action: 2 * action.length / chunks)
     assert figure.numbers["step"] == step_time(rows) and figure.numbers["bubble"] == bubble(rows)
     assert figure.numbers["held"] == [peak_microbatches(row, lambda chunk: 1 / chunks) for row in table.rows]

@@ -15,7 +15,6 @@ from nanodomino.checkpoint.find_checkpoints import checkpoints_of
 from nanodomino.checkpoint.load import load_weights
 from nanodomino.checkpoint.manifest import verify
 from nanodomino.comm.world import LaunchInfo
-from nanodomino.config.config import ALL_PRESETS, Config
 from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.data import TokenDataset
 from nanodomino.errors import UserError
@@ -27,6 +26,7 @@ from nanodomino.huggingface.families import FAMILIES, family_of, nearest_preset,
 from nanodomino.huggingface.import_model import import_model
 from nanodomino.huggingface.safetensors_files import GENERATION
 from nanodomino.huggingface.tensor_mapping import LLAMA_MODULES, map_tensors
+from nanodomino.settings.config import Config
 from nanodomino.settings.presets import PRESETS
 from support import needs
 from support.checkpoints import save_steps
@@ -341,7 +341,7 @@ def test_files_end_between_parameters_and_are_as_full_as_possible(saved):
 @pytest.mark.table
 @pytest.mark.parametrize("settings, preset", [
     (dict(hidden_size=1820), "llama3.2-1b"), (dict(hidden_size=3270), "gpt3-6.7b"),
-    ({setting: value for setting, value in ALL_PRESETS["qwen3-30b-a3b"].items()
+    ({setting: value for setting, value in PRESETS["qwen3-30b-a3b"].items()
       if not setting.startswith(("num_experts", "moe_"))}, "llama3.2-1b")])
 def test_the_nearest_preset_is_the_nearest_by_ratio_and_has_experts_only_if_the_model_has(settings, preset):
     """By difference, 1820 would be nearest to gpt2-xl's 1600, and 3270 to gpt3-2.7b's 2560."""

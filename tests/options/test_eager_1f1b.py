@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 from support.harness import check_against_reference, tiny
 
-from nanodomino.options import eager_1f1b
+from nanodomino.schedules.definitions import SCHEDULES, eager_1f1b
 from nanodomino.schedules.placement_and_messages import timetable
 from nanodomino.schedules.simulation import peak_microbatches, picture, simulate, step_time
 
 
 def eager(look_ahead):
-    return replace(eager_1f1b.SCHEDULES["eager-1f1b"], settings=(("look_ahead", look_ahead),))
+    return replace(SCHEDULES["eager-1f1b"], settings=(("look_ahead", look_ahead),))
 
 
 @pytest.mark.parametrize("look_ahead, seconds", [(0, 301), (1, 207), (2, 207)])

@@ -16,7 +16,6 @@ from support.runs import metrics
 
 import train
 from nanodomino.analysis.formulas import flops_per_token, parameter_count
-from nanodomino.config.config import Config
 from nanodomino.errors import UserError
 from nanodomino.model import meta_stage
 from nanodomino.plot.curves import Curve
@@ -24,6 +23,7 @@ from nanodomino.run.estimates import require_memory
 from nanodomino.run.metrics_file import remove_outdated
 from nanodomino.run.report import describe_stage, what_hides_what
 from nanodomino.run.signals import StopSignal, stop_signals
+from nanodomino.settings.config import Config
 from nanodomino.settings.presets import PRESETS
 from nanodomino.zero import StepResult
 

@@ -15,11 +15,11 @@ from unittest import mock
 import numpy as np
 
 import train
-from nanodomino.config.config import Config
 from nanodomino.dry_run import rank as dry_run
 from nanodomino.dry_run.accounts import Accounts, arguments_of
 from nanodomino.dry_run.shapes import flatten
 from nanodomino.overlap import embedding_and_head
+from nanodomino.settings.config import Config
 from support.harness import corpus_without_files
 
 VOCABULARY = 50257

@@ -21,7 +21,6 @@ from support.reference import ReferenceGPT, Sizes, dropout_masks, masked_loss, r
 import train
 from nanodomino.comm.scatter_and_gather import all_gather
 from nanodomino.comm.trace import NO_TRACE
-from nanodomino.config.config import Config
 from nanodomino.corpus.prepared_folder import Corpus
 from nanodomino.data import Batch
 from nanodomino.domino import Domino
@@ -29,7 +28,8 @@ from nanodomino.mesh import make_mesh
 from nanodomino.optim.parameter_spec import local_shard
 from nanodomino.run.report import Report
 from nanodomino.run.session import write_sample
-from nanodomino.settings.setting import names_affecting
+from nanodomino.settings.config import Config
+from nanodomino.settings.flags import names_affecting
 from nanodomino.zero import ZeroOptimizer
 
 VOCABULARY = 29          # padded to 32, so that the last rank owns fewer words; padded to 64, it owns none
@@ -84,11 +84,6 @@ OPTION_SIZES = dict(
     depth_factor="mtp_loss_scaling_factor")
 
 
-def chosen(config: Config, setting: str):
-    """Return an option's setting, or None if test_deletion has deleted the option."""
-    return getattr(config, setting, None)
-
-
 def sizes_of(config: Config) -> Sizes:
     """Return the reference model's description of the same model."""
     return Sizes(num_layers=config.num_layers, hidden_size=config.hidden_size,
@@ -103,7 +98,7 @@ def sizes_of(config: Config) -> Sizes:
                  rotary_percent=config.rotary_percent,
                  rotary_base=config.rotary_base, rope_scaling=config.rope_scaling_factor if config.use_rope_scaling
                  else 0.0, interpolation=config.rotary_seq_len_interpolation_factor,
-                 **{size: chosen(config, setting) for size, setting in OPTION_SIZES.items() if chosen(config, setting)})
+                 **{size: value for size, setting in OPTION_SIZES.items() if (value := getattr(config, setting))})
 
 
 @dataclass
@@ -167,11 +162,11 @@ def random_data(config: Config, steps: int, seed=7) -> FixedData:
     order = torch.randperm(config.global_batch_size, generator=generator)
     share = torch.linspace(-0.2, 1.1, config.global_batch_size)[order]
     loss_mask = (torch.rand(shape, generator=generator) < share[:, None]).float()
-    by_position, by_attention = chosen(config, "reset_position_ids"), chosen(config, "reset_attention_mask")
+    by_position, by_attention = config.reset_position_ids, config.reset_attention_mask
     if by_position or by_attention:
         tokens = torch.where(torch.rand(tokens.shape, generator=generator) < 0.25, END_OF_TEXT, tokens)
     positions, documents = count_documents(tokens[..., :-1])
-    depth_masks = count_depth_masks(tokens, loss_mask, chosen(config, "mtp_num_layers") or 0,
+    depth_masks = count_depth_masks(tokens, loss_mask, config.mtp_num_layers,
                                     within_documents=by_position or by_attention)
     return FixedData(tokens[..., :-1], tokens[..., 1:], loss_mask, positions if by_position else None,
                      documents if by_attention else None, depth_masks, config)
@@ -367,8 +362,8 @@ def plain_text(config: Config, weights, prompt: list[int], count: int, vocab_siz
         window = window if len(window) <= longest else window[-(longest // 2):]
         positions, documents = count_documents(tokens := torch.tensor([window]))
         with torch.no_grad():
-            logits = model(tokens, positions if chosen(config, "reset_position_ids") else torch.arange(len(window)),
-                           documents=documents if chosen(config, "reset_attention_mask") else None)
+            logits = model(tokens, positions if config.reset_position_ids else torch.arange(len(window)),
+                           documents=documents if config.reset_attention_mask else None)
         token = int(logits[0, -1, :vocab_size].argmax())
         if token == end_of_text:
             break

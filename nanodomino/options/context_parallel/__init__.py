@@ -1,4 +1,4 @@
 """Context parallelism: several ranks share the tokens of each sample.
 
-    places.py    which tokens a rank holds        attention.py    what ranks exchange        settings.py    of Config
+    places.py    which tokens a rank holds        attention.py    what ranks exchange
 """

@@ -185,3 +185,6 @@ class ExchangedHeads(SharedSampleAttention):
             this.shared = dict(rotary=rotation(config, this.positions, c.size(1), c.device),
                                **config.attention_extras(this.extras, c.device))
         return AttentionInputs(mask, **this.shared)
+
+
+ATTENTION = {"all_gather": GatheredKeys, "a2a": ExchangedHeads}        # --cp-comm-type

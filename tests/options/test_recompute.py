@@ -14,9 +14,10 @@ from nanodomino.comm.trace import Trace
 from nanodomino.domino import LinearPair
 from nanodomino.dry_run.rank import dry_run
 from nanodomino.layers.dropout_and_positions import MasksAndPositions
-from nanodomino.options.recompute import host_offload
-from nanodomino.options.recompute.tape_policy import GRANULARITIES, RecomputingTape
+from nanodomino.options import recompute
+from nanodomino.options.recompute import GRANULARITIES, RecomputingTape
 from nanodomino.schedules.definitions import SCHEDULES
+
 
 DROPOUT = dict(hidden_dropout=0.2, attention_dropout=0.3)
 EIGHT = dict(micro_batch_size=4, global_batch_size=8, num_layers=2)          # two microbatches of four samples
@@ -212,7 +213,7 @@ def test_what_was_on_the_host_comes_back_in_time_and_with_the_same_bits(monkeypa
     config = tiny(2, **{**EIGHT, "tensor_model_parallel_size": 2, "global_batch_size": 16,
                         "recompute_granularity": "full", **changes})
     plain, gpu = step_of(config), Gpu()
-    monkeypatch.setattr(host_offload, "streams_of", lambda device: gpu)
+    monkeypatch.setattr(recompute, "streams_of", lambda device: gpu)
     monkeypatch.setattr(torch, "empty", gpu.empty)
     offloading = dataclasses.replace(config, checkpoint_in_cpu=True)
 

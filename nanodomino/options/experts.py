@@ -37,6 +37,7 @@ however unevenly the tokens choose.
 reduce completes it. Each rank exchanges rows with the ranks of its own tp_rank on the other replicas.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -49,8 +50,9 @@ from nanodomino.layers.activations import ACTIVATIONS
 from nanodomino.layers.dropout_and_positions import add_residual
 from nanodomino.layers.main_grad import add_weight_gradient, main_grad_of
 from nanodomino.layers.sublayer import Sublayer
+from nanodomino.optim.optimizers import OptimizerSpec, SignUpdate
 from nanodomino.optim.parameter_spec import parameter
-from nanodomino.options.experts.router import Router, Routing
+from nanodomino.options.router import Router, Routing
 from nanodomino.overlap.flight import Flight, prepare_all_to_all
 from nanodomino.overlap.inside import Inside
 from nanodomino.parallel import (ColumnParallelLinear, RowParallelLinear, copy_to_tensor_parallel,
@@ -176,13 +178,14 @@ class MoE(Sublayer):
         self.activation, self.mesh, self.ep = ACTIVATIONS[config.activation], mesh, mesh.axis("ep")[0]
         self.group, self.counts_group = (mesh.groups.get(name) for name in ("ep", "ep_counts"))
         (experts, h), ffn = (config.num_experts, config.hidden_size), config.moe_ffn_hidden_size
+        replicas = "expert_dp" if self.ep > 1 else "dp"        # the group of ranks that hold the same experts
         self.router, self.experts = Router(config, mesh), nn.Module()
         stack = (self.activation.inputs,) if self.activation.inputs > 1 else ()          # SwiGLU's gate and up
         self.experts.dense_h_to_4h = parameter(
             (experts, *stack, ffn, h), config, mesh, cut={0: "ep", len(stack) + 1: "tp"},
-            replicas=config.expert_replicas, view=(experts // self.ep, -1, h), std=config.init_method_std)
+            replicas=replicas, view=(experts // self.ep, -1, h), std=config.init_method_std)
         self.experts.dense_4h_to_h = parameter(
-            (experts, h, ffn), config, mesh, cut={0: "ep", 2: "tp"}, replicas=config.expert_replicas,
+            (experts, h, ffn), config, mesh, cut={0: "ep", 2: "tp"}, replicas=replicas,
             std=config.init_method_std / (2 * config.num_layers) ** 0.5)
         self.shared_expert = SharedExpert(config, mesh) if config.moe_shared_expert_intermediate_size else None
 
@@ -381,3 +384,38 @@ class ExpertWeight:
         """Add grad_output^T rows of each expert to its main_grad. Both are sorted by expert."""
         for start, end, expert in zip([0, *self.ends], self.ends, main_grad_of(self.weight)):
             add_weight_gradient(expert, grad_output[None, start:end], rows[None, start:end])
+
+
+# The expert bias follows the load of the experts (router.py). Its "gradient" does not belong to the global norm.
+SIGN = OptimizerSpec(lambda groups, config, zero: SignUpdate(groups, config.moe_router_bias_update_rate), moments=(),
+                     counts_in_norm=False)
+
+
+def expert_groups(ep: int, rows: dict) -> dict:
+    """Return the rows of the process groups for experts; see make_mesh(). Neighbours in the dp group share the experts.
+    The counts have their own group; on the rows' group they would queue behind rows."""
+    if ep == 1:
+        return {}
+    neighbours = [row[i:i + ep] for row in rows["dp"] for i in range(0, len(row), ep)]
+    same = [row[i::ep] for row in rows["dp"] for i in range(ep)]
+    return {"ep": neighbours, "ep_counts": neighbours, "expert_dp": same}
+
+
+def report(counts: dict, tokens: int) -> tuple[dict, str]:
+    """Return (what metrics.jsonl records, words for the progress line) of a step's statistics.
+
+    counts: {name of a layer's MoE: [how many tokens chose each expert, .., the sum of the router's losses]}
+    tokens: the number of tokens that the step's loss counts
+
+    auxiliary_loss: what the auxiliary losses and z-losses of all routers add to the loss; see router.py
+    busiest_expert: the largest load in any layer
+    expert_load: {layer: how often each expert was chosen, divided by the mean of the layer}
+    """
+    rows = {name.removesuffix(".mlp"): row for name, row in counts.items() if name.endswith(".mlp")}
+    if not rows:
+        return {}, ""
+    loads = {layer: [round(count * len(chosen) / sum(chosen), 4) for count in chosen]
+             for layer, (*chosen, _) in rows.items()}
+    loss, busiest = sum(row[-1] for row in rows.values()) / (tokens or math.inf), max(map(max, loads.values()))
+    return (dict(auxiliary_loss=loss, busiest_expert=busiest, expert_load=loads),
+            f" | auxiliary loss {loss:.4f} | busiest expert {busiest:.2f} x")

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from nanodomino.comm.trace import Trace
-from nanodomino.config.config import Config
-from nanodomino.settings.setting import flag_settings
+from nanodomino.settings.config import Config
+from nanodomino.settings.flags import flag_settings
 
 ALONE = dict(num_layers=1, global_batch_size=4, micro_batch_size=4, lr_warmup_fraction=0.2)
 EIGHT = dict(num_layers=2, global_batch_size=16, micro_batch_size=4, tensor_model_parallel_size=2,
@@ -67,7 +67,7 @@ LAYOUT = dict(
     look_ahead=(2, dict(schedule="eager-1f1b", global_batch_size=48)),
     virtual_stages=(3, dict(schedule="interleaved", num_layers=6)), sequence_parallel=(True, {}),
     recompute_granularity=("full", {}), zero_stage=(0, {}), bucket_size=(100, {}))
-# checkpoint_in_cpu needs a GPU: overlap/test_recompute.py
+# checkpoint_in_cpu needs a GPU: options/test_recompute.py
 ELSEWHERE = {"checkpoint_in_cpu"}
 
 

@@ -71,7 +71,7 @@ class Router(nn.Module):
         self.config, self.num_experts, self.topk = config, config.num_experts, config.moe_router_topk
         self.scores = SCORE_FUNCTIONS[config.moe_router_score_function]      # logits [.., E] -> scores [.., E]
         self.counts_here = mesh.tp_rank == 0                   # only tp rank 0 adds losses and counts
-        self.sample_parts, self.sample_group = config.sample_parts, mesh.groups.get("cp")
+        self.sample_parts, self.sample_group = config.cp, mesh.groups.get("cp")
         self.weight = parameter((config.num_experts, config.hidden_size), config, mesh, std=config.init_method_std,
                                 addends=("tp",))
         self.expert_bias = (parameter((config.num_experts,), config, mesh, addends=("tp",), update="sign",

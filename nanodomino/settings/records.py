@@ -1,40 +1,33 @@
-"""Writes and reads the settings that are stored with a run or a checkpoint, or that a user writes into a --config file.
+"""Reads the settings that are stored with a run or a checkpoint, or that a user writes into a --config file.
 
 A record is a dictionary of all settings, as stored in config.json and in a checkpoint's manifest. A setting that a
-record lacks has its default. Under `without_effect` the record lists the settings that change nothing in this run. A
-copy of the program without their options can read the record too.
+record lacks has its default.
 """
 
 import dataclasses
 
-from nanodomino.config.config import Config
 from nanodomino.errors import require
 from nanodomino.optim.learning_rate import learning_rate
+from nanodomino.settings.config import Config
+from nanodomino.settings.flags import flag_settings, names_affecting
 from nanodomino.settings.rules import holds
-from nanodomino.settings.setting import flag_settings, names_affecting
 
-
-def to_record(config: Config) -> dict:
-    """Return the record of a resolved Config."""
-    without_effect = [setting.name for setting in flag_settings(Config)
-                      if getattr(config, setting.name) == setting.default
-                      or not all(holds(need, config) for need in setting.metadata["needs"])]
-    return dataclasses.asdict(config) | dict(without_effect=without_effect)
+# settings of the effect "run" on which the loss of the same weights does not depend
+WITHOUT_WEIGHTS = {"data_sha256", "seed", "init_method_std"}
 
 
 def check_record(record: dict, source) -> dict:
-    """Return the known settings of a record. The others must have no effect, and all must have the right types.
+    """Return the settings of a record, all of which must be known and have the right types.
 
     source: the name of the record's file, for messages. Raises UserError, for example for a setting of a later version.
     """
     known = {setting.name: setting for setting in dataclasses.fields(Config)}
-    idle = record.get("without_effect", [])
+    idle = record.get("without_effect", [])        # older versions wrote the names of the settings that had no effect
     require(isinstance(idle, list), f"{source} gives {idle!r} as without_effect, but must give a list; correct it")
     record = {name: value for name, value in record.items() if name in known or name not in ("without_effect", *idle)}
     unknown = sorted(record.keys() - known.keys())
-    fix = ("use the version that wrote them, or restore the option of nanodomino/options/ that had them"
-           if "given" in record else "correct the names, or convert a Hugging Face model with `python -m "
-           "nanodomino.huggingface import`")                  # the program writes `given`, users do not
+    fix = ("use the version that wrote them" if "given" in record else       # the program writes `given`, users do not
+           "correct the names, or convert a Hugging Face model with `python -m nanodomino.huggingface import`")
     require(not unknown, f"{source} has settings that this version does not know ({', '.join(unknown[:9])}); {fix}")
     for name, value in record.items():
         type = list if name == "given" else known[name].type
@@ -59,10 +52,12 @@ def remembered_settings(record: dict) -> dict:
 
 
 def taken_over(record: dict, finetune: bool) -> dict:
-    """Return the settings of a record that --load takes over; see settings/setting.py."""
-    own = {setting.name for setting in flag_settings(Config, "The layout", "The machine")} | {"load", "finetune"}
-    names = {*names_affecting(Config, "model", "positions", "run")} - {"data_sha256"}
-    names |= set() if finetune else remembered_settings(record).keys() - own
+    """Return the settings of a record that --load takes over: with --finetune those on which the loss of the same
+    weights depends; without it also all that a resumed run remembers, except the layout and the machine."""
+    names = {*names_affecting(Config, "model", "positions", "run")} - WITHOUT_WEIGHTS
+    if not finetune:
+        own = {setting.name for setting in flag_settings(Config, "The layout", "The machine")} | {"load", "finetune"}
+        names |= remembered_settings(record).keys() - own
     return {name: value for name, value in record.items() if name in names and value is not None}
 
 
@@ -73,13 +68,20 @@ def news(saved: Config, config: Config, step: int, taken=()) -> list[str]:
     the names of the settings that --load takes over. Of these, defaults and the sizes of the model are left out.
     """
     kinds = ("model", "positions", "optimizer", "run", *(("losses", "nothing") if step else ()))
-    flags = [each for each in flag_settings(Config) if each.name not in ("load", "finetune")]
-    named = set(taken) - {*to_record(config)["without_effect"], *names_affecting(Config, *kinds[:2])}
-    same = [f"{each.name} {value}" for each in flags if each.name in named
-            and (value := getattr(config, each.name)) == getattr(saved, each.name) != config.preset.get(each.name)]
-    said = [f"taken over: {', '.join(same)}"] * bool(same)
-    said += [f"{each.name} {getattr(config, each.name)} (was {getattr(saved, each.name)})" for each in flags
-             if each.metadata["affects"] in kinds and getattr(saved, each.name) != getattr(config, each.name)]
+    left_out = {"load", "finetune"} | (set() if step else WITHOUT_WEIGHTS)
+    same, changed = [], []
+    for setting in flag_settings(Config):
+        name, affects = setting.name, setting.metadata["affects"]
+        old, new = getattr(saved, name), getattr(config, name)
+        if name == "lr_decay_iters" and new:
+            old = old or saved.train_iters                     # its default
+        if old != new and affects in kinds and name not in left_out:
+            changed.append(f"{name} {new} (was {old})")
+        elif (old == new and name in taken and affects not in ("model", "positions")
+              and new not in (setting.default, config.preset.get(name))
+              and all(holds(need, config) for need in setting.metadata["needs"])):
+            same.append(f"{name} {new}")
+    said = [f"taken over: {', '.join(same)}"] * bool(same) + changed
     if config.sample_offset != saved.sample_offset and step:
         said.append(f"the data go on at sample {config.consumed_train_samples(step)}")
     if 0 < step < config.train_iters and (rate := learning_rate(step, saved)) != learning_rate(step, config):

@@ -1,9 +1,9 @@
-"""Declares settings: one line in Config defines a field, its flag, its help text, its range and its effects.
+"""Declares settings, and turns them into command-line flags and the tables of docs/settings.md.
 
     min_lr: float = setting("The training", None, "final learning rate", affects="losses", derived=True)
 
-This line defines the flag, its help, its row in docs/settings.md and its range check. It also decides what happens when
-a run is resumed or an older checkpoint is loaded. Four settings as examples:
+This line in Config defines a field, its flag, its help, its row in docs/settings.md and its range check. It also
+decides what happens when a run is resumed or an older checkpoint is loaded. Four settings as examples:
 
                                         normalization      min_lr               log_interval    trace
     default                             the preset's       lr / 10              25              None (off)
@@ -16,15 +16,17 @@ A setting is *given* if a flag or a --config file set it, in this launch or in a
 run took it from --load. Config.given lists the names. A derived setting that was not given is computed again at each
 launch, because its sources (such as lr or the number of processes) may have changed.
 
---load takes over what is not given anew: with --finetune "model", "positions" and "run", on which the loss of the same
-weights depends; without it all that a resumed run remembers, except the layout and the machine.
+--load takes over what is not given anew (records.py): with --finetune all on which the loss of the same weights
+depends; without it all that a resumed run remembers, except the layout and the machine.
 """
 
+import argparse
 import dataclasses
+import os
 from dataclasses import field
 from functools import partial
 
-from nanodomino.errors import require
+from nanodomino.errors import UserError, require
 
 MAX_INT = 2**31 - 1      # a larger integer would overflow a C int later, with an obscure message
 FP32_MAX = (2 - 2**-23) * 2.0**127       # most float settings are used in fp32
@@ -113,3 +115,80 @@ def check_range(flag: str, value, at_least=None, above=None, at_most=None, below
     low = f"at least {at_least:g}" if above is None else f"above {above:g}"
     high = f"at most {at_most:{'g' if type is float else 'd'}}" if below is None else f"below {below:g}"
     require(inside, f"{flag} must be {low} and {high}, but is {value}")
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that raises UserError instead of printing: every rank parses, but only one may print."""
+
+    def error(self, message):
+        raise UserError(f"{message}; {self.prog} --help lists every flag")
+
+    def parse_known_args(self, args=None, namespace=None):
+        """Parse as ArgumentParser does, but refuse an empty value, and replace a leading ~ by the home directory, as a
+        shell does in `--flag ~/x` and not in `--flag=~/x`. A prompt stays as it is."""
+        parsed, rest = super().parse_known_args(args, namespace)
+        for name, value in vars(parsed).items():
+            require(value != "" or name == "prompt",
+                    f"{flag_name(name)} must not be empty, but is ''; give a value, or leave it out")
+            setattr(parsed, name, value if name == "prompt" else expand_home(value))
+        return parsed, rest
+
+
+def expand_home(value):
+    """Return a path, or a list of paths, with a leading ~ replaced by the home directory; other values as they are."""
+    if isinstance(value, list):
+        return [expand_home(each) for each in value]
+    return type(value)(os.path.expanduser(value)) if isinstance(value, (str, os.PathLike)) else value
+
+
+def add_flags(parser, settings: list[dataclasses.Field], **defaults):
+    """Add a flag to `parser` for each setting. defaults: {name: value}, which replace the settings' own defaults."""
+    groups = {}
+    for setting in settings:
+        options, default, help = setting.metadata, setting.default, setting.metadata["help"].replace("%", "%%")
+        if setting.name in defaults:
+            default, help = defaults[setting.name], help.partition(" (default")[0]
+        if options["needs"]:
+            help += f"; needs {' and '.join(options['needs'])}"
+        if default is not None and default is not False:
+            help += f" (default {default})"
+        if parser.argument_default is not None:                # SUPPRESS: leave out flags that are not given
+            default = parser.argument_default
+        flags = [flag_name(setting.name)] + ([options["alias"]] if options["alias"] else [])
+        if options["section"] not in groups:
+            groups[options["section"]] = parser.add_argument_group(options["section"])
+        group = groups[options["section"]]
+        if setting.type is bool:
+            group.add_argument(*flags, action=argparse.BooleanOptionalAction, default=default, help=help)
+            continue
+        group = group.add_mutually_exclusive_group() if options["short"] else group
+        metavar = None if options["choices"] else setting.type.__name__.upper()
+        group.add_argument(*flags, type=setting.type, choices=options["choices"] or None, metavar=metavar,
+                           default=default, help=help)
+        for flag, value in options["short"].items():
+            group.add_argument(flag, dest=setting.name, action="store_const", const=value, default=default,
+                               help=f"short for {flags[0]} {value}")
+
+
+def markdown(config) -> str:
+    """Return docs/settings.md, with a table of flags for each section. config: the Config class."""
+    lines, section = ["""# Settings
+
+This page is generated by `python -m nanodomino.settings.config > docs/settings.md`.
+A JSON file can give the same settings: `--config FILE`. Its keys are those of a run's `config.json`:
+`--seq-length` is `seq_length`, and `--tp` is `tensor_model_parallel_size`.
+
+The last column says what happens if a run that resumes, or that starts from `--load`, changes the setting:
+""", *(f"- *{effect}*: {meaning}" for effect, meaning in EFFECTS.items())], None
+    for setting in flag_settings(config):
+        options = setting.metadata
+        if options["section"] != section:
+            section = options["section"]
+            lines += ["", f"## {section}", "", "| flag | default | meaning | a change affects |", "|---|---|---|---|"]
+        names = (options["alias"], flag_name(setting.name), *options["short"])
+        flags = ", ".join(f"`{flag}`" for flag in names if flag)
+        default = "" if setting.default is None else "off" if setting.default is False else f"`{setting.default}`"
+        choices = f": {', '.join(f'`{choice}`' for choice in options['choices'])}" if options["choices"] else ""
+        needs = f"; needs {' and '.join(options['needs'])}" if options["needs"] else ""
+        lines.append(f"| {flags} | {default} | {options['help']}{choices}{needs} | {options['affects']} |")
+    return "\n".join(lines)

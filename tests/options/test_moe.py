@@ -15,8 +15,8 @@ from nanodomino.domino import run_to_end
 from nanodomino.errors import UserError
 from nanodomino.mesh import meta_mesh
 from nanodomino.model import meta_stage
-from nanodomino.options.experts import moe
-from nanodomino.options.experts.router import Router
+from nanodomino.options import experts
+from nanodomino.options.router import Router
 
 
 def microbatch(config, training=True):
@@ -33,15 +33,15 @@ def microbatch(config, training=True):
 def test_the_grouped_kernel_is_called_as_torch_defines_it(monkeypatch):
     """It runs on CPUs too, in float32. Expert 0 gets no tokens, so one group is empty."""
     config = tiny(num_experts=4, disable_bias_linear=True, dtype="float32", swiglu=True, init_method_std=0.3)
-    calls, plain = [], moe.Router.choose
+    calls, plain = [], experts.Router.choose
 
     def choose(router, logits):
         experts = plain(router, logits)[0].clamp(min=1)
         return experts, experts.flatten().bincount(minlength=4), experts.flatten().argsort(stable=True)
 
-    monkeypatch.setattr(moe.Router, "choose", choose)
+    monkeypatch.setattr(experts.Router, "choose", choose)
     _, loop = microbatch(config)
-    monkeypatch.setattr(moe, "has_grouped_kernel", lambda x, weights: calls.append(len(x)) or True)
+    monkeypatch.setattr(experts, "has_grouped_kernel", lambda x, weights: calls.append(len(x)) or True)
     _, kernel = microbatch(config)
     assert len(calls) == 4 * config.num_layers                # twice forward, twice backward
     for one, other in zip(loop, kernel):
@@ -64,7 +64,7 @@ def test_in_bfloat16_small_steps_of_the_expert_bias_add_up_and_decide(pool):
 
 def test_an_evaluation_computes_no_routing_losses(monkeypatch):
     config = tiny(num_experts=4, disable_bias_linear=True)
-    monkeypatch.setattr(moe.Router, "loss", None)
+    monkeypatch.setattr(experts.Router, "loss", None)
     counts, _ = microbatch(config, training=False)
     assert not counts.any()
 
@@ -80,8 +80,8 @@ def test_the_rows_are_gathered_before_the_host_waits_for_their_numbers(monkeypat
             calls.append((function._opname, getattr(result, "shape", None)))
             return result
 
-    read = moe.RowCounts.read
-    monkeypatch.setattr(moe.RowCounts, "read", lambda *given: calls.append("the host waits") or read(*given))
+    read = experts.RowCounts.read
+    monkeypatch.setattr(experts.RowCounts, "read", lambda *given: calls.append("the host waits") or read(*given))
     with Calls():
         microbatch(config)
     assert ("index", (rows, config.hidden_size)) in calls[:calls.index("the host waits")]
@@ -92,7 +92,7 @@ def test_only_gpus_with_a_grouped_kernel_use_it(capability, found):
     """Elsewhere torch's grouped_mm makes the host wait for the GPU."""
     x, weights = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((8, 16), (2, 8, 16)))
     with standing_for(StandIn("cuda", capability=capability)):
-        assert moe.has_grouped_kernel(x, weights) == found
+        assert experts.has_grouped_kernel(x, weights) == found
 
 
 def test_the_experts_hide_the_sum_of_choices_of_ranks_that_share_samples():

@@ -1,77 +1,65 @@
 """All settings of a run, as one flat dataclass, and the sizes that follow from them.
 
-Each setting is declared once, in one line of CoreSettings or of an option's Settings; setting.py explains these lines.
-A run's Config is made in three steps:
+Each setting is declared once, in one line of Config; flags.py explains these lines. A run's Config is made in three
+steps:
 
     flags, a run's config.json  ->  Config  ->  resolve(world_size)  ->  with_vocabulary(size)  ->  the run
     run/command_line.py                         presets, layout,         the data's vocabulary,
-                                                checks (rules.py)        padded
+                                                rules (rules.py)         padded
 
 Every step is a pure function of the flags, the files that they name, the world size and the data folder. So all ranks
 get the same Config, or the same UserError, before they communicate. No rank can wait in a collective for a rank that
 has already failed.
 
-    world_size        = tp x pp x dp, times the inner axes that options add
+    world_size        = tp x cp x pp x dp
     global_batch_size = micro_batch_size x dp x microbatches
     tp divides the attention heads, the query groups, ffn_hidden_size and the padded vocabulary
 
 A default that changes the result never depends on the number of processes. For example, the default of
 global_batch_size is fixed, and the number of microbatches follows from it. Where Megatron-LM has the same setting, it
-has the same name here.
+has the same name here. `python -m nanodomino.settings.config` prints docs/settings.md.
 """
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 
 import torch
 
-from nanodomino.config.options import OPTIONS
-from nanodomino.config.seams import Seams
-from nanodomino.errors import require
+from nanodomino.errors import require, run_command
 from nanodomino.layers.norms import NORMALIZATIONS
 from nanodomino.layers.positions import POSITION_EMBEDDING_TYPES
 from nanodomino.optim.learning_rate import LR_DECAY_STYLES
 from nanodomino.optim.loss_scale import LOSS_SCALE_LIMIT, SMALLEST_LOSS_SCALE
-from nanodomino.optim.optimizers import OPTIMIZERS, OptimizerSpec
+from nanodomino.optim.optimizers import OptimizerSpec
 from nanodomino.schedules.definitions import SCHEDULES, Schedule
 from nanodomino.schedules.placement_and_messages import Placement, Timetable, timetable
-from nanodomino.settings.presets import (DEFAULT_LAYOUTS, DTYPES, FINETUNE_BATCH_SIZE, FINETUNE_LR_DIVISOR,
-                                       PRESETS)
-from nanodomino.settings.rules import check_divisible, check_rules, default_ffn_hidden_size, default_schedule
-from nanodomino.settings.setting import (check_values, data_setting, family_setting, layout_setting, machine_setting,
-                                       model_setting, run_setting, training_setting)
-
-
-def with_options(name: str, table: dict) -> dict:
-    """Return a table of the core with the entries that options add in tables of the same name."""
-    for option in OPTIONS:
-        table = table | getattr(option, name, {})
-    return table
-
-
-ALL_SCHEDULES, ALL_OPTIMIZERS = with_options("SCHEDULES", SCHEDULES), with_options("OPTIMIZERS", OPTIMIZERS)
-ALL_PRESETS, ALL_DECAYS = with_options("PRESETS", PRESETS), with_options("LR_DECAY_STYLES", LR_DECAY_STYLES)
+from nanodomino.settings.choices import (ALL_OPTIMIZERS, CP_COMM_TYPES, FP8_FORMATS, FP8_RECIPES, GRANULARITIES,
+                                         SCORES, Choices)
+from nanodomino.settings.flags import (check_values, data_setting, family_setting, layout_setting, machine_setting,
+                                       markdown, model_setting, run_setting, training_setting)
+from nanodomino.settings.presets import DTYPES, FINETUNE_BATCH_SIZE, FINETUNE_LR_DIVISOR, PRESETS
+from nanodomino.settings.rules import check_rules, with_defaults
 
 # what several settings need to have an effect
 ROPE, DYNAMIC = "--position-embedding-type rope", ("--dtype float16", "no --loss-scale")
-DECAYING = "--lr-decay-style " + " or ".join(name for name in ALL_DECAYS if name != "constant")
+EXPERTS, FP8 = "--num-experts", "--fp8-format"
+DECAYING = "--lr-decay-style " + " or ".join(name for name in LR_DECAY_STYLES if name != "constant")
 LR_FACTORS = "".join(f", times {spec.lr_factor:g} with --optimizer {name}" for name, spec in ALL_OPTIMIZERS.items()
                      if spec.lr_factor != 1)
 
 
 @dataclass(frozen=True)
-class CoreSettings(Seams):
-    """The settings of a dense GPT."""
+class Config(Choices):
+    """All settings of a run."""
     model: str = model_setting(
-        "nano", "preset of sizes, learning rate and batch size; other flags override it", choices=ALL_PRESETS)
+        "nano", "preset of sizes, learning rate and batch size; other flags override it", choices=PRESETS)
     num_layers: int = model_setting(None, "number of transformer layers", at_most=4096)
     hidden_size: int = model_setting(None, "width h of the residual stream", at_most=2**24)
     ffn_hidden_size: int = model_setting(
-        None, "width of the MLP (default: the preset's; else 4 h, or with --swiglu 8/3 h rounded down to a multiple "
-              "of 64)", derived=True, at_most=2**24)
+        None, "width of the MLP (default: the preset's; else 4 h, or with --swiglu 8/3 h rounded down to a multiple of "
+              "64)", derived=True, at_most=2**24)
     num_attention_heads: int = model_setting(None, "number of attention heads", at_most=2**16)
     num_query_groups: int = model_setting(
         None, "number of query groups; the heads of a group share keys and values (default: the preset's, else one "
@@ -99,28 +87,58 @@ class CoreSettings(Seams):
         affects="positions")
     vocab_size: int = model_setting(None, "vocabulary size (default: the data's)", derived=True)
     make_vocab_size_divisible_by: int = model_setting(
-        128, "pad the vocabulary to a multiple of this number (in Megatron-LM, of this number times tp)",
-        at_most=2**20)
+        128, "pad the vocabulary to a multiple of this number (in Megatron-LM, of this number times tp)", at_most=2**20)
     untie_embeddings_and_output_weights: bool = family_setting(
         "give the output head its own weight matrix instead of the word embedding's")
-    normalization: str = family_setting(
-        "norm at the start of each sublayer", choices=NORMALIZATIONS)
+    normalization: str = family_setting("norm at the start of each sublayer", choices=NORMALIZATIONS)
     layernorm_epsilon: float = family_setting(
         "epsilon added under the square root of each norm", above=0.0, at_most=1.0)
-    swiglu: bool = family_setting(
-        "use SwiGLU, silu(gate) x up, in the MLP instead of GELU")
-    disable_bias_linear: bool = family_setting(
-        "omit the biases of linear layers")
+    swiglu: bool = family_setting("use SwiGLU, silu(gate) x up, in the MLP instead of GELU")
+    disable_bias_linear: bool = family_setting("omit the biases of linear layers")
     add_qkv_bias: bool = family_setting(
         "give q, k and v a bias even with --disable-bias-linear", needs="--disable-bias-linear")
-    qk_layernorm: bool = family_setting(
-        "normalize each head's q and k before RoPE")
+    qk_layernorm: bool = family_setting("normalize each head's q and k before RoPE")
     hidden_dropout: float = model_setting(
         0.0, "dropout rate for the embeddings and for each sublayer's output", below=1.0, affects="losses")
     attention_dropout: float = model_setting(
         0.0, "dropout rate for the attention probabilities", below=1.0, affects="losses")
     init_method_std: float = model_setting(
         None, "standard deviation of the initial weights (default: the preset's)", affects="run", needs="no --load")
+
+    num_experts: int = model_setting(
+        None, "number of experts in a layer with experts (default: the preset's, else no layer has experts)",
+        derived=True, at_most=4096)
+    moe_layer_freq: int = model_setting(
+        1, "give every Nth layer experts instead of an MLP, from the first layer on", needs=EXPERTS)
+    moe_router_topk: int = family_setting("number of experts that each token uses", needs=EXPERTS)
+    moe_ffn_hidden_size: int = model_setting(
+        None, "width of each expert (default: --ffn-hidden-size)", derived=True, at_most=2**24, needs=EXPERTS)
+    moe_shared_expert_intermediate_size: int = model_setting(
+        None, "width of an expert that every token uses besides (default: none)", derived=True, at_most=2**24,
+        needs=EXPERTS)
+    moe_router_score_function: str = model_setting(
+        "softmax", "how the router turns logits into scores", choices=SCORES, needs=EXPERTS)
+    moe_router_pre_softmax: bool = model_setting(
+        False, "weight each chosen expert by its softmax over all experts, not over the chosen ones",
+        needs=(EXPERTS, "--moe-router-score-function softmax"))
+    moe_router_topk_scaling_factor: float = model_setting(
+        1.0, "factor on the weights of the chosen experts", above=0.0, needs=EXPERTS)
+    moe_router_enable_expert_bias: bool = model_setting(
+        False, "balance the experts by a bias on their scores that follows the load", needs=EXPERTS)
+    moe_router_bias_update_rate: float = model_setting(
+        1e-3, "change of the expert bias after each step", affects="losses", above=0.0,
+        needs=(EXPERTS, "--moe-router-enable-expert-bias"))
+    moe_aux_loss_coeff: float = family_setting(
+        "coefficient of the load-balancing loss of each sample; it and the z-loss are summed over all tokens, also "
+        "those that the loss mask leaves out, and divided by the number of tokens that count", affects="losses",
+        needs=EXPERTS)
+    moe_z_loss_coeff: float = model_setting(0.0, "coefficient of the router's z-loss", affects="losses", needs=EXPERTS)
+    mtp_num_layers: int = model_setting(
+        0, "number of depths of multi-token prediction: depth d is a further layer that predicts the token d places "
+           "after the next one", affects="optimizer", at_least=0, at_most=64)
+    mtp_loss_scaling_factor: float = model_setting(
+        0.1, "factor f: training adds f / depths times the losses of all depths, divided, like the main losses, by the "
+             "number of tokens of the main loss", affects="losses", needs="--mtp-num-layers")
 
     tensor_model_parallel_size: int = layout_setting(
         None, "number of ranks that split each layer's matrices", alias="--tp", derived=True)
@@ -129,24 +147,43 @@ class CoreSettings(Seams):
     data_parallel_size: int = layout_setting(
         None, "number of replicas that split the batch (default: processes / (tp x cp x pp))", alias="--dp",
         derived=True)
+    context_parallel_size: int = layout_setting(
+        1, "number of ranks that share the tokens of each sample, for samples that are too long for a single rank",
+        alias="--cp")
+    cp_comm_type: str = layout_setting(
+        "all_gather", "what the ranks that share a sample exchange for attention (all_gather: every rank gets all keys "
+                      "and values; a2a: every rank gets whole samples, but only some of the heads)",
+        choices=CP_COMM_TYPES, needs="--cp above 1")
+    expert_model_parallel_size: int = layout_setting(
+        1, "number of ranks that share the experts of a layer; divides dp x cp and --num-experts", alias="--ep",
+        needs=EXPERTS)
+    sequence_parallel: bool = layout_setting(
+        False, "split the residual stream along the sequence over the tensor-parallel ranks", needs="--tp above 1")
     micro_batch_size: int = layout_setting(
         None, "samples per microbatch (default: the preset's, but at most --global-batch-size / dp)", derived=True,
         at_most=2**16)
     slices: int = layout_setting(
         None, "number of slices of a microbatch (Domino's row split); while one slice's all-reduce is in flight, "
               "another slice computes (default: with tensor or context parallelism 2, but at most --micro-batch-size; "
-              "else 1)",
-        derived=True, at_most=256)
+              "else 1)", derived=True, at_most=256)
     columns: int = layout_setting(
         None, "number of column chunks of a row-parallel matmul (Domino's column split); while one chunk's all-reduce "
               "is in flight, the next chunk is computed (default: 2 if there are tensor parallelism and by default one "
               "slice; else 1)", derived=True, at_most=256)
     schedule: str = layout_setting(
         None, "pipeline schedule (default: the first in the list that supports --virtual-stages)", derived=True,
-        choices=ALL_SCHEDULES)
+        choices=SCHEDULES)
+    look_ahead: int = layout_setting(1, "number of further warm-up forwards for each later stage",
+                                     needs="--schedule eager-1f1b", at_least=0, at_most=2**16)
     virtual_stages: int = layout_setting(
         None, "chunks of layers per pipeline stage (default: as few as the schedule allows)",
         alias="--num-virtual-stages-per-pipeline-rank", derived=True)
+    recompute_granularity: str = layout_setting(
+        "none", "what backward recomputes to save memory; selective: the attention core and the activation function; "
+                "full: all that it needs inside a sublayer, from the sublayer's stored input", choices=GRANULARITIES)
+    checkpoint_in_cpu: bool = layout_setting(
+        False, "with full recomputation, move the stored sublayer inputs from the GPU to host memory",
+        needs="--recompute-granularity full")
     zero_stage: int = layout_setting(
         1, "ZeRO stage: 0 shards nothing over the replicas, 1 shards the optimizer state, 2 also the gradients",
         choices=(0, 1, 2), at_least=0)
@@ -157,15 +194,13 @@ class CoreSettings(Seams):
         200, "number of optimizer steps; with 0 the run only validates, tests and prints a sample", at_least=0)
     global_batch_size: int = training_setting(
         None, f"samples per optimizer step (default: the preset's; with --finetune at most {FINETUNE_BATCH_SIZE})")
-    optimizer: str = training_setting("adamw", "optimizer", choices=ALL_OPTIMIZERS,
-                                      affects="optimizer")
+    optimizer: str = training_setting("adamw", "optimizer", choices=ALL_OPTIMIZERS, affects="optimizer")
     lr: float = training_setting(
         None, f"peak learning rate (default: the preset's{LR_FACTORS}; 1/{FINETUNE_LR_DIVISOR} of it with --finetune)")
-    min_lr: float = training_setting(None, "final learning rate (default: lr / 10)", derived=True,
-                                     needs=DECAYING)
+    min_lr: float = training_setting(None, "final learning rate (default: lr / 10)", derived=True, needs=DECAYING)
     lr_decay_style: str = training_setting(
         "cosine", "how the learning rate decays from --lr to --min-lr; constant keeps it at --lr",
-        choices=ALL_DECAYS)
+        choices=LR_DECAY_STYLES)
     lr_decay_iters: int = training_setting(
         None, "step at which the learning rate reaches --min-lr, where it stays (default: --train-iters)")
     lr_warmup_fraction: float = training_setting(
@@ -175,6 +210,7 @@ class CoreSettings(Seams):
     adam_beta1: float = training_setting(0.9, "decay rate of AdamW's first moment", below=1.0)
     adam_beta2: float = training_setting(0.95, "decay rate of AdamW's second moment", below=1.0)
     adam_eps: float = training_setting(1e-8, "epsilon added to the denominator of AdamW's update", above=0.0)
+    muon_momentum: float = training_setting(0.95, "Muon's momentum", below=1.0, needs="--optimizer muon")
     dtype: str = training_setting(
         "float32", "type of weights and activations; with bfloat16 and float16, master weights and gradients are fp32",
         choices=DTYPES, short={"--bf16": "bfloat16", "--fp16": "float16"})
@@ -191,15 +227,30 @@ class CoreSettings(Seams):
         1000, "double the dynamic loss scale after this many steps in a row without overflow", needs=DYNAMIC)
     hysteresis: int = training_setting(
         2, "number of overflows until the dynamic loss scale is halved; each further overflow halves it again, and the "
-           "count restarts when the scale doubles",
-        needs=DYNAMIC)
+           "count restarts when the scale doubles", needs=DYNAMIC)
     fp16_lm_cross_entropy: bool = training_setting(
         False, "compute the exponentials of the cross entropy in fp16 instead of fp32", needs="--dtype float16")
+    fp8_format: str = training_setting(
+        None, "8-bit types for the matmuls of attention and MLP; embedding, head and experts stay in --dtype (hybrid: "
+              "e4m3 for weights and activations, e5m2 for gradients; e4m3: for all; default: no fp8)",
+        choices=FP8_FORMATS)
+    fp8_recipe: str = training_setting(
+        "tensorwise", "whether each tensor or each of its rows has a scale of its own in fp8", choices=FP8_RECIPES,
+        needs=FP8)
+    fp8_wgrad: bool = training_setting(
+        True, "compute weight gradients in fp8, too; --no-fp8-wgrad computes them in the type of --dtype", needs=FP8)
+    first_last_layers_bf16: bool = training_setting(
+        False, "with fp8, compute the first and the last layer in the type of --dtype", needs=FP8)
     seed: int = training_setting(1234, "seed of initial weights, data order and dropout", affects="run", at_least=0)
 
     data_path: str = data_setting(
         None, "folder made by data/prepare.py; it may move, but a resumed run needs the same text (default: made from "
               "the source code of Python's standard library)", affects="nothing")
+    eod_mask_loss: bool = data_setting(False, "leave predictions of the end-of-text token out of the loss")
+    reset_position_ids: bool = data_setting(
+        False, "restart positions at 0 after each end-of-text token",
+        needs="--position-embedding-type rope or learned_absolute")
+    reset_attention_mask: bool = data_setting(False, "let tokens attend only to their own document")
 
     run_dir: str = run_setting(
         None, "folder of the run; if it holds a run, that run resumes with its settings (default: a new folder "
@@ -207,8 +258,8 @@ class CoreSettings(Seams):
     config: str = run_setting(
         None, "JSON file of settings, like a run's config.json; flags override it", affects="launch")
     load: str = run_setting(
-        None, "checkpoint to start from, or a run's folder to start from its newest checkpoint; once the "
-              "new run has a checkpoint, any other --load is refused")
+        None, "checkpoint to start from, or a run's folder to start from its newest checkpoint; once the new run has a "
+              "checkpoint, any other --load is refused")
     finetune: bool = run_setting(
         False, "take only the weights from --load, start at step 0 with a new optimizer, and validate before step 1")
     log_interval: int = run_setting(25, "steps between progress lines")
@@ -220,8 +271,8 @@ class CoreSettings(Seams):
     keep_last: int = run_setting(3, "number of newest checkpoints to keep")
     exit_interval: int = run_setting(None, "save and stop after the next multiple of this many steps", affects="launch")
     max_skipped_steps: int = run_setting(
-        10, "end the run after this many skipped steps in a row; a step is skipped if its loss or "
-            "gradient is not finite; gradient overflows do not count while the loss scale can still shrink")
+        10, "end the run after this many skipped steps in a row; a step is skipped if its loss or gradient is not "
+            "finite; gradient overflows do not count while the loss scale can still shrink")
     tensorboard_dir: str = run_setting(
         None, "folder for a copy of the metrics that TensorBoard can read; each run needs its own folder",
         affects="launch")
@@ -242,13 +293,12 @@ class CoreSettings(Seams):
     device: str = machine_setting("auto", "auto uses CUDA if torch finds a GPU", choices=("auto", "cpu", "cuda"))
     compile: bool = machine_setting(
         None, "compile the code between collectives with torch.compile (default: only on CUDA)", derived=True)
-    compile_backend: str = machine_setting(
-        "inductor", "backend of torch.compile", choices=("inductor", "aot_eager"))
+    compile_backend: str = machine_setting("inductor", "backend of torch.compile", choices=("inductor", "aot_eager"))
     deterministic_mode: bool = machine_setting(
         False, "use only deterministic CUDA kernels (CPU kernels are always deterministic)")
 
     # These fields are not flags. The program fills them in and stores them in config.json.
-    given: tuple[str, ...] = field(default=(), metadata=dict(affects="launch"))     # see setting.py
+    given: tuple[str, ...] = field(default=(), metadata=dict(affects="launch"))     # see flags.py
     world_size: int = field(default=1, metadata=dict(affects="nothing"))
     cpu_threads: int = field(default=None, metadata=dict(affects="nothing"))
     data_sha256: str = field(default=None, metadata=dict(affects="run"))    # the SHA-256 of train.bin
@@ -260,31 +310,23 @@ class CoreSettings(Seams):
     tp = property(attrgetter("tensor_model_parallel_size"))
     pp = property(attrgetter("pipeline_model_parallel_size"))
     dp = property(attrgetter("data_parallel_size"))
+    cp = property(attrgetter("context_parallel_size"))
+    ep = property(attrgetter("expert_model_parallel_size"))
 
     @property
     def preset(self) -> dict:
         """The settings of the preset."""
-        return ALL_PRESETS[self.model]
-
-    @property
-    def thread_blocks(self) -> dict[str, int]:
-        """{group: the most thread blocks of a GPU that a collective of the group occupies}. More would take more from
-        the matmuls that hide it: a receive occupies its blocks from when it is posted until the message arrives."""
-        return {"tp": self.tp_max_ctas, "dp": 16, "pp": 16}
+        return PRESETS[self.model]
 
     @property
     def residual_shape(self) -> tuple[int, int, int]:
         """The shape [b, s, h] of a rank's part of the residual stream, for one microbatch."""
-        return self.micro_batch_size, self.seq_length // (self.sample_parts * self.sequence_shards), self.hidden_size
+        return self.micro_batch_size, self.seq_length // (self.cp * self.sequence_shards), self.hidden_size
 
     @property
     def optimizer_spec(self) -> OptimizerSpec:
         """The description of --optimizer."""
         return ALL_OPTIMIZERS[self.optimizer]
-
-    def lr_decay(self, progress: float) -> float:
-        """Return 1 where the learning rate is lr .. 0 where it is min_lr. progress: 0 after warm-up .. 1 at the end."""
-        return ALL_DECAYS[self.lr_decay_style](progress, self)
 
     @property
     def params_dtype(self) -> torch.dtype:
@@ -308,12 +350,13 @@ class CoreSettings(Seams):
     @property
     def placement(self) -> Placement:
         """The assignment of chunks of layers to pipeline stages."""
-        return Placement(self.pp, self.virtual_stages, ALL_SCHEDULES[self.schedule].folded)
+        return Placement(self.pp, self.virtual_stages, SCHEDULES[self.schedule].folded)
 
     @property
     def schedule_with_settings(self) -> Schedule:
         """The schedule, with the values of its own settings."""
-        return dataclasses.replace(ALL_SCHEDULES[self.schedule], settings=self.schedule_settings)
+        own = (("look_ahead", self.look_ahead),) if self.schedule == "eager-1f1b" else ()
+        return dataclasses.replace(SCHEDULES[self.schedule], settings=own)
 
     @property
     def timetable(self) -> Timetable:
@@ -367,49 +410,9 @@ class CoreSettings(Seams):
         Raises UserError if a value or a combination of values is not valid.
         """
         check_values(self)
-        filled = {name: value for name, value in self.preset.items() if getattr(self, name) is None}
-        if self.finetune and "global_batch_size" in filled:
-            filled["global_batch_size"] = min(filled["global_batch_size"], FINETUNE_BATCH_SIZE)
-        if "lr" in filled:
-            filled["lr"] *= self.optimizer_spec.lr_factor
-            filled["lr"] /= FINETUNE_LR_DIVISOR if self.finetune else 1
-        config = dataclasses.replace(self, **filled, world_size=world_size)
-
-        heads = config.num_attention_heads
-        groups = config.num_query_groups or heads
-        default_tp, default_pp, inner = 1, 1, math.prod(self.inner_axes.values())
-        if self.tp is None and self.pp is None:
-            most, rest = divmod(world_size, self.ranks_beside_tp_and_pp)
-            most = 1 if rest else most                         # a rule is broken: check_rules() says which
-            ranks_per_replica = world_size // (self.dp * inner) if self.dp else 4 if most % 4 == 0 else most
-            default_tp, default_pp = DEFAULT_LAYOUTS.get(ranks_per_replica, (1, 1))
-        tp, pp = self.tp or math.gcd(default_tp, groups), self.pp or default_pp
-        dp = self.dp or max(world_size // (tp * inner * pp), 1)
-        micro_batch_size = self.micro_batch_size or min(config.micro_batch_size, max(config.global_batch_size // dp, 1))
-        schedule = self.schedule or default_schedule(self.virtual_stages or 1)
-        if config.kv_channels is None:
-            check_divisible("hidden-size", config.hidden_size, "num-attention-heads", heads,
-                            f"--hidden-size {heads * max(config.hidden_size // heads, 1)}, or give --kv-channels")
-        ffn_hidden_size = config.ffn_hidden_size or default_ffn_hidden_size(config)
-        config = dataclasses.replace(
-            config, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, data_parallel_size=dp,
-            micro_batch_size=micro_batch_size,
-            slices=config.slices or (min(2, micro_batch_size) if tp > 1 or inner > 1 else 1),
-            columns=config.columns or (2 if tp > 1 and micro_batch_size == 1 and config.slices is None else 1),
-            schedule=schedule, virtual_stages=self.virtual_stages or ALL_SCHEDULES[schedule].chunks[0],
-            ffn_hidden_size=ffn_hidden_size,
-            num_query_groups=groups,
-            kv_channels=config.kv_channels or config.hidden_size // heads,
-            max_position_embeddings=config.max_position_embeddings or config.seq_length,
-            trained_positions=max(config.trained_positions or 0, config.seq_length),
-            min_lr=config.lr / 10 if config.min_lr is None else config.min_lr)
-        config = dataclasses.replace(config, **config.option_defaults())
-        config.check_rules()
+        config = with_defaults(self, world_size)
+        check_rules(config)
         return config
-
-    def check_rules(self):
-        """Check a resolved Config. Raises UserError."""
-        check_rules(self)
 
     def with_device(self, device: torch.device) -> "Config":
         """Return a copy in which `compile` is set. If it was None, it is True on CUDA and False on the CPU."""
@@ -430,6 +433,5 @@ class CoreSettings(Seams):
         return config
 
 
-@dataclass(frozen=True)
-class Config(*(option.Settings for option in OPTIONS), CoreSettings):
-    """All settings of a run: those of the core, and those of each option."""
+if __name__ == "__main__":
+    run_command(print, markdown(Config))

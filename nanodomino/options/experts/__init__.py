@@ -1,4 +1,0 @@
-"""Mixture of experts: the MLP of a layer becomes several, of which each token uses a few.
-
-    router.py    chooses experts        moe.py    sends tokens to them        settings.py    the part of Config
-"""

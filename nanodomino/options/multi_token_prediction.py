@@ -1,0 +1,204 @@
+"""Adds layers at the end of the model, each of which predicts one token further ahead (multi-token prediction,
+DeepSeek-V3, 2412.19437, section 2.2).
+
+From the tokens t0 .. ti, the main model computes hidden states h, and its head predicts t(i+1). A *depth* continues
+from h. In training the next token is known, so depth 1 merges h with the embedding of t(i+1), runs one more layer, and
+predicts t(i+2). Depth 2 continues from the hidden states of depth 1:
+
+    tokens    t0 .. ti -> layers -> h  ------------------------------> final norm, head -> t(i+1)   the main loss
+                                    |
+    depth 1   embedding of t(i+1) -> merge -> layer -> h1 -----------> final norm, head -> t(i+2)
+                                                       |
+    depth 2   embedding of t(i+2) -------------------> merge -> ... -> final norm, head -> t(i+3)
+
+    merge:  W [norm(embedding); norm(hidden states)]        two norms and a matrix W [h, 2h] of the depth's own
+
+So training makes h also contain what helps to predict later tokens. The depths share the word embedding, the final norm
+and the head of the main model; Megatron-LM gives each depth a final norm of its own. The names enorm, hnorm and eh_proj
+are DeepSeek's and Megatron-LM's. The merge adds no position embedding: h contains the positions, and a token keeps its
+place i. Evaluation and generation run no depth, and the exported model has none.
+
+**Loss.** With D depths and the factor f (--mtp-loss-scaling-factor), training minimizes
+
+    (main losses + f/D x losses of all depths, each summed over the tokens that it counts) / tokens of the main loss
+
+Depth d counts fewer tokens than the main loss. At the last d places of a sample, the token that it should predict lies
+beyond the sample. And if attention or positions restart in each document, a depth does not predict across the end of a
+document, because its hidden states know nothing of the next document. All losses have the same divisor, as in the
+paper. So it does not matter how the places that do not count are spread over microbatches and ranks.
+
+**Order.** A depth is a merge, followed by a chunk of one layer and the head. So domino.py's forward_slice and
+backward_slice run this chunk too, and other slices hide its collectives:
+
+    forward     layers, head,  merge, layer, head,  merge, layer, head                    from left to right
+    backward    layers, head,  merge, layer, head,  merge, layer, head                    from right to left
+                main model     depth 1              depth 2
+
+The hidden states between a layer and its head go to two places: to the final norm and to the next depth's merge. So in
+backward their gradient is a sum, and a merge's backward comes before that of the head to its left. The final norm and
+the head get gradients from every depth and from the main model. So these gradients are complete only after the backward
+of the main model's head, which comes last (GPT.reported_modules counts the reports).
+
+Every tp rank holds the merge's whole matrix and multiplies all rows of the residual stream that it holds (Megatron-LM
+cuts this matrix over tp). So a merge needs no collective, but its look-up of the next tokens' embeddings does, as at
+the start of the model. Backward recomputes the two norms of a merge instead of keeping their outputs.
+
+The loss of a depth is not an output of the stage, because its gradient is known in advance: a constant for each token
+that counts. So pipeline.py and its schedules do not know of depths.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanodomino.domino import Domino
+from nanodomino.errors import counted
+from nanodomino.layers.norms import Norm
+from nanodomino.layers.positions import to_device
+from nanodomino.model import Chunk
+from nanodomino.optim.parameter_spec import parameter
+from nanodomino.options.documents import goes_on
+from nanodomino.overlap.residual_norm import SavedResidualNorm
+from nanodomino.overlap.slices import NothingBehindHead, Slice
+
+
+class PredictionDepth(nn.Module):
+    """Holds the parameters of a depth: the merge's two norms and matrix, and a transformer layer."""
+
+    def __init__(self, config, mesh, site: str, layer: nn.Module):
+        super().__init__()
+        self.site = site
+        self.enorm, self.hnorm = (Norm(config, mesh, config.hidden_size) for _ in range(2))
+        self.eh_proj, self.layer = nn.Module(), layer
+        self.eh_proj.weight = parameter((config.hidden_size, 2 * config.hidden_size), config, mesh,
+                                        std=config.init_method_std)
+
+
+class MultiTokenPrediction:
+    """What stands behind the head: the depths. With --mtp-num-layers 0 nothing does, and each method adds nothing.
+
+    layers      the number of layers, which the last stage holds besides its layers of the model
+    in_words    words about them, or ""
+    """
+
+    def __init__(self, config):
+        self.config, self.layers = config, config.mtp_num_layers
+        self.in_words = f"{counted(self.layers, 'depth')} of multi-token prediction" * (self.layers > 0)
+
+    def modules(self, mesh, layer_class) -> dict:
+        """Return {name: module} of what the stage with the head holds besides the model."""
+        depths = [PredictionDepth(self.config, mesh, f"mtp.{depth}",
+                                  layer_class(self.config, mesh, self.config.num_layers + depth))
+                  for depth in range(self.layers)]
+        return {"mtp": nn.ModuleList(depths)} if depths else {}
+
+    def reported(self, model) -> list:
+        """Return the modules that backward reports behind the head; see GPT.reported_modules."""
+        return [module for depth in (model.mtp if self.layers else ())
+                for module in (depth.layer.attention, depth.layer.mlp, depth.enorm, depth.hnorm, depth.eh_proj,
+                               model.final_norm, *model.head, model.embedding.word_embeddings)]
+
+    def prepare(self, batch, rows, end_of_text: int):
+        """Add the batch of depth 1 as extras["ahead"], which contains that of depth 2, and so on; return the batch.
+
+        Depth d predicts the token d places after the next one. Its loss does not count at the last d places of a
+        sample, nor where the token that it predicts belongs to another text. After the last token, token 0 stands in.
+        """
+        last = batch
+        for depth in range(1, self.layers + 1):
+            labels, loss_mask = (F.pad(tensor[:, 1:], (0, 1)) for tensor in (last.labels, last.loss_mask))
+            if self.config.uses_document_boundaries:
+                same = goes_on(rows, depth + 1, end_of_text).to(loss_mask.dtype)
+                loss_mask = loss_mask * F.pad(to_device(same, loss_mask.device), (0, depth))
+            last.extras["ahead"] = replace(last, tokens=last.labels, labels=labels, loss_mask=loss_mask, extras={})
+            last = last.extras["ahead"]
+        return batch
+
+    def runner(self, domino: Domino) -> NothingBehindHead:
+        """Return the object that runs the depths which this stage holds."""
+        return PredictionDepths(domino) if self.layers and domino.model.post_process else NothingBehindHead()
+
+    @property
+    def statistics(self) -> dict[str, int]:
+        """{name: 2} for each depth: a step adds up its losses and the number of tokens that it counts."""
+        return {f"mtp.{depth}": 2 for depth in range(self.layers)}
+
+    def report(self, counts: dict) -> tuple[dict, str]:
+        """Return (what metrics.jsonl records, words for the progress line) of a step's statistics.
+
+        mtp_1_loss, ...: a depth's mean loss over the n tokens that it counts. Training adds f/D x n / (tokens of the
+        main loss) times this mean. It may be lower than the main loss: a depth also knows all tokens before the one
+        that it predicts, and has one more layer.
+        """
+        means = [total / max(tokens, 1.0) for total, tokens in (counts[name] for name in self.statistics)]
+        return ({f"mtp_{depth}_loss": mean for depth, mean in enumerate(means, 1)},
+                "".join(f" | mtp {depth} loss {mean:.4f}" for depth, mean in enumerate(means, 1)))
+
+
+@dataclass
+class DepthTape:
+    """Holds what forward keeps of a slice in one depth."""
+    slice: Slice                         # the slice that passes through the depth's layer and head
+    embedding_norm: SavedResidualNorm
+    hidden_norm: SavedResidualNorm
+
+
+class PredictionDepths(NothingBehindHead):
+    """Runs the depth after a slice's head. Both methods are generators. After the last depth they do nothing."""
+
+    def __init__(self, domino: Domino):
+        self.domino, self.ops, self.ends, self.residual_norm = domino, domino.ops, domino.ends, domino.residual_norm
+        model = domino.model
+        self.factor = model.config.mtp_loss_scaling_factor / len(model.mtp)
+        self.counts_here = model.mesh.tp_rank == 0             # all tp ranks have the same losses
+        self.chunks = [Chunk([depth.layer], pre_process=False, post_process=True) for depth in model.mtp]
+        chunks = [*(chunk for chunk in model.chunks if chunk.post_process), *self.chunks]
+        self.after = dict(zip(chunks, zip(model.mtp, self.chunks)))                    # chunk -> the depth after it
+
+    def forward(self, slice):
+        """Merge the slice's hidden states with the embeddings of the next tokens, and run the next depth's chunk."""
+        if slice.chunk not in self.after or not slice.training:
+            return
+        depth, chunk = self.after[slice.chunk]
+        batch, x = slice.batch.extras["ahead"], slice.head.norm.x
+        words = yield from self.ends.look_up(slice, depth.site, batch.tokens)
+        e, embedding_norm = self.residual_norm.forward(slice, words, None, None, depth.enorm.weights)
+        h, hidden_norm = self.residual_norm.forward(slice, x, None, None, depth.hnorm.weights)
+        with self.ops.trace.span("matmul", slice=slice.index, site=depth.site):
+            hidden = F.linear(torch.cat([e, h], dim=-1), depth.eh_proj.weight)
+        ahead = replace(slice, chunk=chunk, batch=batch, hidden=hidden, tape=[], head=None, output=None)
+        slice.behind_head = DepthTape(ahead, embedding_norm, hidden_norm)
+        del e, h, hidden, words                                # free what the tape does not keep
+        yield from self.domino.forward_slice(ahead)
+        if self.counts_here:
+            counted = torch.stack([ahead.output * batch.loss_mask, batch.loss_mask])
+            self.ops.statistics_of[depth.site] += counted.sum(dim=(1, 2))
+
+    def backward(self, slice, ready):
+        """Return the gradient of the slice's hidden states from the next depth; None after the last depth."""
+        if slice.behind_head is None:
+            return None
+        tape, slice.behind_head = slice.behind_head, None
+        depth, batch, results = self.after[slice.chunk][0], tape.slice.batch, {}
+        tape.slice.deferred, tape.slice.loss_scale = slice.deferred, slice.loss_scale
+        gradient = batch.loss_mask.to(tape.slice.output.dtype) * (self.factor * slice.loss_scale)
+        yield from self.domino.backward_slice(tape.slice, gradient, results, ready)
+        grad, tape.slice = results[slice.index], None
+        with self.ops.trace.span("matmul", slice=slice.index, site=depth.site):
+            grad_e, grad_h = (F.linear(grad, half.t()) for half in depth.eh_proj.weight.chunk(2, dim=1))
+        grad_words, _ = self.residual_norm.backward(slice, tape.embedding_norm, None, grad_e)
+        flights = self.ops.gather(slice, depth.site, grad_words)
+        grad_x, _ = self.residual_norm.backward(slice, tape.hidden_norm, None, grad_h)
+        merged = torch.cat([self.residual_norm.norm_again(norm) for norm in (tape.embedding_norm, tape.hidden_norm)],
+                           dim=-1)
+        matmuls, modules = [(depth.eh_proj.weight, grad, merged)], (depth.enorm, depth.hnorm, depth.eh_proj)
+        if slice.deferred is None:
+            self.ops.weight_gradients(slice, depth.site, matmuls)
+            ready(*modules)
+        else:
+            slice.deferred.append((depth.site, matmuls, modules))
+        yield from self.ends.add_word_gradients(slice, depth.site, batch.tokens, flights)
+        ready(self.domino.model.embedding.word_embeddings)
+        return grad_x

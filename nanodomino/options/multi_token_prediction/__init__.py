@@ -1,4 +1,0 @@
-"""Multi-token prediction: layers behind the head predict further tokens.
-
-    depths.py    their modules        runner.py    how domino.py runs them        settings.py    the part of Config
-"""

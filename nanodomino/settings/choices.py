@@ -1,0 +1,256 @@
+"""What the core asks its Config: which class computes a part of the model, what it needs, what it sends.
+
+The core is a dense GPT with tensor, pipeline and data parallelism. What goes beyond it lies in options/, a file each.
+The core does not import these files: it calls a method below, and the method chooses. So each choice is made in one
+place, and all that depends on `--num-experts` is found by searching for num_experts.
+"""
+
+import dataclasses
+import math
+from functools import partial
+from itertools import islice
+
+import torch
+
+from nanodomino.domino import LinearPair
+from nanodomino.generate.cache import KeyValueCache
+from nanodomino.layers.mlp import MLP
+from nanodomino.layers.varlen import fits_varlen, inputs_within_documents
+from nanodomino.optim.optimizers import OPTIMIZERS
+from nanodomino.options import experts, recompute
+from nanodomino.options.context_parallel import places
+from nanodomino.options.context_parallel.attention import ATTENTION
+from nanodomino.options.documents import DocumentCache, mark_documents
+from nanodomino.options.fp8 import FORMATS, RECIPES, Fp8Recipe, Fp8Weight, check_gpu
+from nanodomino.options.multi_token_prediction import MultiTokenPrediction
+from nanodomino.options.muon import MUON
+from nanodomino.options.router import SCORE_FUNCTIONS
+from nanodomino.options.sequence_parallel import ShardedResidual
+from nanodomino.overlap.slice_ops import ReplicatedResidual
+from nanodomino.overlap.slices import WholeTape
+
+# the values of the settings that choose from a table of an option
+ALL_OPTIMIZERS = OPTIMIZERS | {"muon": MUON}
+CP_COMM_TYPES, SCORES, GRANULARITIES = tuple(ATTENTION), tuple(SCORE_FUNCTIONS), tuple(recompute.GRANULARITIES)
+FP8_FORMATS, FP8_RECIPES = tuple(FORMATS), RECIPES
+
+
+class Choices:
+    """The base of Config, whose fields these methods read."""
+
+    # ---- the model
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether this layer, counted from 0, has experts instead of an MLP."""
+        return bool(self.num_experts) and layer % self.moe_layer_freq == 0
+
+    def mlp_class(self, layer: int) -> type:
+        """Return the class of a layer's second sublayer."""
+        return experts.MoE if self.has_experts(layer) else MLP
+
+    def layer_site(self, layer: int) -> str:
+        """Return the name of a layer, which seeds its initial weights and dropout masks. Layers behind the head are
+        numbered after the model's last layer."""
+        return f"layers.{layer}" if layer < self.num_layers else f"mtp.{layer - self.num_layers}.layer"
+
+    @property
+    def statistics(self) -> dict[str, int]:
+        """{name: count} of the numbers that a step adds up for the report, for the whole model: of each layer with
+        experts how many tokens chose each expert, and the sum of the router's losses."""
+        layers = filter(self.has_experts, range(self.num_layers + self.behind_head.layers))
+        return self.behind_head.statistics | {f"{self.layer_site(layer)}.mlp": self.num_experts + 1 for layer in layers}
+
+    # ---- a sublayer in training
+
+    def inside(self, sublayer, mesh, ops, compiled):
+        """Return the object that computes everything between a sublayer's norm and its reduce; see LinearPair."""
+        if isinstance(sublayer, experts.MoE):
+            return experts.MoEInside(sublayer, ops, compiled)
+        if self.cp > 1 and sublayer.attends:
+            pair = ATTENTION[self.cp_comm_type](sublayer, mesh, ops, compiled, self)
+        else:
+            pair = LinearPair(sublayer, ops, compiled)
+        ends = ("layers.0.", f"layers.{self.num_layers - 1}.")
+        if self.fp8_format and not (self.first_last_layers_bf16 and pair.site.startswith(ends)):
+            recipe = Fp8Recipe.of(self.fp8_format, self.fp8_recipe, self.params_dtype, compiled, self.fp8_wgrad)
+            pair.column, pair.row = Fp8Weight(pair.column, recipe), Fp8Weight(pair.row, recipe)
+        return pair
+
+    @property
+    def communicates_inside(self) -> bool:
+        """Whether sublayers launch collectives between norm and reduce."""
+        return self.cp > 1 or self.ep > 1
+
+    @property
+    def sequence_shards(self) -> int:
+        """The number of tp ranks that share the rows of the residual stream."""
+        return self.tp if self.sequence_parallel else 1
+
+    def residual_stream(self, mesh) -> ReplicatedResidual:
+        """Return the object that gathers and reduces the residual stream."""
+        return (ShardedResidual if self.sequence_shards > 1 else ReplicatedResidual)(mesh.tp_group)
+
+    def tape_policy(self, device, slices: int, residual_norm) -> WholeTape:
+        """Return the object that says what the tapes of a stage keep."""
+        if self.recompute_granularity == "none":
+            return WholeTape()
+        return recompute.RecomputingTape(self, device, slices, residual_norm)
+
+    # ---- behind the head
+
+    @property
+    def behind_head(self) -> MultiTokenPrediction:
+        """What the stage with the head holds, prepares, runs and reports behind the head: often nothing."""
+        return MultiTokenPrediction(self)
+
+    # ---- data
+
+    @property
+    def uses_document_boundaries(self) -> bool:
+        """Whether positions or attention depend on where the documents in a sample end."""
+        return self.reset_position_ids or self.reset_attention_mask
+
+    def prepare_batch(self, batch, rows, end_of_text: int):
+        """Return the batch of rows [b, s + 1] of token ids, which are in the host's memory, with all that depends on
+        documents and on what is behind the head."""
+        return self.behind_head.prepare(mark_documents(self, batch, rows, end_of_text), rows, end_of_text)
+
+    def own_places(self, whole, mesh, dim=1):
+        """Return this rank's tokens of `whole` [b, s, ..]. dim: the dimension of s."""
+        return whole if self.cp == 1 else places.own_places(whole, mesh, dim)
+
+    def own_part(self, batch, mesh):
+        """Return the batch with this rank's tokens of each sample. Documents stay whole: attention needs all of them.
+        """
+        if self.cp == 1:
+            return batch
+        own = {name: places.own_places(getattr(batch, name), mesh)
+               for name in ("tokens", "labels", "loss_mask", "positions")}
+        extras = {name: self.own_part(value, mesh) if isinstance(value, type(batch)) else value
+                  for name, value in batch.extras.items()}
+        return dataclasses.replace(batch, **own, in_order=False, extras=extras)
+
+    @property
+    def all_chunks_read_tokens(self) -> bool:
+        """Whether chunks without embedding and head need the tokens."""
+        return self.cp > 1 or self.uses_document_boundaries
+
+    def attention_extras(self, extras: dict, device) -> dict:
+        """Return further fields of AttentionInputs. extras: what prepare_batch() has added to the batch."""
+        return inputs_within_documents(self, extras["documents"], device) if "documents" in extras else {}
+
+    @property
+    def uses_attention_bias(self) -> bool:
+        """Whether attention may need a bias."""
+        gathers = self.cp > 1 and self.cp_comm_type == "all_gather"
+        return self.reset_attention_mask or gathers and not fits_varlen(self)
+
+    # ---- ranks and parameters
+
+    @property
+    def inner_axes(self) -> dict[str, int]:
+        """{name: size} of the axes between dp and tp."""
+        return {"cp": self.cp} if self.cp > 1 else {}
+
+    @property
+    def mesh_options(self) -> dict:
+        """The arguments of make_mesh() beside the sizes of pp, dp and tp."""
+        return dict(inner_axes=self.inner_axes, more_groups=partial(experts.expert_groups, self.ep))
+
+    @property
+    def thread_blocks(self) -> dict[str, int]:
+        """{group: the most thread blocks of a GPU that a collective of the group occupies}. More would take more from
+        the matmuls that hide it: a receive occupies its blocks from when it is posted until the message arrives."""
+        return {"tp": self.tp_max_ctas, "ep_counts": 1, **dict.fromkeys(("dp", "pp", "ep", "expert_dp"), 16)}
+
+    def on_one_rank(self):
+        """Return the Config with which one process would hold the whole model."""
+        return dataclasses.replace(self, tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
+                                   context_parallel_size=1, expert_model_parallel_size=1)
+
+    @property
+    def ranks_beside_tp_and_pp(self) -> int:
+        """A replica has a multiple of this number of ranks, times tp x pp."""
+        return math.lcm(self.cp, self.ep)
+
+    @property
+    def weight_shards(self) -> int:
+        """The largest number of ranks over which a parameter is cut."""
+        return self.tp * self.pp * self.ep
+
+    @property
+    def seq_length_divisor(self) -> int:
+        """The number that must divide seq_length. With context parallelism a rank holds two equal parts of a sample,
+        and sequence parallelism cuts each part again."""
+        return self.cp * math.lcm(2, self.sequence_shards) if self.cp > 1 else self.sequence_shards
+
+    def addends(self, shards: tuple[str, ...]) -> set[str]:
+        """Return the groups over which each rank computes only an addend of a parameter's gradient: with a sharded
+        stream the tp group, because each tp rank has only some of the tokens. shards: the axes over which the parameter
+        is cut."""
+        return {"tp"} if self.sequence_shards > 1 and "tp" not in shards else set()
+
+    @property
+    def matrix_update(self) -> str:
+        """How matrices of layers are updated: a key of `updates`."""
+        return "muon" if self.optimizer == "muon" else "decay"
+
+    @property
+    def updates(self) -> dict:
+        """{update: (OptimizerSpec, weight decay)}; see ParameterKind."""
+        others = OPTIMIZERS["adamw"] if self.optimizer == "muon" else self.optimizer_spec
+        return {"decay": (others, self.weight_decay), "no_decay": (others, 0.0), "sign": (experts.SIGN, 0.0),
+                self.matrix_update: (self.optimizer_spec, self.weight_decay)}
+
+    def check_device(self, device: torch.device):
+        """Raise UserError if the device can't run the model."""
+        check_gpu(self, device)
+
+    # ---- text
+
+    @property
+    def cache_class(self) -> type[KeyValueCache]:
+        """The class that keeps keys and values during generation."""
+        return DocumentCache if self.uses_document_boundaries else KeyValueCache
+
+    @property
+    def groups_that_generate_together(self) -> tuple[str, ...]:
+        """The names of groups whose ranks must choose the same tokens."""
+        return ("ep",) if self.ep > 1 else ()
+
+    def for_export(self):
+        """Return (the Config of the part of the model that Hugging Face knows, "; " and words about the rest)."""
+        rest = self.behind_head.in_words
+        return dataclasses.replace(self, mtp_num_layers=0), f"; without the {rest}" * bool(rest)
+
+    # ---- reports and estimates
+
+    @property
+    def in_words(self) -> str:
+        """", " and a few words for the line that describes a run."""
+        return (", sequence parallel" * (self.sequence_shards > 1) + recompute.in_words(self)
+                + (f", fp8 {self.fp8_format} {self.fp8_recipe}" if self.fp8_format else ""))
+
+    @property
+    def sent_inside(self) -> tuple[str, ...]:
+        """What sublayers send between norm and reduce."""
+        words = "gather of keys and values" if self.cp_comm_type == "all_gather" else "all-to-all"
+        return (words,) * (self.cp > 1) + ("all-to-all",) * (self.ep > 1)
+
+    def step_report(self, result) -> tuple[dict, str]:
+        """Return (what metrics.jsonl records of a StepResult besides loss, norm and loss scale, words about it for the
+        progress line). Values that are dicts are details."""
+        rest = iter(result.statistics)
+        counts = {name: list(islice(rest, count)) for name, count in self.statistics.items()}
+        depths, of_depths = self.behind_head.report(counts)
+        routers, of_routers = experts.report(counts, result.tokens)
+        return depths | routers, of_depths + of_routers
+
+    def active_share(self, kind) -> float:
+        """Return the share of the parameters of a kind that a token uses: of the experts, k of E."""
+        return self.moe_router_topk / self.num_experts if "ep" in kind.shards else 1.0
+
+    @property
+    def layer_period(self) -> int:
+        """Layers are alike if their numbers differ by a multiple of this number."""
+        return self.moe_layer_freq if self.num_experts else 1
