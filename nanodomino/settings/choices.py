@@ -14,7 +14,7 @@ import torch
 
 from nanodomino.domino import LinearPair
 from nanodomino.generate.cache import KeyValueCache
-from nanodomino.layers.mlp import MLP
+from nanodomino.layers.sublayers import MLP
 from nanodomino.layers.varlen import fits_varlen, inputs_within_documents
 from nanodomino.optim.optimizers import OPTIMIZERS
 from nanodomino.options import experts, recompute
@@ -26,8 +26,8 @@ from nanodomino.options.multi_token_prediction import MultiTokenPrediction
 from nanodomino.options.muon import MUON
 from nanodomino.options.router import SCORE_FUNCTIONS
 from nanodomino.options.sequence_parallel import ShardedResidual
-from nanodomino.overlap.slice_ops import ReplicatedResidual
-from nanodomino.overlap.slices import WholeTape
+from nanodomino.overlap.slices import ReplicatedResidual, WholeTape
+
 
 # the values of the settings that choose from a table of an option
 ALL_OPTIMIZERS = OPTIMIZERS | {"muon": MUON}
