@@ -44,8 +44,8 @@ No other rank waits for weight gradients. So backward computes them after it has
 which they help to hide.
 
 A residual + norm belongs to two sublayers: it adds the output of the previous one and normalizes the input of the next
-(overlap/residual_norm.py). Everything between h and y is the sublayer's *inside*: LinearPair in this file. An option
-may give a sublayer another inside, and may add steps to this picture: gather h before W1, or restore h, c and a in
+(overlap/ends.py). Everything between h and y is the sublayer's *inside*: LinearPair in
+overlap/linear_pair.py. An option may give a sublayer another inside, and may add steps to this picture: gather h before W1, or restore h, c and a in
 backward.
 
 **What stays exposed.** When the last slice launches its last all-reduce of a chunk, the other slices have no matmuls
@@ -69,19 +69,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanodomino.comm.trace import NO_TRACE
-from nanodomino.layers.dropout_and_positions import MasksAndPositions, add_residual
-from nanodomino.layers.main_grad import add_gradients
-from nanodomino.layers.sublayer import Sublayer
-from nanodomino.overlap.embedding_and_head import EmbeddingAndHead
-from nanodomino.overlap.flight import Flight
-from nanodomino.overlap.inside import Inside
-from nanodomino.overlap.residual_norm import ResidualNorm, bias_and_mask, residual_backward
-from nanodomino.overlap.slice_ops import SliceOps
-from nanodomino.overlap.slices import GradientsReady, LinearPairTape, Slice, TapeEntry
+from nanodomino.layers.gradients import add_gradients
+from nanodomino.layers.residual import add_residual, residual_backward
+from nanodomino.overlap.ends import EmbeddingAndHead, ResidualNorm, bias_and_mask
+from nanodomino.overlap.slices import GradientsReady, Slice, SliceOps, TapeEntry
+
 
 if TYPE_CHECKING:
     from nanodomino.data import Batch
     from nanodomino.model import GPT
+    from nanodomino.overlap.linear_pair import Inside
 
 
 def interleave(generators, trace):
@@ -108,65 +105,6 @@ def run_to_end(generator):
             return end.value
 
 
-class LinearPair(Inside):
-    """Runs the inside of attention and MLP: column-parallel matmul, core, row-parallel matmul. See overlap/inside.py.
-
-        forward     c = h W1^T + b1      a = core(c)      y = sum over ranks of a W2^T
-        backward    grad_a = grad_y W2   grad_c = core_backward(grad_a)   grad_h = sum over ranks of grad_c W1
-        later       grad W2 = grad_y^T a      grad W1 = grad_c^T h      grad b1 = sum of grad_c over the rows
-    """
-
-    def __init__(self, sublayer: Sublayer, ops: SliceOps, compiled):
-        super().__init__(sublayer, sublayer.row.bias)
-        self.ops, self.row = ops, sublayer.row.weight                                      # [h, in/t]
-        self.column, self.column_bias = sublayer.column.weight, sublayer.column.bias       # [out/t, h], [out/t]
-        self.forward_kernel, self.backward_kernel = sublayer.kernels(compiled)
-
-    def keep(self, h):
-        return h if self.ops.stream.shards > 1 else self.ops.convert_once(h, self.column)
-
-    def forward(self, slice, h: list[Flight]):
-        c = self.ops.linear(slice, self.site, h, self.column, self.column_bias)
-        activation, core = yield from self.core(slice, c)
-        tape = LinearPairTape(c, core, activation)
-        yield from self.ops.yield_if_sharded()
-        return self.ops.linear_then_reduce(slice, self.site, activation, self.row), tape
-
-    def core(self, slice, c):
-        """Return (activation, what core_backward needs)."""
-        yield from ()                                          # an option's core may launch collectives and yield
-        inputs = slice.masks_and_positions.attention_inputs(self.sublayer, c)
-        activation, core = self.sublayer.core_forward(self.forward_kernel, c, inputs, slice.training)
-        if not self.sublayer.attends:                          # attention's core keeps its output in any case
-            activation = self.ops.convert_once(activation, self.row)
-        return activation, core
-
-    def backward(self, slice, tape: LinearPairTape, grad_y: list[Flight], h: list[Flight]):
-        ops, column, bias = self.ops, self.column.t(), self.column_bias
-        gradient, grad_y = ops.linear(slice, self.site, grad_y, self.row.t()), ops.wait(slice, self.site, grad_y)
-        matmuls = [(self.row, grad_y, tape.activation)]
-        gradient = yield from self.core_backward(slice, gradient, tape.core, matmuls)   # now c's; a's is freed
-        yield from ops.yield_if_sharded()
-        converted = ops.convert_once(gradient, column)
-        matmuls += [(self.column, converted, ops.wait(slice, self.site, h)),
-                    (bias, None if bias is None else gradient, None)]
-        return ops.linear_then_reduce(slice, self.site, converted, column), matmuls
-
-    def core_backward(self, slice, gradient, saved, matmuls):
-        """Turn the gradient of the activation into the gradient of c. matmuls: a list with the weight gradient of W2; a
-        core may run it and empty the list, to hide a collective."""
-        yield from ()
-        return self.sublayer.core_backward(self.backward_kernel, gradient, saved)
-
-    def restore(self, slice, tape: LinearPairTape, h: list[Flight]):
-        """Compute a again. If the tape lacks c, first wait for h and compute c."""
-        c = tape.column_output
-        if c is None:
-            c = self.ops.linear(slice, self.site, h, self.column, self.column_bias)
-        tape.column_output = None
-        tape.activation, tape.core = yield from self.core(slice, c)
-
-
 class Domino:
     """Runs the forward and backward of a pipeline stage with interleaved slices. Gradients are added to main_grad.
 
@@ -187,8 +125,9 @@ class Domino:
         self.ends = EmbeddingAndHead(model, self.ops, self.residual_norm, compiled)
         self.tape_policy = config.tape_policy(self.mesh.device, slices, self.residual_norm)
         self.behind_head = config.behind_head(self)
-        self.insides = {chunk: [config.inside(sublayer, self.mesh, self.ops, fused) for sublayer in chunk.sublayers]
-                        for chunk in [*model.chunks, *self.behind_head.chunks]}
+        self.insides = {chunk: [config.inside(sublayer, layer.number, self.mesh, self.ops, fused)
+                                for layer in chunk.layers for sublayer in (layer.attention, layer.mlp)]
+                        for chunk in [*model.chunks, *model.chunks_behind_head]}
 
     # ---- called by pipeline.py for each microbatch
 
@@ -203,16 +142,17 @@ class Domino:
         """
         count = min(self.slices, len(batch.sample_ids))
         hiddens = [None] * count if hidden is None else hidden.tensor_split(count)
-        slices = [Slice(index, self.model.chunks[chunk], samples, hidden, self.masks_and_positions(samples, training),
-                        training) for index, (samples, hidden) in enumerate(zip(batch.split(count), hiddens))]
+        slices = [self.slice(index, self.model.chunks[chunk], samples, hidden, training)
+                  for index, (samples, hidden) in enumerate(zip(batch.split(count), hiddens))]
         yield from interleave([self.staggered(slice, self.forward_slice(slice)) for slice in slices], self.trace)
         return slices[0].output if count == 1 else torch.cat([slice.output for slice in slices]), slices
 
-    def masks_and_positions(self, batch: Batch, training) -> MasksAndPositions:
-        """Return the object that makes dropout masks, rotary positions and attention bias for a slice."""
-        return MasksAndPositions(self.model.config, self.mesh, batch.sample_ids if training else None,
-                                 self.tape_policy.keeps_masks, self.ops.stream,
-                                 None if batch.in_order else batch.positions, batch.extras)
+    def slice(self, index, chunk, batch: Batch, hidden, training) -> Slice:
+        """Return the state in which a slice starts its forward."""
+        masks_and_positions = self.model.masks_and_positions(
+            batch.sample_ids if training else None, None if batch.in_order else batch.positions, batch.extras,
+            self.tape_policy.keeps_masks, self.ops.stream)
+        return Slice(index, chunk, batch, hidden, masks_and_positions, training)
 
     def backward(self, slices, gradient, on_gradients_ready=None, defer_weights=False, loss_scale=1.0):
         """Turn the gradient of forward's output into the gradient of `hidden` (None for the model's first chunk).
@@ -302,7 +242,7 @@ class Domino:
             grad_x, grad_y = yield from self.backward_sublayer(slice, slice.tape.pop(), grad_x, grad_y, ready)
         if slice.chunk.pre_process:
             yield from self.ends.embed_backward(slice, grad_x)
-            ready(self.model.embedding)
+            ready(*slice.chunk.parts["embedding"])
         results[slice.index] = grad_x
 
     def backward_sublayer(self, slice, entry: TapeEntry, grad_x, grad_y, ready):
@@ -318,10 +258,11 @@ class Domino:
         overlapped, deferred = (matmuls, []) if slice.deferred is None else ([], matmuls)
         grad_h = yield from self.wait_for_sum(slice, inside.site, flights, overlapped)
         grad_x, grad_y = self.residual_norm.backward(slice, norm, grad_x, grad_h)
+        part = slice.chunk.parts[inside.site]
         if deferred:
-            slice.deferred.append((inside.site, deferred, (inside.sublayer,)))
+            slice.deferred.append((inside.site, deferred, part))
         else:
-            ready(inside.sublayer)
+            ready(*part)
         return grad_x, grad_y
 
     def backward_head(self, slice, grad_x, gradient, ready):
@@ -329,12 +270,11 @@ class Domino:
 
         grad_x: the gradient of x' from what an option runs behind the head, or None
         """
-        model, (vocabulary,) = self.model, self.model.head
         flights, matmuls = self.ends.head_backward(slice, slice.head, gradient)
         norm, slice.head = slice.head.norm, None
         grad_h = yield from self.wait_for_sum(slice, "head", flights, matmuls)
         grad_x, grad_y = self.residual_norm.backward(slice, norm, grad_x, grad_h)
-        ready(model.final_norm, vocabulary)
+        ready(*slice.chunk.parts["head"])
         return grad_x, grad_y
 
     def wait_for_sum(self, slice, site, flights, weight_gradients):

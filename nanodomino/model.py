@@ -36,10 +36,10 @@ from torch import nn
 
 from nanodomino.layers.attention import Attention
 from nanodomino.layers.cross_entropy import vocab_parallel_cross_entropy
-from nanodomino.layers.dropout_and_positions import MasksAndPositions, drop, seeded_generator
-from nanodomino.layers.main_grad import add_gradients, wide_dtype
-from nanodomino.layers.norms import Norm
-from nanodomino.layers.sublayer import Sublayer
+from nanodomino.layers.dropout_and_positions import MasksAndPositions
+from nanodomino.layers.gradients import add_gradients, wide_dtype
+from nanodomino.layers.residual import drop, seeded_generator
+from nanodomino.layers.sublayers import Norm, Sublayer
 from nanodomino.mesh import Mesh, meta_mesh
 from nanodomino.optim.parameter_spec import local_shard, parameter
 from nanodomino.parallel import VocabParallelEmbedding, copy_to_tensor_parallel, gather_logits
@@ -47,11 +47,11 @@ from nanodomino.schedules.placement_and_messages import stage_layers
 
 
 class Layer(nn.Module):
-    """The two sublayers of a transformer layer: attention, then MLP."""
+    """The two sublayers of a transformer layer: attention, then MLP. number: its place in the model, from 0."""
 
     def __init__(self, config, mesh: Mesh, number: int):
         super().__init__()
-        site = config.layer_site(number)
+        self.number, site = number, config.layer_site(number)
         self.attention = Attention(config, mesh, f"{site}.attention")
         self.mlp = config.mlp_class(number)(config, mesh, f"{site}.mlp")
 
@@ -111,14 +111,18 @@ class Chunk:
     pre_process: the chunk starts with the embedding and takes tokens. Other chunks take hidden states [b, s, h].
     post_process: the chunk ends with final norm and head and returns losses or logits. Other chunks return hidden
         states [b, s, h].
+    parts: {site: modules} in the order of forward. Backward reports the modules of a part together, as soon as their
+        gradients are complete, and zero.py counts the reports that it expects. A module that is used at several places,
+        such as a tied matrix, is in several parts.
     """
     layers: list[Layer]
     pre_process: bool
     post_process: bool
+    parts: dict[str, tuple[nn.Module, ...]]
 
     @property
     def sublayers(self) -> list[Sublayer]:
-        """Return the attention and MLP of each layer, in order."""
+        """The attention and MLP of each layer, in order."""
         return [sublayer for layer in self.layers for sublayer in (layer.attention, layer.mlp)]
 
 
@@ -145,8 +149,6 @@ class GPT(nn.Module):
         numbers = [stage_layers(config.num_layers, stage, placement.last + 1, behind_head) for stage in virtual_stages]
         self.layers = nn.ModuleDict({str(i): Layer(config, mesh, i)
                                      for i in sorted(i for chunk in numbers for i in chunk)})
-        self.chunks = [Chunk([self.layers[str(i)] for i in chunk], stage == 0, stage == placement.last)
-                       for chunk, stage in zip(numbers, virtual_stages)]
         if self.post_process:
             for name, module in config.modules_behind_head(mesh, Layer).items():
                 self.add_module(name, module)
@@ -155,6 +157,9 @@ class GPT(nn.Module):
                 self.output_layer = VocabParallelEmbedding(config, mesh)
             # the list hides the module from torch, which would register a tied matrix under a second name
             self.head = [self.embedding.word_embeddings if tied else self.output_layer]
+        self.chunks = [self.chunk([self.layers[str(i)] for i in chunk], stage == 0, stage == placement.last)
+                       for chunk, stage in zip(numbers, virtual_stages)]
+        self.chunks_behind_head = config.chunks_behind_head(self) if self.post_process else []
         # what sublayers count, in one tensor for the whole model: zero.py sums it over the world
         sizes = config.statistics
         self.statistics = torch.zeros(sum(sizes.values()), dtype=torch.float64, device=mesh.device)
@@ -162,15 +167,13 @@ class GPT(nn.Module):
         if initialize and mesh.device.type != "meta":
             self.initialize()
 
-    @property
-    def reported_modules(self) -> list[nn.Module]:
-        """Return the modules whose gradients backward reports as complete in each microbatch, once for each report. A
-        module that is used at several places, such as a tied matrix, is in the list several times."""
-        modules = [sublayer for chunk in self.chunks for sublayer in chunk.sublayers]
-        modules += [self.embedding] if self.pre_process else []
-        if self.post_process:
-            modules += [self.final_norm, *self.head, *self.config.reported_behind_head(self)]
-        return modules
+    def chunk(self, layers: list[Layer], pre_process: bool, post_process: bool, more_parts=()) -> Chunk:
+        """Return a chunk of these layers, with all its parts. more_parts: parts that an option runs before the layers.
+        """
+        parts = {"embedding": (self.embedding,)} if pre_process else dict(more_parts)
+        parts |= {sublayer.site: (sublayer,) for layer in layers for sublayer in (layer.attention, layer.mlp)}
+        return Chunk(layers, pre_process, post_process,
+                     parts | ({"head": (self.final_norm, *self.head)} if post_process else {}))
 
     @torch.no_grad()
     def initialize(self):
@@ -186,6 +189,10 @@ class GPT(nn.Module):
                 0.0, weight.spec.std, generator=seeded_generator("cpu", self.config.seed, name))
             weight.copy_(local_shard(whole, weight))
 
+    def masks_and_positions(self, sample_ids, positions, extras, keep=False, stream=None) -> MasksAndPositions:
+        """Return the object that makes dropout masks, rotary positions and attention bias for some samples."""
+        return MasksAndPositions(self.config, self.mesh, sample_ids, keep, stream, positions, extras)
+
     def forward(self, tokens, positions, labels=None, hidden=None, sample_ids=None, chunk=0, extras=None):
         """Run one chunk of the plain model, with blocking communication.
 
@@ -197,8 +204,7 @@ class GPT(nn.Module):
         Returns hidden states [b, s, h]. The last chunk returns the loss of each token [b, s]. Without labels, it
         returns logits: with parallel_output those of this rank's words [b, s, num_words], otherwise all [b, s, v].
         """
-        masks_and_positions = MasksAndPositions(self.config, self.mesh, sample_ids, positions=positions,
-                                                extras=extras)
+        masks_and_positions = self.masks_and_positions(sample_ids, positions, extras)
         x, chunk = hidden, self.chunks[chunk]
         if chunk.pre_process:
             words = self.embedding.word_embeddings(tokens)

@@ -92,7 +92,8 @@ class ZeroOptimizer:
                                        shards_gradients=config.zero_stage == 2 and partitions > 1))
         self.bucket_of = {weight: bucket for bucket in self.buckets for weight in bucket.parameters}
         self.buckets_of = {}                             # modules -> Counter: how many parameters in each bucket
-        self.reports_needed = Counter(self.bucket_of[weight] for module in model.reported_modules
+        self.reports_needed = Counter(self.bucket_of[weight] for chunk in [*model.chunks, *model.chunks_behind_head]
+                                      for part in chunk.parts.values() for module in part
                                       for weight in module.parameters())
         for bucket in self.buckets:
             self.reports_needed[bucket] *= 1 if bucket.shards_gradients else config.microbatches

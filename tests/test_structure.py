@@ -20,7 +20,7 @@ ORDER = [
 
 
 def place_of(module: str) -> int:
-    """The place in ORDER of a dotted module name: nanodomino.layers.norms stands where layers does."""
+    """The place in ORDER of a dotted module name: nanodomino.layers.sublayers stands where layers does."""
     head, *names = module.split(".")
     return ORDER.index(names[0] if head == "nanodomino" and names[-1] != "__main__" else "scripts")
 

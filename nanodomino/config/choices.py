@@ -7,15 +7,15 @@ made in one place, and all that depends on `--num-experts` is found by searching
 
 import dataclasses
 import math
+from functools import partial
 from itertools import islice
 
 import torch
 from torch import nn
 
-from nanodomino.domino import LinearPair
 from nanodomino.errors import counted
 from nanodomino.generate.cache import KeyValueCache
-from nanodomino.layers.mlp import MLP
+from nanodomino.layers.sublayers import MLP
 from nanodomino.layers.varlen import fits_varlen, inputs_within_documents
 from nanodomino.optim.optimizers import OPTIMIZERS
 from nanodomino.options.context_parallel import places
@@ -25,12 +25,13 @@ from nanodomino.options.experts.moe import MoE, MoEInside, sign_updates
 from nanodomino.options.experts.router import SCORE_FUNCTIONS
 from nanodomino.options.fp8 import FORMATS, RECIPES, Fp8Recipe, Fp8Weight, check_gpu
 from nanodomino.options.multi_token_prediction.depths import PredictionDepth, add_depths
-from nanodomino.options.multi_token_prediction.runner import PredictionDepths
+from nanodomino.options.multi_token_prediction.runner import PredictionDepths, depth_chunks
 from nanodomino.options.muon import MUON
 from nanodomino.options.recompute.tape_policy import GRANULARITIES, RecomputingTape
 from nanodomino.options.sequence_parallel import ShardedResidual
-from nanodomino.overlap.slice_ops import ReplicatedResidual
-from nanodomino.overlap.slices import NothingBehindHead, WholeTape
+from nanodomino.overlap.linear_pair import LinearPair
+from nanodomino.overlap.slices import NothingBehindHead, ReplicatedResidual, WholeTape
+
 
 # {setting: its values} of the settings that choose from a table of an option
 ALLOWED = dict(optimizer=OPTIMIZERS | {"muon": MUON}, cp_comm_type=ATTENTION, moe_router_score_function=SCORE_FUNCTIONS,
@@ -61,11 +62,9 @@ class Choices:
                   for number in range(self.mtp_num_layers)]
         return {"mtp": nn.ModuleList(depths)} if depths else {}
 
-    def reported_behind_head(self, model) -> list:
-        """Return the modules that backward reports behind the head; see GPT.reported_modules."""
-        return [module for depth in getattr(model, "mtp", ())
-                for module in (depth.layer.attention, depth.layer.mlp, depth.enorm, depth.hnorm, depth.eh_proj,
-                               model.final_norm, *model.head, model.embedding.word_embeddings)]
+    def chunks_behind_head(self, model) -> list:
+        """Return the chunks of further layers that run behind the head of a slice in training."""
+        return depth_chunks(model) if self.mtp_num_layers else []
 
     @property
     def statistics(self) -> dict[str, int]:
@@ -78,19 +77,18 @@ class Choices:
 
     # ---- a sublayer in training
 
-    def inside(self, sublayer, mesh, ops, compiled):
-        """Return the object that computes everything between a sublayer's norm and its reduce; see LinearPair."""
+    def inside(self, sublayer, layer: int, mesh, ops, compiled):
+        """Return the object that computes everything between a sublayer's norm and its reduce; see LinearPair.
+        layer: the number of the sublayer's layer, from 0."""
         if isinstance(sublayer, MoE):
             return MoEInside(sublayer, ops, compiled)
-        if self.cp > 1 and sublayer.attends:
-            pair = ATTENTION[self.cp_comm_type](sublayer, mesh, ops, compiled, self)
-        else:
-            pair = LinearPair(sublayer, ops, compiled)
-        ends = ("layers.0.", f"layers.{self.num_layers - 1}.")
-        if self.fp8_format and not (self.first_last_layers_bf16 and pair.site.startswith(ends)):
+        factor = {}
+        if self.fp8_format and not (self.first_last_layers_bf16 and layer in (0, self.num_layers - 1)):
             recipe = Fp8Recipe.of(self.fp8_format, self.fp8_recipe, self.params_dtype, compiled, self.fp8_wgrad)
-            pair.column, pair.row = Fp8Weight(pair.column, recipe), Fp8Weight(pair.row, recipe)
-        return pair
+            factor = dict(factor=partial(Fp8Weight, recipe=recipe))
+        if self.cp > 1 and sublayer.attends:
+            return ATTENTION[self.cp_comm_type](sublayer, ops, compiled, mesh, self, **factor)
+        return LinearPair(sublayer, ops, compiled, **factor)
 
     @property
     def communicates_inside(self) -> bool:
@@ -118,7 +116,7 @@ class Choices:
 
     def behind_head(self, domino) -> NothingBehindHead:
         """Return the object that runs what is behind the head."""
-        return PredictionDepths(domino) if hasattr(domino.model, "mtp") else NothingBehindHead()
+        return PredictionDepths(domino) if domino.model.chunks_behind_head else NothingBehindHead()
 
     # ---- data
 

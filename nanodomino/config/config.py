@@ -30,7 +30,7 @@ import torch
 
 from nanodomino.config.choices import ALLOWED, Choices
 from nanodomino.errors import require
-from nanodomino.layers.norms import NORMALIZATIONS
+from nanodomino.layers.sublayers import NORMALIZATIONS
 from nanodomino.layers.positions import POSITION_EMBEDDING_TYPES
 from nanodomino.optim.learning_rate import LR_DECAY_STYLES
 from nanodomino.optim.loss_scale import LOSS_SCALE_LIMIT, SMALLEST_LOSS_SCALE

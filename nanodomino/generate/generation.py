@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanodomino.errors import NotFinite, require
 from nanodomino.generate.cache import KeyValueCache
-from nanodomino.layers.dropout_and_positions import seeded_generator
+from nanodomino.layers.residual import seeded_generator
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
 from nanodomino.parallel import gather_logits

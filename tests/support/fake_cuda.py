@@ -19,7 +19,7 @@ from nanodomino.config.config import Config
 from nanodomino.dry_run import rank as dry_run
 from nanodomino.dry_run.accounts import Accounts, arguments_of
 from nanodomino.dry_run.shapes import flatten
-from nanodomino.overlap import embedding_and_head
+from nanodomino.overlap import ends
 from support.harness import corpus_without_files
 
 VOCABULARY = 50257
@@ -114,8 +114,8 @@ class Counts(Accounts):
         with mock.patch.object(np, "memmap", lambda *arguments, **options: tokens):
             corpus = corpus_without_files(Path(), train=len(tokens))
             dataset = train.dataset_builder(config, corpus, mesh.device)["train"]
-        with mock.patch.multiple(embedding_and_head, **{
-                name: self.part("cross entropy")(getattr(embedding_and_head, name)) for name in CROSS_ENTROPY}):
+        with mock.patch.multiple(ends, **{
+                name: self.part("cross entropy")(getattr(ends, name)) for name in CROSS_ENTROPY}):
             train.train_step(step, stage, optimizer, dataset, config, mesh, on_action=on_action)
 
 
