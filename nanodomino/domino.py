@@ -43,10 +43,9 @@ stream after the previous sublayer (x, y, bias: see model.py), and a is the outp
 No other rank waits for weight gradients. So backward computes them after it has launched the all-reduce of grad_h,
 which they help to hide.
 
-A residual + norm belongs to two sublayers: it adds the output of the previous one and normalizes the input of the next
-(overlap/ends.py). Everything between h and y is the sublayer's *inside*: LinearPair in
-overlap/linear_pair.py. An option may give a sublayer another inside, and may add steps to this picture: gather h before W1, or restore h, c and a in
-backward.
+overlap/ends.py computes residual + norm. Everything between h and y is the sublayer's *inside*: LinearPair in
+overlap/linear_pair.py. An option may give a sublayer another inside. It may also add steps to this picture: gather h
+before W1, or restore h, c and a in backward.
 
 **What stays exposed.** When the last slice launches its last all-reduce of a chunk, the other slices have no matmuls
 left. In backward, the slice's own weight gradients hide this all-reduce. In forward, nothing hides it: on every
@@ -113,9 +112,8 @@ class Domino:
     """
 
     def __init__(self, model: GPT, slices=1, columns=1, compiled=None, trace=NO_TRACE):
-        """Cut each microbatch into `slices` slices, and each matmul with a collective into `columns` (slice_ops.py).
-
-        compiled: a function such as torch.compile, which makes a function faster; None: run all functions as they are
+        """Cut each microbatch into `slices` slices, and each matmul with a collective into `columns` parts (slices.py).
+        compiled: a function such as torch.compile, which makes a function faster; None: run all functions as they are.
         """
         self.model, self.mesh, self.slices, self.trace = model, model.mesh, slices, trace
         config, fused = model.config, compiled or (lambda function: function)
@@ -126,7 +124,7 @@ class Domino:
         self.tape_policy = config.tape_policy(self.mesh.device, slices, self.residual_norm)
         self.behind_head = config.behind_head(self)
         self.insides = {chunk: [config.inside(sublayer, layer.number, self.mesh, self.ops, fused)
-                                for layer in chunk.layers for sublayer in (layer.attention, layer.mlp)]
+                                for layer in chunk.layers for sublayer in layer.children()]
                         for chunk in [*model.chunks, *model.chunks_behind_head]}
 
     # ---- called by pipeline.py for each microbatch

@@ -97,11 +97,6 @@ class Mesh:
         return "\n".join(lines)
 
 
-def no_more_groups(rows):
-    """Return the groups that options add to the mesh; this default adds none."""
-    return {}
-
-
 def group_rows(sizes: dict[str, int], more_groups) -> dict[str, list[list[int]]]:
     """Return {group name: rows}. A row lists the ranks of one process group; each rank is in one row of each name."""
     grid = torch.arange(math.prod(sizes.values())).view(*sizes.values())
@@ -132,7 +127,7 @@ def lay_out(rank: int, sizes: dict[str, int], device, more_groups) -> tuple[Mesh
 
 
 def make_mesh(pp: int, dp: int, tp: int, device: torch.device, timeout: int = TIMEOUT, inner_axes=None,
-              more_groups=no_more_groups, thread_blocks=None) -> Mesh:
+              more_groups=lambda rows: {}, thread_blocks=None) -> Mesh:
     """Arrange the world as a grid and create its process groups. Every rank must call this with the same arguments.
 
     timeout: seconds that a collective may take; new groups do not inherit the world's timeout.
@@ -160,7 +155,7 @@ def make_mesh(pp: int, dp: int, tp: int, device: torch.device, timeout: int = TI
     return mesh
 
 
-def meta_mesh(pp: int, dp: int, tp: int, pp_rank=0, dp_rank=0, tp_rank=0, inner_axes=None, more_groups=no_more_groups,
+def meta_mesh(pp: int, dp: int, tp: int, pp_rank=0, dp_rank=0, tp_rank=0, inner_axes=None, more_groups=lambda rows: {},
               **inner_ranks: int) -> Mesh:
     """Return the mesh of the rank with these coordinates, without processes or groups.
 

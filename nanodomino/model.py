@@ -60,11 +60,8 @@ class Layer(nn.Module):
 
 
 class Embedding(nn.Module):
-    """The word embedding, sharded by vocabulary, and the position embedding, of which every tp rank holds a copy.
-
-    The position embedding is None if the model has no learned positions. It is also None without pre_process: then this
-    stage uses the word embedding only as the tied head, or behind the head.
-    """
+    """The word embedding, sharded by vocabulary, and the position embedding, of which every tp rank holds a copy. The
+    latter is None without learned positions, and on a stage that uses the words only as the tied head or behind it."""
 
     def __init__(self, config, mesh: Mesh, pre_process: bool, post_process: bool):
         super().__init__()
@@ -79,13 +76,10 @@ class Embedding(nn.Module):
                 update="decay")
 
     def add_positions(self, words, positions, mask):
-        """Add the learned embeddings of positions [b, s] to words [b, s, h], then apply dropout.
-
-        Without learned positions, only apply dropout.
-        """
-        if self.position_embeddings is None:
-            return drop(words, mask)
-        return drop(words + F.embedding(positions, self.position_embeddings.weight), mask)
+        """Add the embeddings of positions [b, s], if they are learned, to words [b, s, h]. Then apply dropout."""
+        if self.position_embeddings is not None:
+            words = words + F.embedding(positions, self.position_embeddings.weight)
+        return drop(words, mask)
 
     def add_position_gradients(self, gradient, positions):
         """Add the gradient of the position embedding, if there is one, to its main_grad.
@@ -123,7 +117,7 @@ class Chunk:
     @property
     def sublayers(self) -> list[Sublayer]:
         """The attention and MLP of each layer, in order."""
-        return [sublayer for layer in self.layers for sublayer in (layer.attention, layer.mlp)]
+        return [sublayer for layer in self.layers for sublayer in layer.children()]
 
 
 class GPT(nn.Module):
@@ -171,16 +165,15 @@ class GPT(nn.Module):
         """Return a chunk of these layers, with all its parts. more_parts: parts that an option runs before the layers.
         """
         parts = {"embedding": (self.embedding,)} if pre_process else dict(more_parts)
-        parts |= {sublayer.site: (sublayer,) for layer in layers for sublayer in (layer.attention, layer.mlp)}
-        return Chunk(layers, pre_process, post_process,
-                     parts | ({"head": (self.final_norm, *self.head)} if post_process else {}))
+        parts |= {sublayer.site: (sublayer,) for layer in layers for sublayer in layer.children()}
+        if post_process:
+            parts["head"] = (self.final_norm, *self.head)
+        return Chunk(layers, pre_process, post_process, parts)
 
     @torch.no_grad()
     def initialize(self):
-        """Draw each whole parameter from a generator seeded by (seed, parameter name), and keep this rank's shard.
-
-        So the initial model is the same on every layout: the shards of a matrix differ, and its replicas are equal.
-        """
+        """Draw each whole parameter from a generator seeded by (seed, parameter name), and keep this rank's shard. So
+        the initial model is the same on every layout: the shards of a matrix differ, and its replicas are equal."""
         for name, weight in self.named_parameters():
             if weight.spec.std is None:
                 weight.fill_(weight.spec.value)

@@ -57,8 +57,8 @@ from nanodomino.config.choices import Choices
 from nanodomino.options.multi_token_prediction.runner import PredictionDepths
 from nanodomino.overlap import ends, slices
 from nanodomino.overlap.ends import EmbeddingAndHead
-from nanodomino.overlap.slices import Flight, result_of
-from nanodomino.overlap.slices import SliceOps
+from nanodomino.overlap.linear_pair import LinearPair
+from nanodomino.overlap.slices import Flight, SliceOps, result_of
 from nanodomino.run.agreement import from_rank_0
 from nanodomino.zero import ZeroOptimizer, sum_of_squares
 from support import ROOT, harness
@@ -689,9 +689,13 @@ def complete_too_early(config):
         if self.on_gradients_ready and self.remaining[modules] == 0:
             self.on_gradients_ready(modules)
 
+    class WithoutHead(dict):
+        def values(self):
+            return [part for site, part in self.items() if site != "head"]
+
     def without_head(right, config, self, model):
-        return [module for module in right(self, model) if module not in (model.final_norm, *model.head)]
-    return [instead(Choices, "reported_behind_head", without_head, config),
+        return [dataclasses.replace(chunk, parts=WithoutHead(chunk.parts)) for chunk in right(self, model)]
+    return [instead(Choices, "chunks_behind_head", without_head, config),
             (domino.GradientsReady, "__call__", only_once)]
 
 

@@ -198,7 +198,7 @@ class SliceOps:
     # ---- matmuls; a weight is a tensor, or an option's object that multiplies in another way (options/fp8.py)
 
     def column_parts(self, tensor, dim):
-        """Cut a tensor into `columns` parts, each with some features. dim: -1 for an activation, 0 for a weight [out, in]."""
+        """Cut a tensor's features into `columns` parts. dim: -1 for an activation, 0 for a weight [out, in]."""
         return [tensor] if self.columns == 1 else tensor.chunk(self.columns, dim)
 
     def linear(self, slice, site, flights, weight, bias=None):

@@ -149,7 +149,7 @@ def test_the_first_and_the_last_layer_may_stay_in_the_training_type_and_experts_
     with fake_world(0, 1):
         _, _, _, stage = build(tiny(1, **FP32, fp8_format="hybrid", **options))
     in_8_bits = {inside.site for inside in next(iter(stage.insides.values()))
-                 if isinstance(getattr(inside, "column", None), Fp8Weight) and isinstance(inside.row, Fp8Weight)}
+                 if all(isinstance(getattr(inside, name), Fp8Weight) for name in ("w1", "w2"))}
     assert in_8_bits == {*(f"layers.{layer}.attention" for layer in attentions),
                          *(f"layers.{layer}.mlp" for layer in mlps)}
 
