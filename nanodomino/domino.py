@@ -140,17 +140,14 @@ class Domino:
         """
         count = min(self.slices, len(batch.sample_ids))
         hiddens = [None] * count if hidden is None else hidden.tensor_split(count)
-        slices = [self.slice(index, self.model.chunks[chunk], samples, hidden, training)
-                  for index, (samples, hidden) in enumerate(zip(batch.split(count), hiddens))]
+        slices = []
+        for index, (samples, hidden) in enumerate(zip(batch.split(count), hiddens)):
+            masks_and_positions = self.model.masks_and_positions(
+                samples.sample_ids if training else None, None if samples.in_order else samples.positions,
+                samples.extras, self.tape_policy.keeps_masks, self.ops.stream)
+            slices.append(Slice(index, self.model.chunks[chunk], samples, hidden, masks_and_positions, training))
         yield from interleave([self.staggered(slice, self.forward_slice(slice)) for slice in slices], self.trace)
         return slices[0].output if count == 1 else torch.cat([slice.output for slice in slices]), slices
-
-    def slice(self, index, chunk, batch: Batch, hidden, training) -> Slice:
-        """Return the state in which a slice starts its forward."""
-        masks_and_positions = self.model.masks_and_positions(
-            batch.sample_ids if training else None, None if batch.in_order else batch.positions, batch.extras,
-            self.tape_policy.keeps_masks, self.ops.stream)
-        return Slice(index, chunk, batch, hidden, masks_and_positions, training)
 
     def backward(self, slices, gradient, on_gradients_ready=None, defer_weights=False, loss_scale=1.0):
         """Turn the gradient of forward's output into the gradient of `hidden` (None for the model's first chunk).

@@ -63,25 +63,13 @@ class Mesh:
         row = self.rows.get(name, [self.rank])
         return len(row), row.index(self.rank)
 
-    def group(self, name: str) -> dist.ProcessGroup:
-        """Return the process group of one of axis()'s names."""
-        return self.groups[name]
-
     def rank_of(self, **moved: int) -> int:
-        """Return the world rank of the process at this process's coordinates, except for those that are given."""
+        """Return the world rank of the process at this process's coordinates, except for those that are given. For
+        example, rank_of(pp=1) is stage 1 of this process's own pipeline."""
         rank = 0
         for axis, size in self.sizes.items():
             rank = rank * size + moved.get(axis, self.coordinates[axis])
         return rank
-
-    def stage_rank(self, pp_rank: int) -> int:
-        """Return the world rank of stage pp_rank in this process's own pipeline."""
-        return self.rank_of(pp=pp_rank)
-
-    @property
-    def is_first_stage(self) -> bool:
-        """Whether this stage holds the embedding. Which stage holds the head depends on the schedule's placement."""
-        return self.pp_rank == 0
 
     def picture(self, stages: list[str]) -> str:
         """Return the grid as text. stages[i]: what stage i holds, for example "layers 0 to 3"."""

@@ -9,7 +9,7 @@ three steps:
     inside             two matmuls with local shards   partial = core(h W1^T) W2^T   core: attention, or gelu in an MLP
     all-reduce         communication                   y = sum of `partial` over the tp ranks
 
-f and g are the communication operators of parallel.py: in forward only g all-reduces, in backward only f.
+With f and g of parallel.py, the whole chain is:
 
     tokens -> embedding -> g                                       x
            -> norm -> f -> W1 -> attention -> W2 -> g  -> + x      layer 0, attention
@@ -66,7 +66,7 @@ class Embedding(nn.Module):
     def __init__(self, config, mesh: Mesh, pre_process: bool, post_process: bool):
         super().__init__()
         # used at both ends: by one stage, or by the first and the last stage, which then each hold a copy
-        copied = words_at_end(config) and not (pre_process and post_process)
+        copied = config.words_at_end and not (pre_process and post_process)
         self.word_embeddings = VocabParallelEmbedding(config, mesh, addends=("embedding",) if copied else ())
         self.position_embeddings = None
         if pre_process and config.position_embedding_type == "learned_absolute":
@@ -91,11 +91,6 @@ class Embedding(nn.Module):
             weight = self.position_embeddings.weight
             add_gradients([weight], [torch.ops.aten.embedding_dense_backward(
                 gradient.to(wide_dtype(gradient)), positions, len(weight), -1, False)])
-
-
-def words_at_end(config) -> bool:
-    """Return whether the last stage uses the word embedding: as its head, or behind the head."""
-    return config.tied or config.mtp_num_layers > 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,14 +130,15 @@ class GPT(nn.Module):
     def __init__(self, config, mesh: Mesh, parallel_output=True, initialize=True):
         super().__init__()
         self.config, self.mesh, self.parallel_output = config, mesh, parallel_output
-        placement, tied, behind_head = config.placement, config.tied, config.mtp_num_layers
+        placement, tied = config.placement, config.tied
         virtual_stages = [placement.virtual_stage(mesh.pp_rank, chunk) for chunk in range(placement.chunks)]
         self.pre_process, self.post_process = 0 in virtual_stages, placement.last in virtual_stages
-        if self.pre_process or (self.post_process and words_at_end(config)):
+        if self.pre_process or (self.post_process and config.words_at_end):
             self.embedding = Embedding(config, mesh, self.pre_process, self.post_process)
-        numbers = [stage_layers(config.num_layers, stage, placement.last + 1, behind_head) for stage in virtual_stages]
+        numbers = [stage_layers(config.num_layers, virtual_stage, placement.last + 1, config.layers_behind_head)
+                   for virtual_stage in virtual_stages]
         self.layers = nn.ModuleDict({str(i): Layer(config, mesh, i)
-                                     for i in sorted(i for chunk in numbers for i in chunk)})
+                                     for i in sorted(i for own in numbers for i in own)})
         if self.post_process:
             for name, module in config.modules_behind_head(mesh, Layer).items():
                 self.add_module(name, module)
@@ -151,8 +147,8 @@ class GPT(nn.Module):
                 self.output_layer = VocabParallelEmbedding(config, mesh)
             # the list hides the module from torch, which would register a tied matrix under a second name
             self.head = [self.embedding.word_embeddings if tied else self.output_layer]
-        self.chunks = [self.chunk([self.layers[str(i)] for i in chunk], stage == 0, stage == placement.last)
-                       for chunk, stage in zip(numbers, virtual_stages)]
+        self.chunks = [self.chunk([self.layers[str(i)] for i in own], place == 0, place == placement.last)
+                       for own, place in zip(numbers, virtual_stages)]
         self.chunks_behind_head = config.chunks_behind_head(self) if self.post_process else []
         # what sublayers count, in one tensor for the whole model: zero.py sums it over the world
         sizes = config.statistics
@@ -162,8 +158,7 @@ class GPT(nn.Module):
             self.initialize()
 
     def chunk(self, layers: list[Layer], pre_process: bool, post_process: bool, more_parts=()) -> Chunk:
-        """Return a chunk of these layers, with all its parts. more_parts: parts that an option runs before the layers.
-        """
+        """Return a chunk of these layers. more_parts: the parts that an option runs before the layers."""
         parts = {"embedding": (self.embedding,)} if pre_process else dict(more_parts)
         parts |= {sublayer.site: (sublayer,) for layer in layers for sublayer in layer.children()}
         if post_process:

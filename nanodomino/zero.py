@@ -180,9 +180,9 @@ class ZeroOptimizer:
             self.finish_reduces(MAX_REDUCES_IN_FLIGHT - 1)
         flat, received = bucket.pop_gradients(), None
         if bucket.partitions == 1:
-            work = dist.all_reduce(flat, group=self.mesh.group(group), async_op=True)
+            work = dist.all_reduce(flat, group=self.mesh.groups[group], async_op=True)
         else:
-            work, received = reduce_scatter(flat, group=self.mesh.group(group))
+            work, received = reduce_scatter(flat, group=self.mesh.groups[group])
         self.reduces_in_flight.append((bucket, flat, work, received))
         self.trace.watch(kind, work, group=group, bytes=flat.nbytes)
 
@@ -209,7 +209,7 @@ class ZeroOptimizer:
         self.finish_reduces()
         for bucket in self.buckets:
             for group in bucket.kind.addends:
-                work = dist.all_reduce(bucket.own_grad, group=self.mesh.group(group), async_op=True)
+                work = dist.all_reduce(bucket.own_grad, group=self.mesh.groups[group], async_op=True)
                 self.trace.watch("all_reduce", work, group=group, bytes=bucket.own_grad.nbytes)
                 self.wait(group, work)
 
@@ -262,7 +262,7 @@ class ZeroOptimizer:
         kind, mesh = bucket.kind, self.mesh
         return (self.spec_of[bucket].counts_in_norm and ("tp" in kind.shards or mesh.tp_rank == 0)
                 and (bucket.partitions > 1 or mesh.axis(kind.replicas)[1] == 0)
-                and ("embedding" not in kind.addends or mesh.is_first_stage))
+                and ("embedding" not in kind.addends or mesh.pp_rank == 0))
 
     def update(self, learning_rate: float, grad_norm: float, scale: float):
         """Multiply the gradients by `scale`, then run phases 2 and 3."""
@@ -287,7 +287,7 @@ class ZeroOptimizer:
             if bucket.master is not bucket.own_weights:
                 bucket.own_weights.copy_(bucket.master)
             if bucket.partitions > 1:
-                works.append((group, all_gather(bucket.weights, bucket.own_weights, group=self.mesh.group(group))))
+                works.append((group, all_gather(bucket.weights, bucket.own_weights, group=self.mesh.groups[group])))
                 self.trace.watch("all_gather", works[-1][1], group=group, bytes=bucket.weights.nbytes)
         for group, work in works:
             self.wait(group, work)

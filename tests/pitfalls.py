@@ -356,7 +356,7 @@ def tied_twice(right, config, self, bucket):
 @pitfall("The gradient norm counts replicated parameters once per rank", ZeroOptimizer, "counts_in_norm", **TP)
 def copies_counted(right, config, self, bucket):
     return ((bucket.partitions > 1 or self.mesh.dp_rank == 0)
-            and ("embedding" not in bucket.kind.addends or self.mesh.is_first_stage))
+            and ("embedding" not in bucket.kind.addends or self.mesh.pp_rank == 0))
 
 
 @pitfall("The gradient norm leaves shards out", ZeroOptimizer, "counts_in_norm", **TP)

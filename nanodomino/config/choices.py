@@ -56,6 +56,16 @@ class Choices:
         numbered after the model's last layer."""
         return f"layers.{number}" if number < self.num_layers else f"mtp.{number - self.num_layers}.layer"
 
+    @property
+    def layers_behind_head(self) -> int:
+        """The number of layers behind the head."""
+        return self.mtp_num_layers
+
+    @property
+    def words_at_end(self) -> bool:
+        """Whether the last stage uses the word embedding: as its head, or behind the head."""
+        return self.tied or self.layers_behind_head > 0
+
     def modules_behind_head(self, mesh, layer_class) -> dict:
         """Return {name: module} of what the stage with the head holds besides the model."""
         depths = [PredictionDepth(self, mesh, f"mtp.{number}", layer_class(self, mesh, self.num_layers + number))

@@ -250,7 +250,7 @@ def reduced_gradients(model, optimizer, tokens) -> dict:
         whole, divisor = bucket.own_grad, tokens * (1 if bucket.kind.update == "sign" else optimizer.loss_scale.value)
         if bucket.partitions > 1:
             whole = torch.cat([bucket.own_grad] * bucket.partitions)
-            all_gather(whole, bucket.own_grad, optimizer.mesh.group(bucket.kind.replicas)).wait()
+            all_gather(whole, bucket.own_grad, optimizer.mesh.groups[bucket.kind.replicas]).wait()
         for weight in bucket.parameters:
             gradients[weight] = bucket.view(weight, whole) / divisor
     return {name: (gradients[weight], shard_spec(weight)) for name, weight in model.named_parameters()}

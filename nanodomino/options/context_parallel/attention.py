@@ -65,7 +65,7 @@ class SharedSampleAttention(LinearPair):
 
     def __init__(self, sublayer, ops, compiled, mesh, config, **factor):
         super().__init__(sublayer, ops, compiled, **factor)
-        self.mesh, self.config, self.ranks, self.group = mesh, config, mesh.axis("cp")[0], mesh.group("cp")
+        self.mesh, self.config, self.ranks, self.group = mesh, config, mesh.axis("cp")[0], mesh.groups["cp"]
 
     def send(self, slice, flight):
         """Launch a flight, let other slices compute, and return its tensor."""
