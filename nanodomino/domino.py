@@ -73,7 +73,6 @@ from nanodomino.layers.residual import add_residual, residual_backward
 from nanodomino.overlap.ends import EmbeddingAndHead, ResidualNorm, bias_and_mask
 from nanodomino.overlap.slices import GradientsReady, Slice, SliceOps, TapeEntry
 
-
 if TYPE_CHECKING:
     from nanodomino.data import Batch
     from nanodomino.model import GPT

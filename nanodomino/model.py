@@ -82,11 +82,9 @@ class Embedding(nn.Module):
         return drop(words, mask)
 
     def add_position_gradients(self, gradient, positions):
-        """Add the gradient of the position embedding, if there is one, to its main_grad.
-
-        gradient [b, s, h]: the gradient of words + position embeddings, the tensor in add_positions() before dropout.
-        The copies on the tp ranks must stay equal bit for bit, so this avoids index_add_: its order is random on GPUs.
-        """
+        """Add the gradient of the position embedding, if there is one, to its main_grad. gradient [b, s, h]: the
+        gradient of the sum in add_positions(), before dropout. The copies on the tp ranks must stay equal bit for bit,
+        so this avoids index_add_: its order is random on GPUs."""
         if self.position_embeddings is not None:
             weight = self.position_embeddings.weight
             add_gradients([weight], [torch.ops.aten.embedding_dense_backward(
@@ -123,8 +121,7 @@ class GPT(nn.Module):
     Layers are numbered over the whole model (layers.7.attention.qkv.weight), so names don't depend on the layout.
 
     parallel_output: without labels, return only the logits of this rank's words; see forward().
-    initialize: if False, the weights have no values until a checkpoint is loaded. Drawing 8 billion weights takes
-        about a minute.
+    initialize: if False, the weights have no values until a checkpoint is loaded. Drawing 8e9 weights takes a minute.
     """
 
     def __init__(self, config, mesh: Mesh, parallel_output=True, initialize=True):
