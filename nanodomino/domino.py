@@ -43,8 +43,8 @@ stream after the previous sublayer (x, y, bias: see model.py), and a is the outp
 No other rank waits for weight gradients. So backward computes them after it has launched the all-reduce of grad_h,
 which they help to hide.
 
-overlap/ends.py computes residual + norm. Everything between h and y is the sublayer's *inside*: LinearPair in
-overlap/linear_pair.py. An option may give a sublayer another inside. It may also add steps to this picture: gather h
+overlap/ends.py computes residual + norm. Everything between h and y is the sublayer's *branch*: LinearPair in
+overlap/linear_pair.py. An option may give a sublayer another branch. It may also add steps to this picture: gather h
 before W1, or restore h, c and a in backward.
 
 **What stays exposed.** When the last slice launches its last all-reduce of a chunk, the other slices have no matmuls
@@ -76,7 +76,7 @@ from nanodomino.overlap.slices import GradientsReady, Slice, SliceOps, TapeEntry
 if TYPE_CHECKING:
     from nanodomino.data import Batch
     from nanodomino.model import GPT
-    from nanodomino.overlap.linear_pair import Inside
+    from nanodomino.overlap.linear_pair import Branch
 
 
 def interleave(generators, trace):
@@ -117,14 +117,14 @@ class Domino:
         self.model, self.mesh, self.slices, self.trace = model, model.mesh, slices, trace
         config, fused = model.config, compiled or (lambda function: function)
         self.ops = SliceOps(config.residual_stream(self.mesh), columns, trace, model.statistics_of,
-                            always_yields=self.mesh.tp > 1 or not config.communicates_inside)
+                            always_yields=self.mesh.tp > 1 or not config.branches_communicate)
         self.residual_norm = ResidualNorm(model.chunks[0].sublayers[0].norm, fused)
         self.ends = EmbeddingAndHead(model, self.ops, self.residual_norm, compiled)
         self.tape_policy = config.tape_policy(self.mesh.device, slices, self.residual_norm)
         self.behind_head = config.behind_head(self)
-        self.insides = {chunk: [config.inside(sublayer, layer.number, self.mesh, self.ops, fused)
-                                for layer in chunk.layers for sublayer in layer.children()]
-                        for chunk in [*model.chunks, *model.chunks_behind_head]}
+        self.branches = {chunk: [config.branch(sublayer, layer.number, self.mesh, self.ops, fused)
+                                 for layer in chunk.layers for sublayer in layer.children()]
+                         for chunk in [*model.chunks, *model.chunks_behind_head]}
 
     # ---- called by pipeline.py for each microbatch
 
@@ -191,32 +191,32 @@ class Domino:
     # ---- forward
 
     def forward_slice(self, slice: Slice):
-        """Run one slice through its chunk. x is the residual stream; y is the output of the inside `previous`, which
+        """Run one slice through its chunk. x is the residual stream; y is the output of the branch `previous`, which
         the next residual + norm adds to x."""
         x, y, previous = slice.hidden, None, None
         slice.hidden = None                                    # so that only the tape keeps this tensor
         if slice.chunk.pre_process:
             x = yield from self.ends.embed(slice)
-        for inside in self.insides[slice.chunk]:
-            x, y = yield from self.forward_sublayer(slice, inside, x, y, previous)
-            previous = inside
+        for branch in self.branches[slice.chunk]:
+            x, y = yield from self.forward_sublayer(slice, branch, x, y, previous)
+            previous = branch
         if slice.chunk.post_process:
             slice.output, slice.head = yield from self.ends.head(slice, x, y, previous)
             yield from self.behind_head.forward(slice)
         else:
             slice.output = add_residual(x, y, *bias_and_mask(slice, previous, y))
 
-    def forward_sublayer(self, slice: Slice, inside: Inside, x, y, previous: Inside | None):
-        """Turn x, y of the previous sublayer into x, y of this sublayer: residual + norm, gather, inside, reduce."""
-        h, norm = self.residual_norm.forward(slice, x, y, previous, inside.norm_weights)
-        h = inside.keep(h)
-        flights = self.ops.gather(slice, inside.site, h)
+    def forward_sublayer(self, slice: Slice, branch: Branch, x, y, previous: Branch | None):
+        """Turn x, y of the previous sublayer into x, y of this sublayer: residual + norm, gather, branch, reduce."""
+        h, norm = self.residual_norm.forward(slice, x, y, previous, branch.norm_weights)
+        h = branch.keep(h)
+        flights = self.ops.gather(slice, branch.site, h)
         yield from self.ops.yield_if_in_flight(flights)
-        flights, inside_tape = yield from inside.forward(slice, flights)
+        flights, branch_tape = yield from branch.forward(slice, flights)
         if slice.training:
-            slice.tape.append(self.tape_policy.keep(TapeEntry(inside, norm, h, inside_tape)))
-        del h, inside_tape                                     # free both now, unless the tape keeps them
-        return norm.x, (yield from self.ops.yield_then_wait(slice, inside.site, flights))
+            slice.tape.append(self.tape_policy.keep(TapeEntry(branch, norm, h, branch_tape)))
+        del h, branch_tape                                     # free both now, unless the tape keeps them
+        return norm.x, (yield from self.ops.yield_then_wait(slice, branch.site, flights))
 
     # ---- backward
 
@@ -227,7 +227,7 @@ class Domino:
             grad_x, grad_y = yield from self.backward_head(slice, grad_x, gradient, ready)
         else:
             self.start_restore(slice)
-            bias, mask = bias_and_mask(slice, self.insides[slice.chunk][-1], gradient)
+            bias, mask = bias_and_mask(slice, self.branches[slice.chunk][-1], gradient)
             grad_x, grad_y, grad_bias = residual_backward(gradient, mask, bias is not None)
             add_gradients([bias], [grad_bias])
             yield from self.ops.yield_if_in_flight(slice.tape[-1].h_flights)
@@ -245,16 +245,16 @@ class Domino:
         y is a sum over the ranks, so each rank's addend has the gradient grad_y, without an all-reduce. Every rank used
         h for its own features, so grad_h is the sum of all ranks' gradients of h.
         """
-        inside, norm, flights = entry.inside, entry.norm, self.ops.gather(slice, entry.inside.site, grad_y)
+        branch, norm, flights = entry.branch, entry.norm, self.ops.gather(slice, entry.branch.site, grad_y)
         yield from self.ops.yield_if_in_flight(flights)
-        flights, matmuls = yield from inside.backward(slice, entry.inside_tape, flights, entry.h_flights)
+        flights, matmuls = yield from branch.backward(slice, entry.branch_tape, flights, entry.h_flights)
         del entry                                              # free what the weight gradients do not need
         overlapped, deferred = (matmuls, []) if slice.deferred is None else ([], matmuls)
-        grad_h = yield from self.wait_for_sum(slice, inside.site, flights, overlapped)
+        grad_h = yield from self.wait_for_sum(slice, branch.site, flights, overlapped)
         grad_x, grad_y = self.residual_norm.backward(slice, norm, grad_x, grad_h)
-        part = slice.chunk.parts[inside.site]
+        part = slice.chunk.parts[branch.site]
         if deferred:
-            slice.deferred.append((inside.site, deferred, part))
+            slice.deferred.append((branch.site, deferred, part))
         else:
             ready(*part)
         return grad_x, grad_y
@@ -287,10 +287,10 @@ class Domino:
         tape policy kept it, and gather the other ranks' rows."""
         if slice.tape:
             entry, h = slice.tape[-1], self.tape_policy.bring_back_h(slice.tape)
-            entry.h_flights, entry.h = self.ops.gather(slice, entry.inside.site, entry.inside.keep(h)), None
+            entry.h_flights, entry.h = self.ops.gather(slice, entry.branch.site, entry.branch.keep(h)), None
 
     def finish_restore(self, slice):
-        """Restore the tensors that forward dropped from the inside of the last tape entry."""
+        """Restore the tensors that forward dropped from the branch of the last tape entry."""
         if slice.tape and self.tape_policy.restores:
             entry = slice.tape[-1]
-            yield from entry.inside.restore(slice, entry.inside_tape, entry.h_flights)
+            yield from entry.branch.restore(slice, entry.branch_tape, entry.h_flights)

@@ -6,7 +6,7 @@ three steps:
 
     residual + norm    the same on every rank          x' = x + dropout(y + bias)    y, bias: of the previous sublayer
                                                        h = norm(x')
-    inside             two matmuls with local shards   partial = core(h W1^T) W2^T   core: attention, or gelu in an MLP
+    branch             two matmuls with local shards   partial = core(h W1^T) W2^T   core: attention, or gelu in an MLP
     all-reduce         communication                   y = sum of `partial` over the tp ranks
 
 With f and g of parallel.py, the whole chain is:

@@ -21,16 +21,16 @@ from nanodomino.optim.optimizers import OPTIMIZERS
 from nanodomino.options.context_parallel import places
 from nanodomino.options.context_parallel.attention import ATTENTION
 from nanodomino.options.documents import DocumentCache, mark_documents
-from nanodomino.options.experts.moe import MoE, MoEInside, sign_updates
+from nanodomino.options.experts.moe import MoE, MoEBranch, sign_updates
 from nanodomino.options.experts.router import SCORE_FUNCTIONS
 from nanodomino.options.fp8 import FORMATS, RECIPES, Fp8Recipe, Fp8Weight, check_gpu
 from nanodomino.options.multi_token_prediction.depths import PredictionDepth, add_depths
 from nanodomino.options.multi_token_prediction.runner import PredictionDepths, depth_chunks
 from nanodomino.options.muon import MUON
-from nanodomino.options.recompute.tape_policy import GRANULARITIES, RecomputingTape
+from nanodomino.options.recompute.tape_policy import GRANULARITIES, RecomputePolicy
 from nanodomino.options.sequence_parallel import ShardedResidual
 from nanodomino.overlap.linear_pair import LinearPair
-from nanodomino.overlap.slices import NothingBehindHead, ReplicatedResidual, WholeTape
+from nanodomino.overlap.slices import NothingBehindHead, ReplicatedResidual, TapePolicy
 
 
 # {setting: its values} of the settings that choose from a table of an option
@@ -87,11 +87,11 @@ class Choices:
 
     # ---- a sublayer in training
 
-    def inside(self, sublayer, layer: int, mesh, ops, compiled):
+    def branch(self, sublayer, layer: int, mesh, ops, compiled):
         """Return the object that computes everything between a sublayer's norm and its reduce; see LinearPair.
         layer: the number of the sublayer's layer, from 0."""
         if isinstance(sublayer, MoE):
-            return MoEInside(sublayer, ops, compiled)
+            return MoEBranch(sublayer, ops, compiled)
         factor = {}
         if self.fp8_format and not (self.first_last_layers_bf16 and layer in (0, self.num_layers - 1)):
             recipe = Fp8Recipe.of(self.fp8_format, self.fp8_recipe, self.params_dtype, compiled, self.fp8_wgrad)
@@ -101,8 +101,8 @@ class Choices:
         return LinearPair(sublayer, ops, compiled, **factor)
 
     @property
-    def communicates_inside(self) -> bool:
-        """Whether insides launch collectives of their own."""
+    def branches_communicate(self) -> bool:
+        """Whether branches launch collectives of their own."""
         return self.cp > 1 or self.ep > 1
 
     @property
@@ -114,10 +114,10 @@ class Choices:
         """Return the object that gathers and reduces the residual stream."""
         return (ShardedResidual if self.sequence_shards > 1 else ReplicatedResidual)(mesh.tp_group)
 
-    def tape_policy(self, device, slices: int, residual_norm) -> WholeTape:
+    def tape_policy(self, device, slices: int, residual_norm) -> TapePolicy:
         """Return the object that says what the tapes of a stage keep."""
         recomputes = self.recompute_granularity != "none"
-        return RecomputingTape(self, device, slices, residual_norm) if recomputes else WholeTape()
+        return RecomputePolicy(self, device, slices, residual_norm) if recomputes else TapePolicy()
 
     @property
     def offloads_to_host(self) -> bool:
@@ -252,8 +252,8 @@ class Choices:
         return depths * (self.mtp_num_layers > 0)
 
     @property
-    def sent_inside(self) -> tuple[str, ...]:
-        """What insides send."""
+    def sent_by_branches(self) -> tuple[str, ...]:
+        """What branches send."""
         words = "gather of keys and values" if self.cp_comm_type == "all_gather" else "all-to-all"
         return (words,) * (self.cp > 1) + ("all-to-all",) * (self.ep > 1)
 

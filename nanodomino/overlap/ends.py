@@ -46,14 +46,14 @@ from nanodomino.layers.residual import add_residual, drop, residual_backward
 from nanodomino.overlap.slices import result_of
 
 if TYPE_CHECKING:
-    from nanodomino.overlap.linear_pair import Inside
+    from nanodomino.overlap.linear_pair import Branch
 
 
 @dataclass
 class SavedResidualNorm:
     """Holds what forward keeps of a residual + norm for backward."""
     weights: tuple                       # (weight, bias) of the norm
-    previous: Inside | None              # the inside whose output is added; None at a chunk's start
+    previous: Branch | None              # the branch whose output is added; None at a chunk's start
     x: torch.Tensor                      # x' [b, s, h], the input of the norm
     statistics: tuple                    # from the norm's forward: for example mean and 1 / deviation of each token
 

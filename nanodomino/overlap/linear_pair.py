@@ -1,6 +1,6 @@
-"""What a sublayer computes between the output h of its norm and the reduce of its result y: its *inside*.
+"""What a sublayer computes between the output h of its norm and the reduce of its result y: its *branch*.
 
-LinearPair is the inside of attention and MLP: two matmuls around a core. Options have others (options/experts).
+LinearPair is the branch of attention and MLP: two matmuls around a core. Options have others (options/experts).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from nanodomino.overlap.slices import Flight, SliceOps
 
 
-class Inside:
-    """The interface of an inside: LinearPair below, or an option's.
+class Branch:
+    """The interface of a branch: LinearPair below, or an option's.
 
     sublayer, site        the sublayer, and its name in traces
     norm_weights          (weight, bias) of its norm
     output_bias           the bias [h] that is added to y after the reduce, or None
 
-    h and grad_y are flights (slices.py) of these tensors: the inside waits for them. The methods except `keep` are
+    h and grad_y are flights (slices.py) of these tensors: the branch waits for them. The methods except `keep` are
     generators, which yield while a collective is in flight:
 
         keep(h)                           -> h in the form in which the tape keeps it
@@ -48,8 +48,8 @@ class LinearPairTape:
     activation: torch.Tensor | None      # a [b, s, .../t], the input of the row-parallel matmul
 
 
-class LinearPair(Inside):
-    """Runs the inside of attention and MLP: column-parallel matmul, core, row-parallel matmul.
+class LinearPair(Branch):
+    """Runs the branch of attention and MLP: column-parallel matmul, core, row-parallel matmul.
 
         forward     c = h W1^T + b1      a = core(c)      y = sum over ranks of a W2^T
         backward    grad_a = grad_y W2   grad_c = core_backward(grad_a)   grad_h = sum over ranks of grad_c W1

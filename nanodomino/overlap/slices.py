@@ -258,16 +258,16 @@ if TYPE_CHECKING:
     from nanodomino.layers.dropout_and_positions import MasksAndPositions
     from nanodomino.model import Chunk
     from nanodomino.overlap.ends import HeadTape, SavedResidualNorm
-    from nanodomino.overlap.linear_pair import Inside, LinearPairTape
+    from nanodomino.overlap.linear_pair import Branch, LinearPairTape
 
 
 @dataclass
 class TapeEntry:
     """Holds what forward keeps of one sublayer. Dropped tensors are None."""
-    inside: Inside
+    branch: Branch
     norm: SavedResidualNorm
     h: torch.Tensor | None               # the norm's output [b, s, h]; only this rank's rows if the stream is sharded
-    inside_tape: LinearPairTape          # or what another inside keeps
+    branch_tape: LinearPairTape          # or what another branch keeps
     h_flights: list[Flight] | None = None    # set in backward: the flights that gather all rows of h
 
 
@@ -301,14 +301,14 @@ class GradientsReady:
             self.on_gradients_ready(modules)
 
 
-class WholeTape:
+class TapePolicy:
     """Keeps all that backward needs. This is the default of a tape policy; options may keep less and restore it."""
-    restores = False                     # whether backward must call an inside's restore()
+    restores = False                     # whether backward must call a branch's restore()
     keeps_masks = True                   # whether the dropout masks of the residual stream are kept
 
     def keep(self, entry: TapeEntry) -> TapeEntry:
         """Drop from the entry what backward does not need."""
-        entry.inside_tape.column_output = None                 # `core` holds what backward needs of it
+        entry.branch_tape.column_output = None                 # `core` holds what backward needs of it
         return entry
 
     def bring_back_h(self, tape: list[TapeEntry]):

@@ -105,7 +105,7 @@ class Counts(Accounts):
         train.warm_up(stage, optimizer, config, mesh)
         self.restart()
         self.microbatches, self.buckets = config.microbatches, len(optimizer.buckets)
-        self.sublayers = sum(map(len, stage.insides.values()))
+        self.sublayers = sum(map(len, stage.branches.values()))
         heads = [stage.model.head[0].logits_weight()] if stage.model.post_process else []
         self.weight_shapes = {weight.shape for weight in [*stage.model.parameters(), *heads]}
         stage.forward, stage.backward = self.turns("forward", stage.forward), self.turns("backward", stage.backward)

@@ -51,7 +51,7 @@ from nanodomino.layers.sublayers import ACTIVATIONS, Sublayer
 from nanodomino.optim.optimizers import OptimizerSpec, SignUpdate
 from nanodomino.optim.parameter_spec import parameter
 from nanodomino.options.experts.router import Router, Routing
-from nanodomino.overlap.linear_pair import Inside
+from nanodomino.overlap.linear_pair import Branch
 from nanodomino.overlap.slices import Flight, prepare_all_to_all
 from nanodomino.parallel import (ColumnParallelLinear, RowParallelLinear, copy_to_tensor_parallel,
                                  reduce_from_tensor_parallel)
@@ -235,7 +235,7 @@ class MoETape:
     results: torch.Tensor                # [n k, h], the experts' results, in the order of sending
 
 
-class MoEInside(Inside):
+class MoEBranch(Branch):
     """Runs router, dispatch, experts and combine."""
 
     def __init__(self, sublayer: MoE, ops, compiled):
