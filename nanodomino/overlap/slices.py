@@ -37,6 +37,13 @@ import torch.nn.functional as F
 from nanodomino.comm.scatter_and_gather import all_gather, all_to_all, reduce_scatter
 from nanodomino.layers.gradients import add_weight_gradient, main_grad_of
 
+if TYPE_CHECKING:
+    from nanodomino.data import Batch
+    from nanodomino.layers.dropout_and_positions import MasksAndPositions
+    from nanodomino.model import Chunk
+    from nanodomino.overlap.ends import HeadTape, SavedResidualNorm
+    from nanodomino.overlap.linear_pair import Branch, LinearPairTape
+
 
 @dataclass
 class Flight:
@@ -253,14 +260,6 @@ def add_gradient(weight, grad_output, *inputs):
         weight.add_gradient(grad_output, *inputs)
 
 
-if TYPE_CHECKING:
-    from nanodomino.data import Batch
-    from nanodomino.layers.dropout_and_positions import MasksAndPositions
-    from nanodomino.model import Chunk
-    from nanodomino.overlap.ends import HeadTape, SavedResidualNorm
-    from nanodomino.overlap.linear_pair import Branch, LinearPairTape
-
-
 @dataclass
 class TapeEntry:
     """Holds what forward keeps of one sublayer. Dropped tensors are None."""
@@ -302,7 +301,7 @@ class GradientsReady:
 
 
 class TapePolicy:
-    """Keeps all that backward needs. This is the default of a tape policy; options may keep less and restore it."""
+    """Says what the tape keeps: here all that backward needs. Options may keep less, and restore it in backward."""
     restores = False                     # whether backward must call a branch's restore()
     keeps_masks = True                   # whether the dropout masks of the residual stream are kept
 
@@ -318,6 +317,7 @@ class TapePolicy:
 
 class NothingBehindHead:
     """Runs nothing between a slice's head and the end of its forward. Options may run further layers there."""
+
     def forward(self, slice):
         """Return a generator, or an empty tuple if there is nothing to run."""
         return ()
