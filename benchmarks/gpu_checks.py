@@ -33,7 +33,7 @@ from benchmarks.throughput import OurTraining
 from benchmarks.timeline import record
 from nanodomino.analysis.hardware import peak_memory
 from nanodomino.comm import scatter_and_gather
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.errors import require
 from nanodomino.mesh import Mesh
 from nanodomino.options.fp8 import RECIPES

@@ -27,12 +27,12 @@ from nanodomino.analysis.formulas import (active_parameter_count, bytes_sent, mf
                                           state_bytes_per_parameter)
 from nanodomino.analysis.hardware import FP8_SPEEDUP, GPUS, PEAK_FLOPS, WITHOUT_FP8, Gpu
 from nanodomino.analysis.machine import Machine
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.dry_run.stages import Stage, stage_memory, step_seconds
 from nanodomino.errors import counted, require
 from nanodomino.schedules.simulation import peak_microbatches
 from nanodomino.settings.presets import DTYPES, PUBLISHED_VOCABULARIES
-from nanodomino.settings.setting import flag_name
+from nanodomino.settings.flags import flag_name
 
 RESERVE = 0.05               # the default of --reserve
 ROUNDS = False               # no --repeats: a plan is computed

@@ -38,7 +38,7 @@ from benchmarks.runner import CONFIG_FLAGS, about, bytes_text, progress, seconds
 from nanodomino.analysis.formulas import flops_per_token, mfu, parameter_count, state_bytes_per_parameter
 from nanodomino.analysis.hardware import FP8_SPEEDUP
 from nanodomino.analysis.machine import Machine
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.dry_run.clock import Clock
 from nanodomino.dry_run.rank import kinds_of
 from nanodomino.dry_run.stages import (add_up, extrapolate, fullest_rank_bytes, layers_of, message_seconds, small_run,
@@ -49,7 +49,7 @@ from nanodomino.schedules.actions import Backward
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.schedules.placement_and_messages import timetable
 from nanodomino.settings.rules import check_needs
-from nanodomino.settings.setting import flag_name
+from nanodomino.settings.flags import flag_name
 
 RESULTS = 10
 MICRO_BATCHES = range(1, 17)

@@ -24,7 +24,7 @@ from functools import cache, partial
 import train
 from benchmarks.runner import table
 from nanodomino.analysis.machine import Machine
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.dry_run.accounts import Launch, Operation, Wait
 from nanodomino.dry_run.clock import clock_of
 from nanodomino.dry_run.rank import RankRun

@@ -24,7 +24,7 @@ from benchmarks.runner import bytes_text, parse, progress, seconds_text
 from nanodomino.analysis.formulas import state_bytes_per_parameter
 from nanodomino.analysis.hardware import GPUS
 from nanodomino.comm.trace import Event, Trace
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.domino import Domino
 from nanodomino.errors import counted
 from nanodomino.mesh import lay_out

@@ -32,7 +32,7 @@ with app.setup:
     from nanodomino.schedules.definitions import SCHEDULES
     from nanodomino.settings.presets import PRESETS
     from nanodomino.errors import UserError
-    from nanodomino.options.recompute.tape_policy import GRANULARITIES
+    from nanodomino.options.recompute import GRANULARITIES
     from nanodomino.settings.presets import DTYPES
 
 

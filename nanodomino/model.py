@@ -22,7 +22,7 @@ of the model. domino.py runs the same sublayers in another order, and tests comp
 
 Model families differ in norm, positions, activation, biases, and in whether the head is tied to the word embedding.
 This file handles learned positions and the tied head. The files in layers/ implement the other choices. Options may
-replace a layer's MLP, or add modules behind the head (config/choices.py).
+replace a layer's MLP, or add modules behind the head (settings/choices.py).
 
 Sources: GPT-2; GPT-3 (2005.14165); Megatron-LM (1909.08053, section 3); Llama (2302.13971).
 """

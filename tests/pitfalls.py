@@ -52,9 +52,9 @@ from nanodomino.optim.loss_scale import LossScale
 from nanodomino.options import fp8
 from nanodomino.options.context_parallel import attention as context_parallel
 from nanodomino.options.experts import moe
-from nanodomino.options.experts.router import SCORE_FUNCTIONS, Router
-from nanodomino.config.choices import Choices
-from nanodomino.options.multi_token_prediction.runner import PredictionDepths
+from nanodomino.options.router import SCORE_FUNCTIONS, Router
+from nanodomino.settings.choices import Choices
+from nanodomino.options.multi_token_prediction import PredictionDepths
 from nanodomino.overlap import ends, slices
 from nanodomino.overlap.ends import EmbeddingAndHead
 from nanodomino.overlap.linear_pair import LinearPair

@@ -30,7 +30,7 @@ from nanodomino.checkpoint.tensor_index import FORMAT, Share, write_boxes
 from nanodomino.checkpoint.manifest import flush_folder, step_of, write_manifest
 from nanodomino.checkpoint.shards import BucketRange, LocalBox, local_boxes, range_to_save
 from nanodomino.comm.world import TIMEOUT
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.files import delete
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT

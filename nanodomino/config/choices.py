@@ -21,13 +21,12 @@ from nanodomino.optim.optimizers import OPTIMIZERS
 from nanodomino.options.context_parallel import places
 from nanodomino.options.context_parallel.attention import ATTENTION
 from nanodomino.options.documents import DocumentCache, mark_documents
-from nanodomino.options.experts.moe import MoE, MoEBranch, sign_updates
-from nanodomino.options.experts.router import SCORE_FUNCTIONS
+from nanodomino.options.experts import MoE, MoEBranch, sign_updates
 from nanodomino.options.fp8 import FORMATS, RECIPES, Fp8Recipe, Fp8Weight, check_gpu
-from nanodomino.options.multi_token_prediction.depths import PredictionDepth, add_depths
-from nanodomino.options.multi_token_prediction.runner import PredictionDepths, depth_chunks
+from nanodomino.options.multi_token_prediction import PredictionDepth, PredictionDepths, add_depths, depth_chunks
 from nanodomino.options.muon import MUON
-from nanodomino.options.recompute.tape_policy import GRANULARITIES, RecomputePolicy
+from nanodomino.options.recompute import GRANULARITIES, RecomputePolicy
+from nanodomino.options.router import SCORE_FUNCTIONS
 from nanodomino.options.sequence_parallel import ShardedResidual
 from nanodomino.overlap.linear_pair import LinearPair
 from nanodomino.overlap.slices import NothingBehindHead, ReplicatedResidual, TapePolicy

@@ -28,7 +28,7 @@ from operator import attrgetter
 
 import torch
 
-from nanodomino.config.choices import ALLOWED, Choices
+from nanodomino.settings.choices import ALLOWED, Choices
 from nanodomino.errors import require
 from nanodomino.layers.sublayers import NORMALIZATIONS
 from nanodomino.layers.positions import POSITION_EMBEDDING_TYPES
@@ -40,7 +40,7 @@ from nanodomino.schedules.placement_and_messages import Placement, Timetable, ti
 from nanodomino.settings.presets import (DEFAULT_LAYOUTS, DTYPES, FINETUNE_BATCH_SIZE, FINETUNE_LR_DIVISOR,
                                        PRESETS)
 from nanodomino.settings.rules import check_divisible, check_rules, default_ffn_hidden_size, default_schedule
-from nanodomino.settings.setting import (check_values, data_setting, family_setting, layout_setting, machine_setting,
+from nanodomino.settings.flags import (check_values, data_setting, family_setting, layout_setting, machine_setting,
                                        model_setting, run_setting, training_setting)
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from nanodomino.comm.device import StandIn, kind_of, standing_for
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.data import Batch
 from nanodomino.domino import Domino
 from nanodomino.dry_run.accounts import Accounts, ActionEnd, FusedAttention, Streams

@@ -21,7 +21,7 @@ import math
 from collections import Counter
 from functools import lru_cache, wraps
 
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.dry_run.clock import clock_of
 from nanodomino.dry_run.rank import RankRun, dry_run, kinds_of
 from nanodomino.schedules import simulation

@@ -10,7 +10,7 @@ import torch
 from nanodomino.checkpoint.tensor_index import FORMAT, write_boxes
 from nanodomino.checkpoint.manifest import write_manifest
 from nanodomino.checkpoint.shards import LocalBox
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.errors import require
 from nanodomino.files import read_json
 from nanodomino.huggingface.families import Family, family_of_json, read_config

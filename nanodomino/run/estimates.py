@@ -5,7 +5,7 @@ import math
 
 from nanodomino.analysis.formulas import parameter_count, state_bytes_per_parameter
 from nanodomino.analysis.machine import memory_of_process
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.dry_run.stages import fullest_rank_bytes
 from nanodomino.errors import require
 

@@ -21,7 +21,7 @@ from importlib.util import find_spec
 import torch
 
 from nanodomino.comm.device import capability_of
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 
 
 def choose_kernels(config: Config, device: torch.device):

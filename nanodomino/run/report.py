@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from nanodomino.analysis.formulas import active_parameter_count, flops_per_token, parameter_count
 from nanodomino.analysis.hardware import find_peak_flops, peak_memory
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.corpus.prepared_folder import Corpus
 from nanodomino.errors import counted
 from nanodomino.files import write_file

@@ -26,7 +26,7 @@ from nanodomino.checkpoint.manifest import step_of
 from nanodomino.checkpoint.save import Saver
 from nanodomino.comm.trace import Trace
 from nanodomino.comm.world import LaunchInfo, find_device, start_world
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.corpus.prepared_folder import Corpus, load_corpus
 from nanodomino.errors import NotFinite, UserError, counted, require
 from nanodomino.generate.generation import generate

@@ -16,7 +16,7 @@ from support.runs import metrics
 
 import train
 from nanodomino.analysis.formulas import flops_per_token, parameter_count
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.errors import UserError
 from nanodomino.model import meta_stage
 from nanodomino.plot.curves import Curve

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 from support.runs import make_corpus, needs_proc, saved_steps, train_in_pool
 
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.errors import UserError
 from nanodomino.run.run_folder import open_run
 

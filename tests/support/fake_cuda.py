@@ -15,7 +15,7 @@ from unittest import mock
 import numpy as np
 
 import train
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.dry_run import rank as dry_run
 from nanodomino.dry_run.accounts import Accounts, arguments_of
 from nanodomino.dry_run.shapes import flatten
