@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+
 sys.path.insert(0, str(Path(__file__).resolve().parent))       # `python -I` and PYTHONSAFEPATH leave it out
 
 from nanodomino import pipeline
@@ -70,12 +71,12 @@ def get_batch(dataset: TokenDataset, config: Config, mesh: Mesh, first_sample: i
     return Batch(None, None, None, None, sample_ids_of(*where))
 
 
-def forward_step(batch, stage: Domino, hidden, chunk: int, training: bool):
+def forward_step(batch, domino: Domino, hidden, chunk: int, training: bool):
     """Run a microbatch through a chunk: a generator that returns (output, tape, loss function).
 
     tape: what backward needs. The loss function turns the output of the last chunk into (sum of losses, tokens).
     """
-    output, tape = yield from stage.forward(batch, hidden, training, chunk)
+    output, tape = yield from domino.forward(batch, hidden, training, chunk)
     return output, tape, partial(loss_func, batch.loss_mask)
 
 
@@ -90,46 +91,46 @@ def loss_func(loss_mask, losses):
 
 # ---- training
 
-def train_step(step: int, stage: Domino, optimizer: ZeroOptimizer, dataset: TokenDataset, config: Config, mesh: Mesh,
+def train_step(step: int, domino: Domino, optimizer: ZeroOptimizer, dataset: TokenDataset, config: Config, mesh: Mesh,
                stop=lambda: False, on_action=None) -> StepResult:
     """Train on one global batch and update the weights. Steps count from 1, samples from 0.
 
     stop(): returns whether this rank has received a signal to stop; called at the end of the step. The result's `stop`
     says whether any rank has received one. on_action: see pipeline.run.
     """
-    with stage.trace.span("step", step=step):
+    with domino.trace.span("step", step=step):
         optimizer.zero_grad()
-        totals = run_schedule(config.timetable, config.consumed_train_samples(step - 1), stage, dataset, config, mesh,
+        totals = run_schedule(config.timetable, config.consumed_train_samples(step - 1), domino, dataset, config, mesh,
                               on_gradients_ready=optimizer.on_gradients_ready, on_action=on_action,
                               loss_scale=optimizer.loss_scale.value)
         return optimizer.step(learning_rate(step, config), totals, stop())
 
 
-def evaluate(stage: Domino, dataset: TokenDataset, config: Config, mesh: Mesh, whole=False, on_action=None):
+def evaluate(domino: Domino, dataset: TokenDataset, config: Config, mesh: Mesh, whole=False, on_action=None):
     """Return the mean loss per token over the first eval_iters global batches of a split, or over the whole split, the
     number of tokens that counted, and the number of windows."""
     sums, table = torch.zeros(2, dtype=torch.float64, device=mesh.device), config.timetable.forwards
     firsts = range(0, dataset.windows, config.global_batch_size)[:None if whole else config.eval_iters]
     for first_sample in firsts:
-        totals = run_schedule(table, first_sample, stage, dataset, config, mesh, shuffle=False, on_action=on_action)
+        totals = run_schedule(table, first_sample, domino, dataset, config, mesh, shuffle=False, on_action=on_action)
         sums += torch.stack([totals.loss_sum, totals.tokens])
     # all tensor-parallel ranks have the same losses: count each token once
-    if not (stage.model.post_process and mesh.tp_rank == 0):
+    if not (domino.model.post_process and mesh.tp_rank == 0):
         sums.zero_()
     dist.all_reduce(sums)
     loss_sum, tokens = sums.tolist()
     return loss_sum / max(tokens, 1), int(tokens), min(dataset.windows, len(firsts) * config.global_batch_size)
 
 
-def run_schedule(table: Timetable, first_sample: int, stage: Domino, dataset: TokenDataset, config: Config,
+def run_schedule(table: Timetable, first_sample: int, domino: Domino, dataset: TokenDataset, config: Config,
                  mesh: Mesh, shuffle=True, on_gradients_ready=None, on_action=None, loss_scale=1.0):
     """Run a schedule over the microbatches of a global batch; see get_batch(). Returns pipeline.Totals."""
-    return pipeline.run(table, stage, mesh, partial(get_batch, dataset, config, mesh, first_sample, shuffle),
-                        forward_step, config.residual_shape, config.params_dtype, on_gradients_ready, stage.trace,
+    return pipeline.run(table, domino, mesh, partial(get_batch, dataset, config, mesh, first_sample, shuffle),
+                        forward_step, config.residual_shape, config.params_dtype, on_gradients_ready, domino.trace,
                         on_action, loss_scale)
 
 
-def warm_up(stage: Domino, optimizer: ZeroOptimizer, config: Config, mesh: Mesh):
+def warm_up(domino: Domino, optimizer: ZeroOptimizer, config: Config, mesh: Mesh):
     """Connect the stages, run one dummy microbatch through each chunk, and run every collective of a step once.
 
     This loads kernels, allocates memory and creates communicators, each of which waits until the whole GPU is idle. In
@@ -140,12 +141,12 @@ def warm_up(stage: Domino, optimizer: ZeroOptimizer, config: Config, mesh: Mesh)
     rows = torch.zeros(config.micro_batch_size, config.seq_length + 1, dtype=torch.int64)
     batch = config.own_part(Batch.from_rows(rows, [0] * len(rows), 0, mesh.device,
                                             partial(config.prepare_batch, end_of_text=-1)), mesh)
-    for number, chunk in enumerate(stage.model.chunks):
+    for number, chunk in enumerate(domino.model.chunks):
         hidden = None if chunk.pre_process else torch.zeros(config.residual_shape, dtype=config.params_dtype,
                                                             device=mesh.device)
-        run_to_end(stage.forward(batch, hidden, training=False, chunk=number))
-        output, tape = run_to_end(stage.forward(batch, hidden, chunk=number))
-        run_to_end(stage.backward(tape, torch.zeros_like(output), optimizer.on_gradients_ready))
+        run_to_end(domino.forward(batch, hidden, training=False, chunk=number))
+        output, tape = run_to_end(domino.forward(batch, hidden, chunk=number))
+        run_to_end(domino.backward(tape, torch.zeros_like(output), optimizer.on_gradients_ready))
     optimizer.warm_up()
 
 
@@ -158,17 +159,17 @@ def pretrain(session: Session) -> int:
     config, mesh, datasets = session.config, session.mesh, session.datasets
     model = model_builder(config, mesh, initialize=not session.run.checkpoint)
     optimizer = ZeroOptimizer(model, config, mesh, session.trace)
-    stage = Domino(model, config.slices, config.columns, config.compiler, session.trace)
+    domino = Domino(model, config.slices, config.columns, config.compiler, session.trace)
     session.load(model, optimizer)
-    warm_up(stage, optimizer, config, mesh)
+    warm_up(domino, optimizer, config, mesh)
 
     def loss_on(dataset, whole):
-        return evaluate(stage, dataset, config, mesh, whole, session.on_action)
+        return evaluate(domino, dataset, config, mesh, whole, session.on_action)
 
     if session.starts_from_weights and config.train_iters > 0:     # fine-tuning's baseline
         session.report_loss("valid", loss_on)
     for step in session.steps():
-        result = train_step(step, stage, optimizer, datasets["train"], config, mesh, session.stop_requested,
+        result = train_step(step, domino, optimizer, datasets["train"], config, mesh, session.stop_requested,
                             session.on_action)
         session.after_step(result, learning_rate(step, config), optimizer)
         if session.time_to(config.eval_interval) and step < config.train_iters:

@@ -28,6 +28,7 @@ from nanodomino.files import make_folder, open_regular_file, read_file, write_fi
 from nanodomino.run.kernels import choose_kernels
 from nanodomino.settings.config import Config
 
+
 ROUNDS = False               # no --repeats: a check gives --repeats to the questions that it asks
 GRACE = 45                   # seconds from SIGTERM to SIGKILL; torchrun gives its ranks 30
 

@@ -41,6 +41,7 @@ from nanodomino.run.kernels import choose_kernels
 from nanodomino.settings.config import Config
 from nanodomino.timeline.merged_trace import table
 
+
 LAUNCHES = [(dist, name) for name in ("all_reduce", "all_to_all_single", "batch_isend_irecv")] + [
     (scatter_and_gather, name) for name in ("exchange", "native_reduce_scatter", "native_all_gather")]
 SMALL = dict(num_layers=4, hidden_size=128, num_attention_heads=8, seq_length=64, vocab_size=250, micro_batch_size=4,

@@ -213,8 +213,8 @@ def collectives_of(stage: Domino, batches) -> list[tuple]:
     collectives, launch = [], stage.ops.launch
 
     def recorded_launch(slice, site, flight):
-        if flight.kind:
-            collectives.append((flight.kind, flight.sent.numel(), flight.sent.dtype))
+        if flight.collective:
+            collectives.append((flight.collective, flight.sent.numel(), flight.sent.dtype))
         return launch(slice, site, flight)
 
     stage.ops.launch = recorded_launch

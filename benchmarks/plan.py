@@ -21,8 +21,8 @@ from functools import partial
 
 import train
 from benchmarks import plan_search, published
-from benchmarks.runner import about, add_config_flags, bytes_text, config_of, describe, seconds_text, table
 from benchmarks.plan_search import CHANNELS, CONNECTION_BYTES, communicator_bytes
+from benchmarks.runner import about, add_config_flags, bytes_text, config_of, describe, seconds_text, table
 from nanodomino.analysis.formulas import (active_parameter_count, bytes_sent, mfu, parameter_count,
                                           state_bytes_per_parameter)
 from nanodomino.analysis.hardware import FP8_SPEEDUP, GPUS, PEAK_FLOPS, WITHOUT_FP8, Gpu
@@ -33,6 +33,7 @@ from nanodomino.schedules.simulation import peak_microbatches
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import flag_name
 from nanodomino.settings.presets import DTYPES, PUBLISHED_VOCABULARIES
+
 
 RESERVE = 0.05               # the default of --reserve
 ROUNDS = False               # no --repeats: a plan is computed

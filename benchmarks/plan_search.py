@@ -43,7 +43,6 @@ from nanodomino.dry_run.rank import kinds_of
 from nanodomino.dry_run.stages import (add_up, extrapolate, fullest_rank_bytes, layers_of, message_seconds, small_run,
                                        step_seconds)
 from nanodomino.errors import UserError, require
-from nanodomino.model import words_at_end
 from nanodomino.schedules import simulation
 from nanodomino.schedules.actions import Backward
 from nanodomino.schedules.definitions import SCHEDULES
@@ -51,6 +50,7 @@ from nanodomino.schedules.placement_and_messages import timetable
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import flag_name
 from nanodomino.settings.rules import check_needs
+
 
 RESULTS = 10
 MICRO_BATCHES = range(1, 17)
@@ -84,7 +84,7 @@ def communicator_bytes(config: Config, stage: int) -> int:
     """
     parts, ep = config.cp, config.ep
     replicas, ends = config.dp * parts, (0, config.placement.location(config.placement.last)[0])
-    tied = config.pp > 1 and words_at_end(config) and stage in ends and ends[1] > 0
+    tied = config.pp > 1 and config.words_at_end and stage in ends and ends[1] > 0
     rings = {"world": config.world_size, "tp": config.tp, "cp": parts, "dp": replicas, "tied": 1 + tied, "ep": ep,
              "ep_counts": ep, "expert_dp": replicas // ep if ep > 1 else 1}
     channels = sum(config.thread_blocks.get(name) or CHANNELS for name, ranks in rings.items() if ranks > 1)

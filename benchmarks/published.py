@@ -30,6 +30,7 @@ from nanodomino.dry_run.rank import RankRun
 from nanodomino.dry_run.stages import Stage, small_run, step_seconds
 from nanodomino.settings.config import Config
 
+
 SEQ_LENGTH = 2048
 
 

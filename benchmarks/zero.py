@@ -48,14 +48,15 @@ import torch.distributed as dist
 from torch import nn
 
 import train
+from benchmarks.plain_model import adamw
 from benchmarks.runner import (RandomTokens, Times, about, add_config_flags, bytes_text, compare, config_here, describe,
                                gathered, join, ratio_text, ratios, require_same_work, table)
-from benchmarks.plain_model import adamw
 from benchmarks.throughput import COMPARED_STEPS, OurTraining, PlainTraining, plain
 from nanodomino.analysis.formulas import parameter_count, state_bytes_per_parameter
 from nanodomino.dry_run.rank import state_tensors
 from nanodomino.errors import require
 from nanodomino.settings.config import Config
+
 
 FLAGS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "micro_batch_size",
          "data_parallel_size", "bucket_size", "dtype", "device")

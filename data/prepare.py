@@ -42,6 +42,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a script, Python looks in data/ only
 
 from nanodomino.corpus.documents import find_files, read_documents

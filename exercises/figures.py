@@ -37,6 +37,7 @@ from nanodomino.settings.presets import PUBLISHED_VOCABULARIES
 from nanodomino.timeline import draw
 from nanodomino.timeline.merged_trace import COLLECTIVES, Recording, difference, union
 
+
 LOCK = threading.RLock()
 UNIT = 1e6                   # nanoseconds: a unit of a schedule's time is drawn as a millisecond
 # The colours of ranks and of the parts of a GPU's memory, and what a rank does with its partners.

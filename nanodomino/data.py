@@ -85,11 +85,11 @@ def sample_ids_of(first_sample: int, microbatch: int, dp_rank: int, dp: int, mic
 
 
 class TokenDataset:
-    """Reads batches of one split onto `device`. Raises UserError if the split has fewer than seq_length + 1 tokens."""
+    """Reads batches of one split onto `device`. Raises UserError if the split has fewer than seq_length + 1 tokens.
+    prepare: see Batch.from_rows()."""
 
     def __init__(self, corpus: Corpus, split: str, seq_length: int, seed: int, device=torch.device("cpu"),
                  prepare: Callable | None = None):
-        """prepare: see Batch.from_rows()."""
         self.corpus, self.split, self.seq_length, self.seed, self.device = corpus, split, seq_length, seed, device
         self.prepare = prepare
         count = corpus.tokens[split]

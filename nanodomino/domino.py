@@ -43,10 +43,9 @@ stream after the previous sublayer (x, y, bias: see model.py), and a is the outp
 No other rank waits for weight gradients. So backward computes them after it has launched the all-reduce of grad_h,
 which they help to hide.
 
-A residual + norm belongs to two sublayers: it adds the output of the previous one and normalizes the input of the next
-(overlap/ends.py). Everything between h and y is the sublayer's *inside*: LinearPair in this file. An option
-may give a sublayer another inside, and may add steps to this picture: gather h before W1, or restore h, c and a in
-backward.
+overlap/ends.py computes residual + norm. Everything between h and y is the sublayer's *branch*: LinearPair in
+overlap/linear_pair.py. An option may give a sublayer another branch. It may also add steps to this picture: gather h
+before W1, or restore h, c and a in backward.
 
 **What stays exposed.** When the last slice launches its last all-reduce of a chunk, the other slices have no matmuls
 left. In backward, the slice's own weight gradients hide this all-reduce. In forward, nothing hides it: on every
@@ -69,17 +68,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanodomino.comm.trace import NO_TRACE
-from nanodomino.layers.dropout_and_positions import MasksAndPositions, add_residual
 from nanodomino.layers.gradients import add_gradients
-from nanodomino.layers.sublayers import Sublayer
-from nanodomino.overlap.ends import EmbeddingAndHead, ResidualNorm, bias_and_mask, residual_backward
-from nanodomino.overlap.linear_pair import Inside
-from nanodomino.overlap.slices import Flight, GradientsReady, LinearPairTape, Slice, SliceOps, TapeEntry
+from nanodomino.layers.residual import add_residual, residual_backward
+from nanodomino.overlap.ends import EmbeddingAndHead, ResidualNorm, bias_and_mask
+from nanodomino.overlap.slices import GradientsReady, Slice, SliceOps, TapeEntry
 
 
 if TYPE_CHECKING:
     from nanodomino.data import Batch
     from nanodomino.model import GPT
+    from nanodomino.overlap.linear_pair import Branch
 
 
 def interleave(generators, trace):
@@ -106,65 +104,6 @@ def run_to_end(generator):
             return end.value
 
 
-class LinearPair(Inside):
-    """Runs the inside of attention and MLP: column-parallel matmul, core, row-parallel matmul. See overlap/linear_pair.py.
-
-        forward     c = h W1^T + b1      a = core(c)      y = sum over ranks of a W2^T
-        backward    grad_a = grad_y W2   grad_c = core_backward(grad_a)   grad_h = sum over ranks of grad_c W1
-        later       grad W2 = grad_y^T a      grad W1 = grad_c^T h      grad b1 = sum of grad_c over the rows
-    """
-
-    def __init__(self, sublayer: Sublayer, ops: SliceOps, compiled):
-        super().__init__(sublayer, sublayer.row.bias)
-        self.ops, self.row = ops, sublayer.row.weight                                      # [h, in/t]
-        self.column, self.column_bias = sublayer.column.weight, sublayer.column.bias       # [out/t, h], [out/t]
-        self.forward_kernel, self.backward_kernel = sublayer.kernels(compiled)
-
-    def keep(self, h):
-        return h if self.ops.stream.shards > 1 else self.ops.convert_once(h, self.column)
-
-    def forward(self, slice, h: list[Flight]):
-        c = self.ops.linear(slice, self.site, h, self.column, self.column_bias)
-        activation, core = yield from self.core(slice, c)
-        tape = LinearPairTape(c, core, activation)
-        yield from self.ops.yield_if_sharded()
-        return self.ops.linear_then_reduce(slice, self.site, activation, self.row), tape
-
-    def core(self, slice, c):
-        """Return (activation, what core_backward needs)."""
-        yield from ()                                          # an option's core may launch collectives and yield
-        inputs = slice.masks_and_positions.attention_inputs(self.sublayer, c)
-        activation, core = self.sublayer.core_forward(self.forward_kernel, c, inputs, slice.training)
-        if not self.sublayer.attends:                          # attention's core keeps its output in any case
-            activation = self.ops.convert_once(activation, self.row)
-        return activation, core
-
-    def backward(self, slice, tape: LinearPairTape, grad_y: list[Flight], h: list[Flight]):
-        ops, column, bias = self.ops, self.column.t(), self.column_bias
-        gradient, grad_y = ops.linear(slice, self.site, grad_y, self.row.t()), ops.wait(slice, self.site, grad_y)
-        matmuls = [(self.row, grad_y, tape.activation)]
-        gradient = yield from self.core_backward(slice, gradient, tape.core, matmuls)   # now c's; a's is freed
-        yield from ops.yield_if_sharded()
-        converted = ops.convert_once(gradient, column)
-        matmuls += [(self.column, converted, ops.wait(slice, self.site, h)),
-                    (bias, None if bias is None else gradient, None)]
-        return ops.linear_then_reduce(slice, self.site, converted, column), matmuls
-
-    def core_backward(self, slice, gradient, saved, matmuls):
-        """Turn the gradient of the activation into the gradient of c. matmuls: a list with the weight gradient of W2; a
-        core may run it and empty the list, to hide a collective."""
-        yield from ()
-        return self.sublayer.core_backward(self.backward_kernel, gradient, saved)
-
-    def restore(self, slice, tape: LinearPairTape, h: list[Flight]):
-        """Compute a again. If the tape lacks c, first wait for h and compute c."""
-        c = tape.column_output
-        if c is None:
-            c = self.ops.linear(slice, self.site, h, self.column, self.column_bias)
-        tape.column_output = None
-        tape.activation, tape.core = yield from self.core(slice, c)
-
-
 class Domino:
     """Runs the forward and backward of a pipeline stage with interleaved slices. Gradients are added to main_grad.
 
@@ -173,20 +112,20 @@ class Domino:
     """
 
     def __init__(self, model: GPT, slices=1, columns=1, compiled=None, trace=NO_TRACE):
-        """Cut each microbatch into `slices` slices, and each matmul with a collective into `columns` (slice_ops.py).
-
-        compiled: a function such as torch.compile, which makes a function faster; None: run all functions as they are
+        """Cut each microbatch into `slices` slices, and each matmul with a collective into `columns` parts (slices.py).
+        compiled: a function such as torch.compile, which makes a function faster; None: run all functions as they are.
         """
         self.model, self.mesh, self.slices, self.trace = model, model.mesh, slices, trace
         config, fused = model.config, compiled or (lambda function: function)
         self.ops = SliceOps(config.residual_stream(self.mesh), columns, trace, model.statistics_of,
-                            always_yields=self.mesh.tp > 1 or not config.communicates_inside)
+                            always_yields=self.mesh.tp > 1 or not config.branches_communicate)
         self.residual_norm = ResidualNorm(model.chunks[0].sublayers[0].norm, fused)
         self.ends = EmbeddingAndHead(model, self.ops, self.residual_norm, compiled)
         self.tape_policy = config.tape_policy(self.mesh.device, slices, self.residual_norm)
         self.behind_head = config.behind_head.runner(self)
-        self.insides = {chunk: [config.inside(sublayer, self.mesh, self.ops, fused) for sublayer in chunk.sublayers]
-                        for chunk in [*model.chunks, *self.behind_head.chunks]}
+        self.branches = {chunk: [config.branch(sublayer, layer.number, self.mesh, self.ops, fused)
+                                 for layer in chunk.layers for sublayer in layer.children()]
+                         for chunk in [*model.chunks, *model.chunks_behind_head]}
 
     # ---- called by pipeline.py for each microbatch
 
@@ -201,16 +140,14 @@ class Domino:
         """
         count = min(self.slices, len(batch.sample_ids))
         hiddens = [None] * count if hidden is None else hidden.tensor_split(count)
-        slices = [Slice(index, self.model.chunks[chunk], samples, hidden, self.masks_and_positions(samples, training),
-                        training) for index, (samples, hidden) in enumerate(zip(batch.split(count), hiddens))]
+        slices = []
+        for index, (samples, hidden) in enumerate(zip(batch.split(count), hiddens)):
+            masks_and_positions = self.model.masks_and_positions(
+                samples.sample_ids if training else None, None if samples.in_order else samples.positions,
+                samples.extras, self.tape_policy.keeps_masks, self.ops.stream)
+            slices.append(Slice(index, self.model.chunks[chunk], samples, hidden, masks_and_positions, training))
         yield from interleave([self.staggered(slice, self.forward_slice(slice)) for slice in slices], self.trace)
         return slices[0].output if count == 1 else torch.cat([slice.output for slice in slices]), slices
-
-    def masks_and_positions(self, batch: Batch, training) -> MasksAndPositions:
-        """Return the object that makes dropout masks, rotary positions and attention bias for a slice."""
-        return MasksAndPositions(self.model.config, self.mesh, batch.sample_ids if training else None,
-                                 self.tape_policy.keeps_masks, self.ops.stream,
-                                 None if batch.in_order else batch.positions, batch.extras)
 
     def backward(self, slices, gradient, on_gradients_ready=None, defer_weights=False, loss_scale=1.0):
         """Turn the gradient of forward's output into the gradient of `hidden` (None for the model's first chunk).
@@ -255,32 +192,32 @@ class Domino:
     # ---- forward
 
     def forward_slice(self, slice: Slice):
-        """Run one slice through its chunk. x is the residual stream; y is the output of the inside `previous`, which
+        """Run one slice through its chunk. x is the residual stream; y is the output of the branch `previous`, which
         the next residual + norm adds to x."""
         x, y, previous = slice.hidden, None, None
         slice.hidden = None                                    # so that only the tape keeps this tensor
         if slice.chunk.pre_process:
             x = yield from self.ends.embed(slice)
-        for inside in self.insides[slice.chunk]:
-            x, y = yield from self.forward_sublayer(slice, inside, x, y, previous)
-            previous = inside
+        for branch in self.branches[slice.chunk]:
+            x, y = yield from self.forward_sublayer(slice, branch, x, y, previous)
+            previous = branch
         if slice.chunk.post_process:
             slice.output, slice.head = yield from self.ends.head(slice, x, y, previous)
             yield from self.behind_head.forward(slice)
         else:
             slice.output = add_residual(x, y, *bias_and_mask(slice, previous, y))
 
-    def forward_sublayer(self, slice: Slice, inside: Inside, x, y, previous: Inside | None):
-        """Turn x, y of the previous sublayer into x, y of this sublayer: residual + norm, gather, inside, reduce."""
-        h, norm = self.residual_norm.forward(slice, x, y, previous, inside.norm_weights)
-        h = inside.keep(h)
-        flights = self.ops.gather(slice, inside.site, h)
+    def forward_sublayer(self, slice: Slice, branch: Branch, x, y, previous: Branch | None):
+        """Turn x, y of the previous sublayer into x, y of this sublayer: residual + norm, gather, branch, reduce."""
+        h, norm = self.residual_norm.forward(slice, x, y, previous, branch.norm_weights)
+        h = branch.keep(h)
+        flights = self.ops.gather(slice, branch.site, h)
         yield from self.ops.yield_if_in_flight(flights)
-        flights, inside_tape = yield from inside.forward(slice, flights)
+        flights, branch_tape = yield from branch.forward(slice, flights)
         if slice.training:
-            slice.tape.append(self.tape_policy.keep(TapeEntry(inside, norm, h, inside_tape)))
-        del h, inside_tape                                     # free both now, unless the tape keeps them
-        return norm.x, (yield from self.ops.yield_then_wait(slice, inside.site, flights))
+            slice.tape.append(self.tape_policy.keep(TapeEntry(branch, norm, h, branch_tape)))
+        del h, branch_tape                                     # free both now, unless the tape keeps them
+        return norm.x, (yield from self.ops.yield_then_wait(slice, branch.site, flights))
 
     # ---- backward
 
@@ -291,7 +228,7 @@ class Domino:
             grad_x, grad_y = yield from self.backward_head(slice, grad_x, gradient, ready)
         else:
             self.start_restore(slice)
-            bias, mask = bias_and_mask(slice, self.insides[slice.chunk][-1], gradient)
+            bias, mask = bias_and_mask(slice, self.branches[slice.chunk][-1], gradient)
             grad_x, grad_y, grad_bias = residual_backward(gradient, mask, bias is not None)
             add_gradients([bias], [grad_bias])
             yield from self.ops.yield_if_in_flight(slice.tape[-1].h_flights)
@@ -300,7 +237,7 @@ class Domino:
             grad_x, grad_y = yield from self.backward_sublayer(slice, slice.tape.pop(), grad_x, grad_y, ready)
         if slice.chunk.pre_process:
             yield from self.ends.embed_backward(slice, grad_x)
-            ready(self.model.embedding)
+            ready(*slice.chunk.parts["embedding"])
         results[slice.index] = grad_x
 
     def backward_sublayer(self, slice, entry: TapeEntry, grad_x, grad_y, ready):
@@ -309,17 +246,18 @@ class Domino:
         y is a sum over the ranks, so each rank's addend has the gradient grad_y, without an all-reduce. Every rank used
         h for its own features, so grad_h is the sum of all ranks' gradients of h.
         """
-        inside, norm, flights = entry.inside, entry.norm, self.ops.gather(slice, entry.inside.site, grad_y)
+        branch, norm, flights = entry.branch, entry.norm, self.ops.gather(slice, entry.branch.site, grad_y)
         yield from self.ops.yield_if_in_flight(flights)
-        flights, matmuls = yield from inside.backward(slice, entry.inside_tape, flights, entry.h_flights)
+        flights, matmuls = yield from branch.backward(slice, entry.branch_tape, flights, entry.h_flights)
         del entry                                              # free what the weight gradients do not need
         overlapped, deferred = (matmuls, []) if slice.deferred is None else ([], matmuls)
-        grad_h = yield from self.wait_for_sum(slice, inside.site, flights, overlapped)
+        grad_h = yield from self.wait_for_sum(slice, branch.site, flights, overlapped)
         grad_x, grad_y = self.residual_norm.backward(slice, norm, grad_x, grad_h)
+        part = slice.chunk.parts[branch.site]
         if deferred:
-            slice.deferred.append((inside.site, deferred, (inside.sublayer,)))
+            slice.deferred.append((branch.site, deferred, part))
         else:
-            ready(inside.sublayer)
+            ready(*part)
         return grad_x, grad_y
 
     def backward_head(self, slice, grad_x, gradient, ready):
@@ -327,12 +265,11 @@ class Domino:
 
         grad_x: the gradient of x' from what an option runs behind the head, or None
         """
-        model, (vocabulary,) = self.model, self.model.head
         flights, matmuls = self.ends.head_backward(slice, slice.head, gradient)
         norm, slice.head = slice.head.norm, None
         grad_h = yield from self.wait_for_sum(slice, "head", flights, matmuls)
         grad_x, grad_y = self.residual_norm.backward(slice, norm, grad_x, grad_h)
-        ready(model.final_norm, vocabulary)
+        ready(*slice.chunk.parts["head"])
         return grad_x, grad_y
 
     def wait_for_sum(self, slice, site, flights, weight_gradients):
@@ -351,10 +288,10 @@ class Domino:
         tape policy kept it, and gather the other ranks' rows."""
         if slice.tape:
             entry, h = slice.tape[-1], self.tape_policy.bring_back_h(slice.tape)
-            entry.h_flights, entry.h = self.ops.gather(slice, entry.inside.site, entry.inside.keep(h)), None
+            entry.h_flights, entry.h = self.ops.gather(slice, entry.branch.site, entry.branch.keep(h)), None
 
     def finish_restore(self, slice):
-        """Restore the tensors that forward dropped from the inside of the last tape entry."""
+        """Restore the tensors that forward dropped from the branch of the last tape entry."""
         if slice.tape and self.tape_policy.restores:
             entry = slice.tape[-1]
-            yield from entry.inside.restore(slice, entry.inside_tape, entry.h_flights)
+            yield from entry.branch.restore(slice, entry.branch_tape, entry.h_flights)

@@ -63,25 +63,13 @@ class Mesh:
         row = self.rows.get(name, [self.rank])
         return len(row), row.index(self.rank)
 
-    def group(self, name: str) -> dist.ProcessGroup:
-        """Return the process group of one of axis()'s names."""
-        return self.groups[name]
-
     def rank_of(self, **moved: int) -> int:
-        """Return the world rank of the process that has these coordinates, and otherwise those of this process."""
+        """Return the world rank of the process at this process's coordinates, except for those that are given. For
+        example, rank_of(pp=1) is stage 1 of this process's own pipeline."""
         rank = 0
         for axis, size in self.sizes.items():
             rank = rank * size + moved.get(axis, self.coordinates[axis])
         return rank
-
-    def stage_rank(self, pp_rank: int) -> int:
-        """Return the world rank of stage pp_rank in this process's own pipeline."""
-        return self.rank_of(pp=pp_rank)
-
-    @property
-    def is_first_stage(self) -> bool:
-        """Whether this stage holds the embedding. Which stage holds the head depends on the schedule's placement."""
-        return self.pp_rank == 0
 
     def picture(self, stages: list[str]) -> str:
         """Return the grid as text. stages[i]: what stage i holds, for example "layers 0 to 3"."""
@@ -95,11 +83,6 @@ class Mesh:
             row = ("[" + " ".join(f"{rank:{width}d}" for rank in range(start, start + tp)) + "]" for start in first)
             lines.append(f"  stage {stage}   {'  '.join(row)}   {stages[stage]}")
         return "\n".join(lines)
-
-
-def no_more_groups(rows):
-    """Return the groups that options add to the mesh; this default adds none."""
-    return {}
 
 
 def group_rows(sizes: dict[str, int], more_groups) -> dict[str, list[list[int]]]:
@@ -132,7 +115,7 @@ def lay_out(rank: int, sizes: dict[str, int], device, more_groups) -> tuple[Mesh
 
 
 def make_mesh(pp: int, dp: int, tp: int, device: torch.device, timeout: int = TIMEOUT, inner_axes=None,
-              more_groups=no_more_groups, thread_blocks=None) -> Mesh:
+              more_groups=lambda rows: {}, thread_blocks=None) -> Mesh:
     """Arrange the world as a grid and create its process groups. Every rank must call this with the same arguments.
 
     timeout: seconds that a collective may take; new groups do not inherit the world's timeout.
@@ -160,7 +143,7 @@ def make_mesh(pp: int, dp: int, tp: int, device: torch.device, timeout: int = TI
     return mesh
 
 
-def meta_mesh(pp: int, dp: int, tp: int, pp_rank=0, dp_rank=0, tp_rank=0, inner_axes=None, more_groups=no_more_groups,
+def meta_mesh(pp: int, dp: int, tp: int, pp_rank=0, dp_rank=0, tp_rank=0, inner_axes=None, more_groups=lambda rows: {},
               **inner_ranks: int) -> Mesh:
     """Return the mesh of the rank with these coordinates, without processes or groups.
 

@@ -107,9 +107,9 @@ def make_stage(sizes, grid, vocab, slices, verbose=False):
 # ---- 3. The model, cut by hand (Megatron-LM, arXiv 1909.08053) -----------------------------------
 # Attention and MLP are alike: a norm (its output is the tensor h), then two matrices with a core
 # between. Cut W1 by rows, W2 by columns. Then rank i computes its own heads or MLP features:
-#
+
 #     h --f--> c = h W1[i]^T + b1[i] --core--> a --> a W2[i]^T, one addend of y --g--> y + b2
-#
+
 #     f   forward: nothing, every rank has h     backward: all-reduce, every rank has one addend
 #     g   forward: all-reduce of the addends     backward: nothing, since d sum / d addend = 1
 #         (a sum would multiply the gradient that enters each sublayer by t, and raise no error)
@@ -183,12 +183,12 @@ def cross_entropy(stage, logits, labels):                                       
 # ---- 4. Slices that take turns (Domino, 2409.15241) ----------------------------------------------
 # g makes each sublayer wait. But samples do not depend on each other. So cut a microbatch (the
 # samples of a pass) into slices a and b, and compute b while the all-reduce of a is in flight:
-#
+
 #     one slice     compute   [  A   ]        [  M   ]        [  A   ]        [  M   ]
 #                   in flight         ~~~~~~~~        ~~~~~~~~        ~~~~~~~~        ~~~~~~~~
 #     two slices    compute   [Aa][Ab][Ma][Mb][Aa][Ab][Ma][Mb]                  Aa: a's attention
 #                   in flight     ~Aa~~Ab~~Ma~~Mb~~Aa~~Ab~~Ma~~Mb~              Ma: a's MLP
-#
+
 # A slice runs in a generator: all_reduce() launches and yields, `yield from` passes the yield on,
 # and interleave() resumes the next slice. A collective has no name: the n-th call on one rank meets
 # the n-th on the others. If ranks took turns in different orders, slice a would be added to b.
@@ -288,7 +288,7 @@ def backward_slice(stage, slice, gradient):
 # ---- 6. The pipeline (1F1B: 2104.04473, section 2.2) ---------------------------------------------
 # The batch passes in microbatches, so that all stages have work. After a warm-up, 1F1B alternates F
 # (forward) and B (backward, twice as long). So stage r of p keeps at most p - r tapes, not all.
-#
+
 #     stage 0 |F0 F1 F2             B0 B0 F3 B1 B1    B2 B2    B3 B3
 #     stage 1 |   F0 F1       B0 B0 F2 B1 B1 F3 B2 B2    B3 B3
 #     stage 2 |      F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3

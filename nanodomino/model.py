@@ -6,10 +6,10 @@ three steps:
 
     residual + norm    the same on every rank          x' = x + dropout(y + bias)    y, bias: of the previous sublayer
                                                        h = norm(x')
-    inside             two matmuls with local shards   partial = core(h W1^T) W2^T   core: attention, or gelu in an MLP
+    branch             two matmuls with local shards   partial = core(h W1^T) W2^T   core: attention, or gelu in an MLP
     all-reduce         communication                   y = sum of `partial` over the tp ranks
 
-f and g are the communication operators of parallel.py: in forward only g all-reduces, in backward only f.
+With f and g of parallel.py, the whole chain is:
 
     tokens -> embedding -> g                                       x
            -> norm -> f -> W1 -> attention -> W2 -> g  -> + x      layer 0, attention
@@ -36,8 +36,9 @@ from torch import nn
 
 from nanodomino.layers.attention import Attention
 from nanodomino.layers.cross_entropy import vocab_parallel_cross_entropy
-from nanodomino.layers.dropout_and_positions import MasksAndPositions, drop, seeded_generator
+from nanodomino.layers.dropout_and_positions import MasksAndPositions
 from nanodomino.layers.gradients import add_gradients, wide_dtype
+from nanodomino.layers.residual import drop, seeded_generator
 from nanodomino.layers.sublayers import Norm, Sublayer
 from nanodomino.mesh import Mesh, meta_mesh
 from nanodomino.optim.parameter_spec import local_shard, parameter
@@ -46,11 +47,11 @@ from nanodomino.schedules.placement_and_messages import stage_layers
 
 
 class Layer(nn.Module):
-    """The two sublayers of a transformer layer: attention, then MLP."""
+    """The two sublayers of a transformer layer: attention, then MLP. number: its place in the model, from 0."""
 
     def __init__(self, config, mesh: Mesh, number: int):
         super().__init__()
-        site = config.layer_site(number)
+        self.number, site = number, config.layer_site(number)
         self.attention = Attention(config, mesh, f"{site}.attention")
         self.mlp = config.mlp_class(number)(config, mesh, f"{site}.mlp")
 
@@ -59,16 +60,13 @@ class Layer(nn.Module):
 
 
 class Embedding(nn.Module):
-    """The word embedding, sharded by vocabulary, and the position embedding, of which every tp rank holds a copy.
-
-    The position embedding is None if the model has no learned positions. It is also None without pre_process: then this
-    stage uses the word embedding only as the tied head, or behind the head.
-    """
+    """The word embedding, sharded by vocabulary, and the position embedding, of which every tp rank holds a copy. The
+    latter is None without learned positions, and on a stage that uses the words only as the tied head or behind it."""
 
     def __init__(self, config, mesh: Mesh, pre_process: bool, post_process: bool):
         super().__init__()
         # used at both ends: by one stage, or by the first and the last stage, which then each hold a copy
-        copied = words_at_end(config) and not (pre_process and post_process)
+        copied = config.words_at_end and not (pre_process and post_process)
         self.word_embeddings = VocabParallelEmbedding(config, mesh, addends=("embedding",) if copied else ())
         self.position_embeddings = None
         if pre_process and config.position_embedding_type == "learned_absolute":
@@ -78,29 +76,19 @@ class Embedding(nn.Module):
                 update="decay")
 
     def add_positions(self, words, positions, mask):
-        """Add the learned embeddings of positions [b, s] to words [b, s, h], then apply dropout.
-
-        Without learned positions, only apply dropout.
-        """
-        if self.position_embeddings is None:
-            return drop(words, mask)
-        return drop(words + F.embedding(positions, self.position_embeddings.weight), mask)
+        """Add the embeddings of positions [b, s], if they are learned, to words [b, s, h]. Then apply dropout."""
+        if self.position_embeddings is not None:
+            words = words + F.embedding(positions, self.position_embeddings.weight)
+        return drop(words, mask)
 
     def add_position_gradients(self, gradient, positions):
-        """Add the gradient of the position embedding, if there is one, to its main_grad.
-
-        gradient [b, s, h]: the gradient of words + position embeddings, the tensor in add_positions() before dropout.
-        The copies on the tp ranks must stay equal bit for bit, so this avoids index_add_: its order is random on GPUs.
-        """
+        """Add the gradient of the position embedding, if there is one, to its main_grad. gradient [b, s, h]: the
+        gradient of the sum in add_positions(), before dropout. The copies on the tp ranks must stay equal bit for bit,
+        so this avoids index_add_: its order is random on GPUs."""
         if self.position_embeddings is not None:
             weight = self.position_embeddings.weight
             add_gradients([weight], [torch.ops.aten.embedding_dense_backward(
                 gradient.to(wide_dtype(gradient)), positions, len(weight), -1, False)])
-
-
-def words_at_end(config) -> bool:
-    """Return whether the last stage uses the word embedding: as its head, or behind the head."""
-    return config.tied or config.behind_head.layers > 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,15 +98,19 @@ class Chunk:
     pre_process: the chunk starts with the embedding and takes tokens. Other chunks take hidden states [b, s, h].
     post_process: the chunk ends with final norm and head and returns losses or logits. Other chunks return hidden
         states [b, s, h].
+    parts: {site: modules} in the order of forward. Backward reports the modules of a part together, as soon as their
+        gradients are complete, and zero.py counts the reports that it expects. A module that is used at several places,
+        such as a tied matrix, is in several parts.
     """
     layers: list[Layer]
     pre_process: bool
     post_process: bool
+    parts: dict[str, tuple[nn.Module, ...]]
 
     @property
     def sublayers(self) -> list[Sublayer]:
-        """Return the attention and MLP of each layer, in order."""
-        return [sublayer for layer in self.layers for sublayer in (layer.attention, layer.mlp)]
+        """The attention and MLP of each layer, in order."""
+        return [sublayer for layer in self.layers for sublayer in layer.children()]
 
 
 class GPT(nn.Module):
@@ -129,8 +121,7 @@ class GPT(nn.Module):
     Layers are numbered over the whole model (layers.7.attention.qkv.weight), so names don't depend on the layout.
 
     parallel_output: without labels, return only the logits of this rank's words; see forward().
-    initialize: if False, the weights have no values until a checkpoint is loaded. Drawing 8 billion weights takes
-        about a minute.
+    initialize: if False, the weights have no values until a checkpoint is loaded. Drawing 8e9 weights takes a minute.
     """
 
     def __init__(self, config, mesh: Mesh, parallel_output=True, initialize=True):
@@ -139,14 +130,12 @@ class GPT(nn.Module):
         placement, tied, behind_head = config.placement, config.tied, config.behind_head
         virtual_stages = [placement.virtual_stage(mesh.pp_rank, chunk) for chunk in range(placement.chunks)]
         self.pre_process, self.post_process = 0 in virtual_stages, placement.last in virtual_stages
-        if self.pre_process or (self.post_process and words_at_end(config)):
+        if self.pre_process or (self.post_process and config.words_at_end):
             self.embedding = Embedding(config, mesh, self.pre_process, self.post_process)
-        numbers = [stage_layers(config.num_layers, stage, placement.last + 1, behind_head.layers)
-                   for stage in virtual_stages]
+        numbers = [stage_layers(config.num_layers, virtual_stage, placement.last + 1, behind_head.layers)
+                   for virtual_stage in virtual_stages]
         self.layers = nn.ModuleDict({str(i): Layer(config, mesh, i)
-                                     for i in sorted(i for chunk in numbers for i in chunk)})
-        self.chunks = [Chunk([self.layers[str(i)] for i in chunk], stage == 0, stage == placement.last)
-                       for chunk, stage in zip(numbers, virtual_stages)]
+                                     for i in sorted(i for own in numbers for i in own)})
         if self.post_process:
             for name, module in behind_head.modules(mesh, Layer).items():
                 self.add_module(name, module)
@@ -155,6 +144,9 @@ class GPT(nn.Module):
                 self.output_layer = VocabParallelEmbedding(config, mesh)
             # the list hides the module from torch, which would register a tied matrix under a second name
             self.head = [self.embedding.word_embeddings if tied else self.output_layer]
+        self.chunks = [self.chunk([self.layers[str(i)] for i in own], place == 0, place == placement.last)
+                       for own, place in zip(numbers, virtual_stages)]
+        self.chunks_behind_head = behind_head.chunks(self) if self.post_process else []
         # what sublayers count, in one tensor for the whole model: zero.py sums it over the world
         sizes = config.statistics
         self.statistics = torch.zeros(sum(sizes.values()), dtype=torch.float64, device=mesh.device)
@@ -162,22 +154,18 @@ class GPT(nn.Module):
         if initialize and mesh.device.type != "meta":
             self.initialize()
 
-    @property
-    def reported_modules(self) -> list[nn.Module]:
-        """Return the modules whose gradients backward reports as complete in each microbatch, once for each report. A
-        module that is used at several places, such as a tied matrix, is in the list several times."""
-        modules = [sublayer for chunk in self.chunks for sublayer in chunk.sublayers]
-        modules += [self.embedding] if self.pre_process else []
-        if self.post_process:
-            modules += [self.final_norm, *self.head, *self.config.behind_head.reported(self)]
-        return modules
+    def chunk(self, layers: list[Layer], pre_process: bool, post_process: bool, more_parts=()) -> Chunk:
+        """Return a chunk of these layers. more_parts: the parts that an option runs before the layers."""
+        parts = {"embedding": (self.embedding,)} if pre_process else dict(more_parts)
+        parts |= {sublayer.site: (sublayer,) for layer in layers for sublayer in layer.children()}
+        if post_process:
+            parts["head"] = (self.final_norm, *self.head)
+        return Chunk(layers, pre_process, post_process, parts)
 
     @torch.no_grad()
     def initialize(self):
-        """Draw each whole parameter from a generator seeded by (seed, parameter name), and keep this rank's shard.
-
-        So the initial model is the same on every layout: the shards of a matrix differ, and its replicas are equal.
-        """
+        """Draw each whole parameter from a generator seeded by (seed, parameter name), and keep this rank's shard. So
+        the initial model is the same on every layout: the shards of a matrix differ, and its replicas are equal."""
         for name, weight in self.named_parameters():
             if weight.spec.std is None:
                 weight.fill_(weight.spec.value)
@@ -185,6 +173,10 @@ class GPT(nn.Module):
             whole = torch.empty(weight.spec.shape).normal_(
                 0.0, weight.spec.std, generator=seeded_generator("cpu", self.config.seed, name))
             weight.copy_(local_shard(whole, weight))
+
+    def masks_and_positions(self, sample_ids, positions, extras, keep=False, stream=None) -> MasksAndPositions:
+        """Return the object that makes dropout masks, rotary positions and attention bias for some samples."""
+        return MasksAndPositions(self.config, self.mesh, sample_ids, keep, stream, positions, extras)
 
     def forward(self, tokens, positions, labels=None, hidden=None, sample_ids=None, chunk=0, extras=None):
         """Run one chunk of the plain model, with blocking communication.
@@ -197,8 +189,7 @@ class GPT(nn.Module):
         Returns hidden states [b, s, h]. The last chunk returns the loss of each token [b, s]. Without labels, it
         returns logits: with parallel_output those of this rank's words [b, s, num_words], otherwise all [b, s, v].
         """
-        masks_and_positions = MasksAndPositions(self.config, self.mesh, sample_ids, positions=positions,
-                                                extras=extras)
+        masks_and_positions = self.masks_and_positions(sample_ids, positions, extras)
         x, chunk = hidden, self.chunks[chunk]
         if chunk.pre_process:
             words = self.embedding.word_embeddings(tokens)

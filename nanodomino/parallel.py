@@ -132,10 +132,8 @@ class VocabParallelEmbedding(nn.Module):
         self.num_words = min(max(config.vocab_size - self.first_row, 0), rows)
 
     def local_rows(self, tokens):
-        """Return (row, is_local), both [b, s], for tokens [b, s].
-
-        is_local: whether this rank owns the token's word. row: the word's row in this shard; 0 if it is not local.
-        """
+        """Return (row, is_local), both [b, s], for tokens [b, s]: the row of the token's word in this shard, or 0 if
+        another rank owns the word, and whether this rank owns it."""
         row = tokens - self.first_row
         is_local = (row >= 0) & (row < self.num_words)
         return row.where(is_local, 0), is_local
@@ -156,11 +154,8 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class GatherFromTensorParallel(torch.autograd.Function):
-    """Joins the ranks' tensors along the last dimension. Backward returns the gradient of this rank's part.
-
-    All ranks compute the same results from the gathered tensor. So each rank has the gradient of the whole tensor, and
-    backward needs no communication.
-    """
+    """Joins the ranks' tensors along the last dimension. Backward returns the gradient of this rank's part, without
+    communication: all ranks compute the same results from the whole tensor, so each has its whole gradient."""
 
     @staticmethod
     def forward(ctx, part, group):

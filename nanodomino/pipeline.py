@@ -82,12 +82,12 @@ class P2PCommunicator:
         batch, self.outbox = receives + self.outbox, []            # receives first: scatter_and_gather.py says why
         if not batch:
             return
-        works = dist.batch_isend_irecv([dist.P2POp(op, tensor, self.mesh.stage_rank(peer), self.mesh.pp_group,
+        works = dist.batch_isend_irecv([dist.P2POp(op, tensor, self.mesh.rank_of(pp=peer), self.mesh.pp_group,
                                                    tag=self.tag(message)) for op, peer, message, tensor in batch])
         works *= len(batch)                    # NCCL returns one work for the whole batch; zip() ignores surplus works
         for work, (op, peer, message, tensor) in zip(works, batch):
             if op is dist.isend:
-                self.trace.moment("send", message=str(message), peer=self.mesh.stage_rank(peer), bytes=tensor.nbytes)
+                self.trace.moment("send", message=str(message), peer=self.mesh.rank_of(pp=peer), bytes=tensor.nbytes)
                 self.sends_in_flight.append((work, tensor))
             else:
                 self.inbox[message] = (work, tensor)
@@ -106,7 +106,7 @@ class P2PCommunicator:
         work, tensor = self.inbox.pop(message)
         if work:
             self.wait(work, microbatch=action.microbatch)
-            self.trace.moment("receive", message=str(message), peer=self.mesh.stage_rank(source[0]))
+            self.trace.moment("receive", message=str(message), peer=self.mesh.rank_of(pp=source[0]))
         return tensor
 
     def wait_for_sends(self, max_in_flight=0):
@@ -130,7 +130,7 @@ def connect(mesh: Mesh, placement: Placement):
     dist.all_reduce(element, group=mesh.pp_group)        # a communicator's first operation needs all of its ranks
     for pair in placement.neighbours:
         if mesh.pp_rank in pair:
-            (neighbour,) = (mesh.stage_rank(stage) for stage in pair if stage != mesh.pp_rank)
+            (neighbour,) = (mesh.rank_of(pp=stage) for stage in pair if stage != mesh.pp_rank)
             for work in dist.batch_isend_irecv([dist.P2POp(op, element.clone(), neighbour, mesh.pp_group)
                                                 for op in (dist.isend, dist.irecv)]):
                 work.wait()
@@ -143,15 +143,15 @@ class Totals:
     tokens: torch.Tensor                 # the number of tokens whose loss counts
 
 
-def run(table: Timetable, stage, mesh: Mesh, get_batch, forward_step, residual_shape, dtype, on_gradients_ready=None,
+def run(table: Timetable, domino, mesh: Mesh, get_batch, forward_step, residual_shape, dtype, on_gradients_ready=None,
         trace=NO_TRACE, on_action=None, loss_scale=1.0) -> Totals:
     """Execute this stage's actions of one step, without the optimizer.
 
     table: the actions of all stages. If it has only forwards, this is an evaluation: no tape, no dropout.
-    stage: a Domino, which runs this stage's layers.
+    domino: the Domino that runs this stage's layers.
     get_batch(microbatch, chunk): returns a Batch.
-    forward_step(batch, stage, hidden, chunk, training): a generator that returns (output, tape, loss_func). On the last
-        chunk, loss_func(output) returns (sum of the losses that count, number of tokens that count).
+    forward_step(batch, domino, hidden, chunk, training): a generator that returns (output, tape, loss_func). On the
+        last chunk, loss_func(output) returns (sum of the losses that count, number of tokens that count).
     residual_shape: the shape of each message: [b, s, h], or less if ranks share the residual stream.
     on_gradients_ready: called by Domino.backward, whose docstring explains it.
     on_action(done, count): called after each action. done: the actions finished so far; count: all actions.
@@ -167,7 +167,7 @@ def run(table: Timetable, stage, mesh: Mesh, get_batch, forward_step, residual_s
 
     def forward(half):
         batch = get_batch(half.microbatch, half.chunk)
-        output, tape, loss_func = yield from forward_step(batch, stage, messages.receive(half), half.chunk, training)
+        output, tape, loss_func = yield from forward_step(batch, domino, messages.receive(half), half.chunk, training)
         loss = None
         if placement.virtual_stage(mesh.pp_rank, half.chunk) == placement.last:
             with torch.enable_grad():
@@ -186,12 +186,12 @@ def run(table: Timetable, stage, mesh: Mesh, get_batch, forward_step, residual_s
         defer_weights = half.kind == "input_backward"
         if defer_weights:
             tapes[half.microbatch, half.chunk] = (tape, None)
-        messages.send_later(half, (yield from stage.backward(tape, gradient, on_gradients_ready, defer_weights,
-                                                             loss_scale)))
+        output = yield from domino.backward(tape, gradient, on_gradients_ready, defer_weights, loss_scale)
+        messages.send_later(half, output)
 
     def weight_backward(half):
         tape, _ = tapes.pop((half.microbatch, half.chunk))
-        yield from stage.weight_backward(tape, on_gradients_ready)
+        yield from domino.weight_backward(tape, on_gradients_ready)
 
     passes = {"forward": forward, "backward": backward, "input_backward": backward, "weight_backward": weight_backward}
     messages.post(0)

@@ -23,9 +23,8 @@ For example, take a bucket of 4 parameters and a step of 3 microbatches. ZeRO-1 
 4 x 3 = 12 reports; ZeRO-2 reduces it after every 4 reports.
 
 In some schedules the backwards of two microbatches interleave. Then a reduce of ZeRO-2 carries some gradients of both.
-This is harmless: a reduce carries whatever main_grad holds, and the last one is launched after the last gradient was
-added. So all reduces together still add up to the same sum. And since the replicas of a pipeline stage run the same
-schedule, they launch the same reduces in the same order.
+This is harmless: the last reduce is launched after the last gradient was added, so all reduces add up to the same sum.
+The replicas of a pipeline stage run the same schedule, so they launch the same reduces in the same order.
 
 **What does a parameter cost?** Bytes per rank with AdamW:
 
@@ -91,9 +90,10 @@ class ZeroOptimizer:
             self.buckets.append(Bucket(kind, parameters, partitions, partition,
                                        shards_gradients=config.zero_stage == 2 and partitions > 1))
         self.bucket_of = {weight: bucket for bucket in self.buckets for weight in bucket.parameters}
-        self.buckets_of = {}                             # modules -> Counter: how many parameters in each bucket
-        self.reports_needed = Counter(self.bucket_of[weight] for module in model.reported_modules
-                                      for weight in module.parameters())
+        parts = [part for chunk in [*model.chunks, *model.chunks_behind_head] for part in chunk.parts.values()]
+        self.buckets_of = {part: Counter(self.bucket_of[weight] for module in part for weight in module.parameters())
+                           for part in parts}            # how many parameters a part has in each bucket
+        self.reports_needed = sum((self.buckets_of[part] for part in parts), Counter())
         for bucket in self.buckets:
             self.reports_needed[bucket] *= 1 if bucket.shards_gradients else config.microbatches
         self.reduces_in_flight = deque()                 # (bucket, its main_grad, work, received or None)
@@ -163,10 +163,8 @@ class ZeroOptimizer:
     # ---- phase 1
 
     def on_gradients_ready(self, modules):
-        """Count one report for each parameter of `modules`. Reduce each bucket that now has all of its reports."""
-        if modules not in self.buckets_of:
-            self.buckets_of[modules] = Counter(self.bucket_of[weight] for module in modules
-                                               for weight in module.parameters())
+        """Count one report for each parameter of `modules`, a part of a chunk. Reduce each bucket that now has all of
+        its reports."""
         for bucket, count in self.buckets_of[modules].items():
             self.reports_left[bucket] -= count
             if self.reports_left[bucket] <= 0:
@@ -182,9 +180,9 @@ class ZeroOptimizer:
             self.finish_reduces(MAX_REDUCES_IN_FLIGHT - 1)
         flat, received = bucket.pop_gradients(), None
         if bucket.partitions == 1:
-            work = dist.all_reduce(flat, group=self.mesh.group(group), async_op=True)
+            work = dist.all_reduce(flat, group=self.mesh.groups[group], async_op=True)
         else:
-            work, received = reduce_scatter(flat, group=self.mesh.group(group))
+            work, received = reduce_scatter(flat, group=self.mesh.groups[group])
         self.reduces_in_flight.append((bucket, flat, work, received))
         self.trace.watch(kind, work, group=group, bytes=flat.nbytes)
 
@@ -203,20 +201,15 @@ class ZeroOptimizer:
                     bucket.own_grad.add_(own)
 
     def finalize_gradients(self):
-        """After the last backward, finish all reduces. Then all-reduce two kinds of gradients once more:
-
-        - over the tensor-parallel ranks: parameters that all of them hold, but whose gradient each knows only in part,
-          from its own tokens, heads or features
-        - over the first and the last stage: the tied embedding, if each of them holds a copy
-
-        The sum over the replicas is already done. So all replicas add the same numbers here, and their weights stay
-        equal.
-        """
+        """After the last backward, finish all reduces. Then all-reduce some gradients once more, over the groups in
+        `addends`: over the tp ranks if each knows only a part of the gradient, from its own tokens, heads or features;
+        over the first and the last stage if each holds a copy of the tied embedding. The sum over the replicas is
+        already done. So all replicas add the same numbers here, and their weights stay equal."""
         assert self.reports_left == self.reports_needed, "a gradient was never reported as complete"
         self.finish_reduces()
         for bucket in self.buckets:
             for group in bucket.kind.addends:
-                work = dist.all_reduce(bucket.own_grad, group=self.mesh.group(group), async_op=True)
+                work = dist.all_reduce(bucket.own_grad, group=self.mesh.groups[group], async_op=True)
                 self.trace.watch("all_reduce", work, group=group, bytes=bucket.own_grad.nbytes)
                 self.wait(group, work)
 
@@ -269,7 +262,7 @@ class ZeroOptimizer:
         kind, mesh = bucket.kind, self.mesh
         return (self.spec_of[bucket].counts_in_norm and ("tp" in kind.shards or mesh.tp_rank == 0)
                 and (bucket.partitions > 1 or mesh.axis(kind.replicas)[1] == 0)
-                and ("embedding" not in kind.addends or mesh.is_first_stage))
+                and ("embedding" not in kind.addends or mesh.pp_rank == 0))
 
     def update(self, learning_rate: float, grad_norm: float, scale: float):
         """Multiply the gradients by `scale`, then run phases 2 and 3."""
@@ -294,7 +287,7 @@ class ZeroOptimizer:
             if bucket.master is not bucket.own_weights:
                 bucket.own_weights.copy_(bucket.master)
             if bucket.partitions > 1:
-                works.append((group, all_gather(bucket.weights, bucket.own_weights, group=self.mesh.group(group))))
+                works.append((group, all_gather(bucket.weights, bucket.own_weights, group=self.mesh.groups[group])))
                 self.trace.watch("all_gather", works[-1][1], group=group, bytes=bucket.weights.nbytes)
         for group, work in works:
             self.wait(group, work)

@@ -33,6 +33,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import test_domino
@@ -42,9 +43,10 @@ from nanodomino import domino, model
 from nanodomino.checkpoint import load, save
 from nanodomino.checkpoint.find_checkpoints import newest_intact_checkpoint
 from nanodomino.checkpoint.manifest import file_digest, manifest_text
-from nanodomino.domino import Domino, LinearPair
+from nanodomino.domino import Domino
 from nanodomino.layers import attention
-from nanodomino.layers.dropout_and_positions import MasksAndPositions, seeded_generator
+from nanodomino.layers.dropout_and_positions import MasksAndPositions
+from nanodomino.layers.residual import seeded_generator
 from nanodomino.optim import parameter_spec
 from nanodomino.optim.buckets import Bucket
 from nanodomino.optim.loss_scale import LossScale
@@ -52,10 +54,10 @@ from nanodomino.options import experts, fp8
 from nanodomino.options.context_parallel import attention as context_parallel
 from nanodomino.options.multi_token_prediction import MultiTokenPrediction, PredictionDepths
 from nanodomino.options.router import SCORE_FUNCTIONS, Router
-from nanodomino.overlap import embedding_and_head, residual_norm, slice_ops
+from nanodomino.overlap import ends, slices
 from nanodomino.overlap.ends import EmbeddingAndHead
-from nanodomino.overlap.slices import Flight, result_of
-from nanodomino.overlap.slices import SliceOps
+from nanodomino.overlap.linear_pair import LinearPair
+from nanodomino.overlap.slices import Flight, SliceOps, result_of
 from nanodomino.run.agreement import from_rank_0
 from nanodomino.zero import ZeroOptimizer, sum_of_squares
 from support import ROOT, harness
@@ -168,7 +170,7 @@ def own_loss(right, config, self, learning_rate, totals, stop=False):
 
 # ---- tensor parallelism
 
-@pitfall("A row-parallel bias is added before the all-reduce", residual_norm, "add_residual", **TP)
+@pitfall("A row-parallel bias is added before the all-reduce", ends, "add_residual", **TP)
 def bias_before_the_sum(right, config, x, y, bias, mask):
     return right(x, y, bias * config.tp, mask)
 
@@ -215,7 +217,7 @@ def not_summed(config):
 
 
 @pitfall("Cross entropy: in the gradient each rank uses its own sum of exponentials",
-         embedding_and_head, "cross_entropy_gradient", **TP)
+         ends, "cross_entropy_gradient", **TP)
 def own_softmax(right, config, logits, labels, loss, maximum, sums, gradient, vocabulary, of_rows):
     part = sums.clone()
     if vocabulary.num_words:
@@ -223,7 +225,7 @@ def own_softmax(right, config, logits, labels, loss, maximum, sums, gradient, vo
     return right(logits, labels, loss, maximum, part, gradient, vocabulary, of_rows)
 
 
-@pitfall("Cross entropy: a label counts on ranks that do not own it", embedding_and_head, "partial_loss_sums", **TP)
+@pitfall("Cross entropy: a label counts on ranks that do not own it", ends, "partial_loss_sums", **TP)
 def labels_everywhere(right, config, logits, labels, largest, sum_exp, maximum, vocabulary):
     sums = right(logits, labels, largest, sum_exp, maximum, vocabulary)
     row, _ = vocabulary.local_rows(labels)
@@ -309,7 +311,7 @@ def shared_buffer(config):
             buffer.copy_(tensor)
             return CopiedBack(dist.all_reduce(buffer, op, group=group, async_op=True), buffer, tensor), None
         return Flight(tensor, "all_reduce", tensor, start)
-    return [(slice_ops, "prepare_all_reduce", shared)]
+    return [(slices, "prepare_all_reduce", shared)]
 
 
 @pitfall("One rank resumes its slices in another order", Domino, "forward_sublayer", slices=2, **TP | EVEN)
@@ -353,7 +355,7 @@ def tied_twice(right, config, self, bucket):
 @pitfall("The gradient norm counts replicated parameters once per rank", ZeroOptimizer, "counts_in_norm", **TP)
 def copies_counted(right, config, self, bucket):
     return ((bucket.partitions > 1 or self.mesh.dp_rank == 0)
-            and ("embedding" not in bucket.kind.addends or self.mesh.is_first_stage))
+            and ("embedding" not in bucket.kind.addends or self.mesh.pp_rank == 0))
 
 
 @pitfall("The gradient norm leaves shards out", ZeroOptimizer, "counts_in_norm", **TP)
@@ -397,8 +399,8 @@ def added_in_16_bit(config):
         for weight in weights:
             if weight is not None:
                 weight.main_grad.copy_(weight.main_grad.bfloat16())
-    return [instead(slice_ops, "add_weight_gradient", one, config),
-            *(instead(owner, "add_gradients", several, config) for owner in (domino, residual_norm))]
+    return [instead(slices, "add_weight_gradient", one, config),
+            *(instead(owner, "add_gradients", several, config) for owner in (domino, ends))]
 
 
 @pitfall("Padding of a flat buffer counts", hidden_size=17, num_attention_heads=1)
@@ -686,9 +688,13 @@ def complete_too_early(config):
         if self.on_gradients_ready and self.remaining[modules] == 0:
             self.on_gradients_ready(modules)
 
+    class WithoutHead(dict):
+        def values(self):
+            return [part for site, part in self.items() if site != "head"]
+
     def without_head(right, config, self, model):
-        return [module for module in right(self, model) if module not in (model.final_norm, *model.head)]
-    return [instead(MultiTokenPrediction, "reported", without_head, config),
+        return [dataclasses.replace(chunk, parts=WithoutHead(chunk.parts)) for chunk in right(self, model)]
+    return [instead(MultiTokenPrediction, "chunks", without_head, config),
             (domino.GradientsReady, "__call__", only_once)]
 
 

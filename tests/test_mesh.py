@@ -63,7 +63,7 @@ def new_group_calls(monkeypatch, pp, dp, tp, device):
                             or SimpleNamespace(ranks=ranks))
         made = make_mesh(pp, dp, tp, device, thread_blocks=Config(tp_max_ctas=7).thread_blocks)
         if pp == dp == tp == 2:
-            assert [made.tp_group.ranks, made.dp_group.ranks, made.pp_group.ranks, made.group("embedding").ranks] == [
+            assert [made.tp_group.ranks, made.dp_group.ranks, made.pp_group.ranks, made.groups["embedding"].ranks] == [
                 [rank & 6, rank & 6 | 1], [rank & 5, rank & 5 | 2], [rank & 3, rank & 3 | 4], [rank & 3, rank & 3 | 4]]
     return calls
 
@@ -136,9 +136,9 @@ def test_coordinates_and_ranks_follow_the_formula(cp, ep):
         assert mesh.axis("tp") == (2, t) and mesh.axis("pp") == (3, p) and mesh.axis("dp") == (2 * cp, d * cp + c)
         assert mesh.axis("cp") == (cp, c) and mesh.axis("ep") == (ep, (d * cp + c) % ep) and mesh.axis("?") == (1, 0)
         assert mesh.rows["dp"] == [(p * 2 * cp + i) * 2 + t for i in range(2 * cp)]
-        assert [mesh.stage_rank(i) for i in range(3)] == mesh.rows["pp"] == [
+        assert [mesh.rank_of(pp=i) for i in range(3)] == mesh.rows["pp"] == [
             ((i * 2 + d) * cp + c) * 2 + t for i in range(3)]
-        assert mesh.axis("embedding") == ((1, 0) if p == 1 else (2, p // 2)) and mesh.is_first_stage == (p == 0)
+        assert mesh.axis("embedding") == ((1, 0) if p == 1 else (2, p // 2)) and (mesh.pp_rank == 0) == (p == 0)
         assert mesh.rank_of(dp=0, tp=1) == (p * 2 * cp + c) * 2 + 1, "a coordinate of 0 is a coordinate"
 
 

@@ -115,11 +115,11 @@ class OneRank:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows, scale", [(1, 4), (2, 4), (1000, 4), (2, 300)])
-def test_cross_entropy_in_chunks_rounds_each_gradient_by_itself(monkeypatch, dtype, rows, scale):
+def test_cross_entropy_in_blocks_rounds_each_gradient_by_itself(monkeypatch, dtype, rows, scale):
     """For any number of rows per chunk, for logits of 300, whose exp overflows, and where the model is so sure of the
     label that its probability rounds to 1 in 16 bits: then softmax - 1 would be 0. Padding would dominate the softmax
     if it counted. The caller's logits are not overwritten."""
-    monkeypatch.setitem(cross_entropy.CHUNK_BYTES, "cpu", rows * 4 * OneRank.num_logits)
+    monkeypatch.setitem(cross_entropy.BLOCK_BYTES, "cpu", rows * 4 * OneRank.num_logits)
     logits = torch.randn(1, 5, 24, generator=torch.Generator().manual_seed(6)) * scale
     labels = torch.tensor([[3, 18, 0, 7, 7]])
     logits[0, 4, 7] = logits[0, 4].max() + 9.0                      # p = 0.9995

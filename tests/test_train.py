@@ -14,12 +14,11 @@ import numpy as np
 import pytest
 import torch
 from support import ROOT
-from support.runs import (TINY, main_on_rank, make_corpus, metric_points, metrics, saved_steps, torchrun,
-                          train_in_pool)
-from support.fork_server import launcher_environments
 from support.fake_world import fake_world
+from support.fork_server import launcher_environments
 from support.harness import build, sizes_of, tiny
 from support.reference import random_weights
+from support.runs import TINY, main_on_rank, make_corpus, metric_points, metrics, saved_steps, torchrun, train_in_pool
 
 import train
 from data.prepare import prepare
@@ -35,6 +34,7 @@ from nanodomino.run import session
 from nanodomino.run.command_line import from_command_line
 from nanodomino.settings.config import Config
 from nanodomino.settings.records import news
+
 
 SHALLOW = "--num-layers", 2             # everything else is the default
 

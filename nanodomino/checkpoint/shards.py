@@ -43,7 +43,7 @@ class LocalBox(NamedTuple):
 class BucketRange(NamedTuple):
     """A contiguous range of a bucket's weights, or of one of the optimizer's moments for these weights."""
     bucket: Bucket
-    state: str                  # "weight" or the name of a moment: one of ZeroOptimizer.state_names
+    state: str                  # "weight" or the name of a moment: one of ZeroOptimizer.states_of()
     start: int                  # in elements, counted from the start of the bucket
     values: torch.Tensor        # flat
 
@@ -95,5 +95,5 @@ def range_to_save(bucket: Bucket, mesh: Mesh) -> tuple[int, int]:
     holders, index = mesh.axis(bucket.kind.replicas)
     if "tp" not in bucket.kind.shards:
         holders, index = holders * mesh.tp, index * mesh.tp + mesh.tp_rank
-    size = len(bucket.weights) if mesh.is_first_stage or "embedding" not in bucket.kind.addends else 0
+    size = len(bucket.weights) if mesh.pp_rank == 0 or "embedding" not in bucket.kind.addends else 0
     return size * index // holders, size * (index + 1) // holders

@@ -31,6 +31,7 @@ from nanodomino.schedules import simulation
 from nanodomino.settings.config import Config
 from nanodomino.zero import ZeroOptimizer
 
+
 META, MOST_TOKENS = torch.device("meta"), 2**26       # for a GPU, the host holds the tokens of a microbatch
 
 

@@ -27,6 +27,7 @@ from nanodomino.schedules import simulation
 from nanodomino.schedules.placement_and_messages import stage_layers
 from nanodomino.settings.config import Config
 
+
 SMALL = 32       # up to this many layers times microbatches, the whole model runs dry
 SETTLED = 16     # after so many rounds of p microbatches, each round adds the same
 

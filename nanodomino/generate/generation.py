@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanodomino.errors import NotFinite, require
 from nanodomino.generate.cache import KeyValueCache
-from nanodomino.layers.dropout_and_positions import seeded_generator
+from nanodomino.layers.residual import seeded_generator
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
 from nanodomino.parallel import gather_logits
@@ -63,10 +63,10 @@ def next_token(cache: KeyValueCache, mesh: Mesh, new, vocab_size: int, temperatu
                                for step in (-1, 1))
         if previous and previous[0] != mesh.pp_rank:
             x = torch.empty(1, new.size(1), config.hidden_size, dtype=config.params_dtype, device=mesh.device)
-            dist.recv(x, mesh.stage_rank(previous[0]), group=mesh.pp_group)
+            dist.recv(x, mesh.rank_of(pp=previous[0]), group=mesh.pp_group)
         x = cache.hidden_states(chunk, new, x)
         if following and following[0] != mesh.pp_rank:
-            dist.send(x, mesh.stage_rank(following[0]), group=mesh.pp_group)
+            dist.send(x, mesh.rank_of(pp=following[0]), group=mesh.pp_group)
     cache.finish(new)
     token = torch.full([1], -1, device=mesh.device)            # tells all ranks if the logits are not finite
     if cache.model.post_process:
@@ -74,9 +74,9 @@ def next_token(cache: KeyValueCache, mesh: Mesh, new, vocab_size: int, temperatu
         if logits.isfinite().all():
             token[0] = sample_token(logits[0, 0], temperature, top_k, generator)
     if mesh.pp > 1:
-        dist.broadcast(token, mesh.stage_rank(placement.location(placement.last)[0]), group=mesh.pp_group)
+        dist.broadcast(token, mesh.rank_of(pp=placement.location(placement.last)[0]), group=mesh.pp_group)
     for name in config.groups_that_generate_together:          # their ranks may round differently
-        dist.broadcast(token, group=mesh.group(name), group_src=0)
+        dist.broadcast(token, group=mesh.groups[name], group_src=0)
     require(token >= 0, "the model's logits are not finite, as after training that has diverged", NotFinite)
     return int(token)
 

@@ -17,6 +17,7 @@ from nanodomino.layers.positions import HIGH_FREQUENCY, LOW_FREQUENCY, ORIGINAL_
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import MAX_INT
 
+
 # Entries for training, generation or bookkeeping.
 HARMLESS = re.compile(
     r"architectures|model_type|transformers.*|unsloth.*|.*name_or_path|_commit_hash|(torch_)?dtype|use_cache|.*token_id|"

@@ -11,8 +11,8 @@ from nanodomino.errors import counted, require
 from nanodomino.files import read_json
 from nanodomino.huggingface.families import family_of, write_config
 from nanodomino.huggingface.safetensors_files import (GENERATION, INDEX, SPECIAL_TOKENS, TOKENIZER_FILES, WEIGHTS,
-                                                      copy_files, import_safetensors, new_folder,
-                                                      tokenizer_summary, write_json)
+                                                      copy_files, import_safetensors, new_folder, tokenizer_summary,
+                                                      write_json)
 from nanodomino.huggingface.tensor_mapping import TensorMapping, element_count, map_tensors
 from nanodomino.settings.config import Config
 from nanodomino.settings.presets import DTYPES

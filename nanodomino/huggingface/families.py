@@ -17,6 +17,7 @@ from nanodomino.settings.flags import flag_name, flag_settings
 from nanodomino.settings.presets import PRESETS
 from nanodomino.settings.rules import holds
 
+
 IMPORTED_SEQ_LENGTH = 1024     # default seq-length of an imported model; less if the model has fewer positions
 HEADS, HEAD_SIZE = (lambda sizes: sizes.num_attention_heads,
                     lambda sizes: None if sizes.hidden_size % sizes.num_attention_heads

@@ -15,7 +15,7 @@ Then q and k may each be normalized (qk_layernorm) and rotated by their position
 Without attention dropout, torch's fused kernel never writes the [s, s] probabilities to memory. With dropout they are
 computed explicitly, because the fused kernel would draw its own mask, and that mask would depend on the layout.
 
-Training calls core_forward and core_backward. In these, autograd differentiates only attend() (autograd_segment.py).
+Training calls core_forward and core_backward. In these, autograd differentiates only attend() (gradients.py).
 The backward of the norms and rotations is written by hand. torch.compile (--compile) fuses the norms and rotations, and
 their backward, into a few kernels.
 """
@@ -26,9 +26,9 @@ import torch
 import torch.nn.functional as F
 
 from nanodomino.comm.device import on_gpu
-from nanodomino.layers.dropout_and_positions import drop
 from nanodomino.layers.gradients import add_gradients, run_segment
 from nanodomino.layers.positions import inverse_rotation, rotate
+from nanodomino.layers.residual import drop
 from nanodomino.layers.sublayers import Norm, Sublayer
 from nanodomino.parallel import ColumnParallelLinear, RowParallelLinear
 

@@ -20,7 +20,7 @@ three numbers per token (Megatron-LM, 1909.08053, section 3):
     cross_entropy_gradient     softmax(z) - one_hot(label) for this rank's logits, without communication
 
 **Memory.** Logits are the largest tensor of a step. They stay in their own dtype until the gradient overwrites them.
-Training creates no other tensor of their size, because it makes fp32 temporaries for a chunk of rows at a time. (Only
+Training creates no other tensor of their size, because it makes fp32 temporaries for a block of rows at a time. (Only
 VocabParallelCrossEntropy, which the plain model uses, copies the logits.) Sums are in fp32 or wider.
 With `narrow` (--fp16-lm-cross-entropy), the temporaries have the logits' own dtype; the plain model has no such choice.
 """
@@ -31,17 +31,17 @@ import torch.distributed as dist
 from nanodomino.comm.device import kind_of
 from nanodomino.layers.gradients import wide_dtype
 
-CHUNK_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}    # size of a temporary: fits a CPU's caches, or keeps a GPU busy
+BLOCK_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}    # size of a temporary: fits a CPU's caches, or keeps a GPU busy
 
 
-def in_chunks(function):
+def in_blocks(function):
     """Return a version of function(logits [rows, n], *others [rows]) that processes a few rows at a time and joins the
     results [rows]."""
-    def chunked(logits, *others):
-        rows = max(1, CHUNK_BYTES[kind_of(logits.device)] // (4 * logits.size(-1)))
-        results = [function(*chunk) for chunk in zip(*(tensor.split(rows) for tensor in (logits, *others)))]
-        return [torch.cat(chunks) for chunks in zip(*results)]
-    return chunked
+    def by_blocks(logits, *others):
+        rows = max(1, BLOCK_BYTES[kind_of(logits.device)] // (4 * logits.size(-1)))
+        results = [function(*block) for block in zip(*(tensor.split(rows) for tensor in (logits, *others)))]
+        return [torch.cat(parts) for parts in zip(*results)]
+    return by_blocks
 
 
 def max_and_sum_exp_of_rows(logits, narrow=False):
@@ -59,7 +59,7 @@ def scaled_exp_of_rows(logits, maximum, factor, narrow=False):
     return ()
 
 
-def local_max_and_sum_exp(logits, vocabulary, of_rows=in_chunks(max_and_sum_exp_of_rows)):
+def local_max_and_sum_exp(logits, vocabulary, of_rows=in_blocks(max_and_sum_exp_of_rows)):
     """Return (largest, sum_exp) of logits [b, s, num_logits], both [b, s]. Overwrites the logits of padding with -inf.
 
     A rank that owns only padding returns -inf and 0.
@@ -89,7 +89,7 @@ def loss_from_sums(sums):
 
 
 def cross_entropy_gradient(logits, labels, loss, maximum, sums, gradient, vocabulary,
-                           of_rows=in_chunks(scaled_exp_of_rows)):
+                           of_rows=in_blocks(scaled_exp_of_rows)):
     """Overwrite this rank's logits with (softmax - one_hot(label)) * gradient.
 
     gradient [b, s]: the gradient of the loss.

@@ -11,7 +11,6 @@ A sample is identified by its number in the data order. So a different slicing, 
 the same mask again.
 """
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,6 +18,7 @@ import torch
 
 from nanodomino.layers.gradients import wide_dtype
 from nanodomino.layers.positions import rotation
+from nanodomino.layers.residual import seeded_generator
 
 
 @dataclass(frozen=True)
@@ -87,24 +87,3 @@ class MasksAndPositions:
             self.shared = dict(rotary=rotation(self.config, self.positions, s, x.device),
                                **self.config.attention_extras(self.extras, x.device))
         return AttentionInputs(mask, **self.shared)
-
-
-def seeded_generator(device, *key) -> torch.Generator:
-    """Return a generator seeded only by `key`, so that every rank, layout and run draws the same numbers."""
-    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
-    device = "cpu" if torch.device(device).type == "meta" else device
-    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
-
-
-def drop(x, mask):
-    """Return x * mask in x's dtype; x if mask is None. Masks are fp32, because 16 bits would round 1/(1 - p)."""
-    return x if mask is None else (x * mask).to(x.dtype)
-
-
-def add_residual(x, y, bias, mask):
-    """Return x + dropout(y + bias), the residual stream after a sublayer.
-
-    x, y, mask: [b, s, h]; y is already summed over the ranks. bias: [h]. bias and mask may be None.
-    """
-    branch = drop(y if bias is None else y + bias, mask)
-    return x + branch if branch is y else branch.add_(x)

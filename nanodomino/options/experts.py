@@ -46,13 +46,13 @@ from torch import nn
 
 from nanodomino.comm.device import capability_of, on_gpu, streams_of
 from nanodomino.comm.scatter_and_gather import all_to_all
-from nanodomino.layers.dropout_and_positions import add_residual
 from nanodomino.layers.gradients import add_weight_gradient, main_grad_of
+from nanodomino.layers.residual import add_residual
 from nanodomino.layers.sublayers import ACTIVATIONS, Sublayer
 from nanodomino.optim.optimizers import OptimizerSpec, SignUpdate
 from nanodomino.optim.parameter_spec import parameter
 from nanodomino.options.router import Router, Routing
-from nanodomino.overlap.linear_pair import Inside
+from nanodomino.overlap.linear_pair import Branch
 from nanodomino.overlap.slices import Flight, prepare_all_to_all
 from nanodomino.parallel import (ColumnParallelLinear, RowParallelLinear, copy_to_tensor_parallel,
                                  reduce_from_tensor_parallel)
@@ -197,7 +197,7 @@ class MoE(Sublayer):
         experts, tokens_per_expert, permutation = router.choose(logits.detach())
         if torch.is_grad_enabled():
             choices = router.choices(logits, experts)
-            if choices.kind:
+            if choices.collective:
                 choices.launch()
                 choices.work.wait()
             self.auxiliary_loss = router.loss(logits, choices.result()) * router.counts_here
@@ -237,7 +237,7 @@ class MoETape:
     results: torch.Tensor                # [n k, h], the experts' results, in the order of sending
 
 
-class MoEInside(Inside):
+class MoEBranch(Branch):
     """Runs router, dispatch, experts and combine."""
 
     def __init__(self, sublayer: MoE, ops, compiled):
@@ -323,7 +323,7 @@ class MoEInside(Inside):
         yield from ops.yield_if_in_flight(flights)
         addend = complete(ops.wait(slice, self.site, flights))
         return [ops.launch(slice, self.site, ops.stream.reduce(chunk.contiguous()))
-                for chunk in ops.column_chunks(addend, -1)]
+                for chunk in ops.column_parts(addend, -1)]
 
     def activate(self, c: tuple) -> tuple:
         """Apply the activation function to the experts' c and, if there is one, to the shared expert's."""

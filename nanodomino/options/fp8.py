@@ -132,7 +132,7 @@ class Fp8Recipe:
 
     @classmethod
     def of(cls, name: str, recipe: str, dtype: torch.dtype, compiled, wgrad=True) -> "Fp8Recipe":
-        """Return the recipe for --fp8-format `name` and --fp8-recipe `recipe`. compiled: see Sublayer.inside."""
+        """Return the recipe for --fp8-format `name` and --fp8-recipe `recipe`. compiled: see Domino."""
         operand, gradient = FORMATS[name]
         # one lambda each, because torch.compile keeps only 8 versions of a function
         return cls(weight=compiled(lambda x, dim, transposed: to_8_bits(x, operand, dim, transposed)),

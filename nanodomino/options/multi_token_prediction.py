@@ -37,7 +37,7 @@ backward_slice run this chunk too, and other slices hide its collectives:
 The hidden states between a layer and its head go to two places: to the final norm and to the next depth's merge. So in
 backward their gradient is a sum, and a merge's backward comes before that of the head to its left. The final norm and
 the head get gradients from every depth and from the main model. So these gradients are complete only after the backward
-of the main model's head, which comes last (GPT.reported_modules counts the reports).
+of the main model's head, which comes last. Each depth's chunk lists both among its parts.
 
 Every tp rank holds the merge's whole matrix and multiplies all rows of the residual stream that it holds (Megatron-LM
 cuts this matrix over tp). So a merge needs no collective, but its look-up of the next tokens' embeddings does, as at
@@ -57,7 +57,7 @@ from nanodomino.domino import Domino
 from nanodomino.errors import counted
 from nanodomino.layers.sublayers import Norm
 from nanodomino.layers.positions import to_device
-from nanodomino.model import Chunk
+from nanodomino.model import GPT, Chunk
 from nanodomino.optim.parameter_spec import parameter
 from nanodomino.options.documents import goes_on
 from nanodomino.overlap.ends import SavedResidualNorm
@@ -94,11 +94,12 @@ class MultiTokenPrediction:
                   for depth in range(self.layers)]
         return {"mtp": nn.ModuleList(depths)} if depths else {}
 
-    def reported(self, model) -> list:
-        """Return the modules that backward reports behind the head; see GPT.reported_modules."""
-        return [module for depth in (model.mtp if self.layers else ())
-                for module in (depth.layer.attention, depth.layer.mlp, depth.enorm, depth.hnorm, depth.eh_proj,
-                               model.final_norm, *model.head, model.embedding.word_embeddings)]
+    def chunks(self, model: GPT) -> list[Chunk]:
+        """Return a chunk for each depth: the look-up of the next tokens' embeddings, the merge, the layer and the head.
+        """
+        return [model.chunk([depth.layer], pre_process=False, post_process=True, more_parts={
+            "embedding": (model.embedding.word_embeddings,), "merge": (depth.enorm, depth.hnorm, depth.eh_proj)})
+                for depth in (model.mtp if self.layers else ())]
 
     def prepare(self, batch, rows, end_of_text: int):
         """Add the batch of depth 1 as extras["ahead"], which contains that of depth 2, and so on; return the batch.
@@ -153,9 +154,8 @@ class PredictionDepths(NothingBehindHead):
         model = domino.model
         self.factor = model.config.mtp_loss_scaling_factor / len(model.mtp)
         self.counts_here = model.mesh.tp_rank == 0             # all tp ranks have the same losses
-        self.chunks = [Chunk([depth.layer], pre_process=False, post_process=True) for depth in model.mtp]
-        chunks = [*(chunk for chunk in model.chunks if chunk.post_process), *self.chunks]
-        self.after = dict(zip(chunks, zip(model.mtp, self.chunks)))                    # chunk -> the depth after it
+        chunks = [*(chunk for chunk in model.chunks if chunk.post_process), *model.chunks_behind_head]
+        self.after = dict(zip(chunks, zip(model.mtp, chunks[1:])))                     # chunk -> the depth after it
 
     def forward(self, slice):
         """Merge the slice's hidden states with the embeddings of the next tokens, and run the next depth's chunk."""
@@ -181,7 +181,7 @@ class PredictionDepths(NothingBehindHead):
         if slice.behind_head is None:
             return None
         tape, slice.behind_head = slice.behind_head, None
-        depth, batch, results = self.after[slice.chunk][0], tape.slice.batch, {}
+        (depth, chunk), batch, results = self.after[slice.chunk], tape.slice.batch, {}
         tape.slice.deferred, tape.slice.loss_scale = slice.deferred, slice.loss_scale
         gradient = batch.loss_mask.to(tape.slice.output.dtype) * (self.factor * slice.loss_scale)
         yield from self.domino.backward_slice(tape.slice, gradient, results, ready)
@@ -193,12 +193,12 @@ class PredictionDepths(NothingBehindHead):
         grad_x, _ = self.residual_norm.backward(slice, tape.hidden_norm, None, grad_h)
         merged = torch.cat([self.residual_norm.norm_again(norm) for norm in (tape.embedding_norm, tape.hidden_norm)],
                            dim=-1)
-        matmuls, modules = [(depth.eh_proj.weight, grad, merged)], (depth.enorm, depth.hnorm, depth.eh_proj)
+        matmuls = [(depth.eh_proj.weight, grad, merged)]
         if slice.deferred is None:
             self.ops.weight_gradients(slice, depth.site, matmuls)
-            ready(*modules)
+            ready(*chunk.parts["merge"])
         else:
-            slice.deferred.append((depth.site, matmuls, modules))
+            slice.deferred.append((depth.site, matmuls, chunk.parts["merge"]))
         yield from self.ends.add_word_gradients(slice, depth.site, batch.tokens, flights)
-        ready(self.domino.model.embedding.word_embeddings)
+        ready(*chunk.parts["embedding"])
         return grad_x

@@ -82,7 +82,7 @@ class Muon(torch.optim.Optimizer):
         if ranks == 1:
             return own, group, None
         whole = own.new_empty(ranks * len(own))
-        work = all_gather(whole, own, self.mesh.group(group))
+        work = all_gather(whole, own, self.mesh.groups[group])
         self.zero.trace.watch("all_gather", work, group=group, bytes=whole.nbytes)
         return whole, group, work
 

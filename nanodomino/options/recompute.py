@@ -30,8 +30,8 @@ flight, the slice restores sublayer k - 1. So at most one sublayer's activations
     backward of k     W2, core, W1  ->  [ all-reduce of the gradient of h .................. ]  wait, residual + norm
                                         fetch x, h of k - 1 | weight gradients of k | c, a of k - 1
 
-Three classes share the work. Domino (domino.py) owns the tape, launches and waits. RecomputingTape below decides what a
-tape entry keeps, and recomputes h. The sublayer's inside (LinearPair in domino.py) recomputes c and a.
+Three classes share the work. Domino (domino.py) owns the tape, launches and waits. RecomputePolicy below decides what a
+tape entry keeps, and recomputes h. The sublayer's branch (LinearPair in overlap/linear_pair.py) recomputes c and a.
 
 **In the host's memory.** With full recomputation, --checkpoint-in-cpu (DeepSpeed's name) also copies each sublayer's
 input x to the host while later sublayers compute, and copies it back one sublayer before backward needs it. Training on
@@ -57,7 +57,7 @@ import torch
 from nanodomino.comm.device import kind_of, streams_of
 from nanodomino.overlap.slices import TapeEntry
 
-# The fields dropped at the end of a sublayer's forward: "h" is a field of TapeEntry, the others of its inside_tape.
+# The fields dropped at the end of a sublayer's forward: "h" is a field of TapeEntry, the others of its branch_tape.
 GRANULARITIES = {"none": (),
                  "selective": ("core", "activation"),
                  "full": ("h", "column_output", "core", "activation")}
@@ -74,8 +74,8 @@ def in_words(config) -> str:
     return how * (config.recompute_granularity != "none")
 
 
-class RecomputingTape:
-    """Keeps of a sublayer what --recompute-granularity says. Implements the methods of overlap.slices.WholeTape."""
+class RecomputePolicy:
+    """Keeps of a sublayer what --recompute-granularity says. Implements the methods of overlap.slices.TapePolicy."""
     restores = True
 
     def __init__(self, config, device, slices: int, residual_norm):
@@ -86,7 +86,7 @@ class RecomputingTape:
     def keep(self, entry: TapeEntry) -> TapeEntry:
         """Drop what backward will recompute, and start to move x to the host if it is to be kept there."""
         for name in self.drops:
-            setattr(entry if name == "h" else entry.inside_tape, name, None)
+            setattr(entry if name == "h" else entry.branch_tape, name, None)
         if self.host:
             entry.norm = replace(entry.norm, x=self.host.leave(entry.norm.x))
         return entry

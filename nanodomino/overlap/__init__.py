@@ -1,6 +1,6 @@
-"""The parts of domino.py: what it runs around the inside of each sublayer, and what it keeps for backward.
+"""The parts of domino.py: what a slice runs between and around two all-reduces, and what it keeps for backward.
 
-Read flight.py (a collective in flight), slice_ops.py (launch, yield, wait, multiply), residual_norm.py (bias, dropout,
-residual and norm between two sublayers), inside.py (the interface of what lies between norm and reduce),
-embedding_and_head.py (the two ends of the model), slices.py (the state and the tape of a slice).
+Read slices.py (a slice's state, a collective in flight, and the steps launch, yield, wait, multiply), linear_pair.py
+(what a sublayer computes between its norm and its reduce), ends.py (where one sublayer ends and the next one starts,
+and the two ends of the model).
 """

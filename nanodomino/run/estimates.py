@@ -9,6 +9,7 @@ from nanodomino.dry_run.stages import fullest_rank_bytes
 from nanodomino.errors import require
 from nanodomino.settings.config import Config
 
+
 MARGIN = 0.9             # a run may need this share of its estimate
 
 

@@ -32,6 +32,7 @@ from nanodomino.schedules import simulation
 from nanodomino.schedules.placement_and_messages import stage_layers
 from nanodomino.settings.config import Config
 
+
 FEW_EPOCHS = 4           # up to 4 epochs, repeated text is almost as good as new text (2305.16264)
 
 
@@ -198,7 +199,7 @@ def describe_stage(config: Config, stage: int) -> str:
 def what_hides_what(config: Config) -> str:
     """Return, in a sentence, which work runs while a collective within a layer is in flight."""
     reduce = "gather and reduce" if config.sequence_shards > 1 else "all-reduce"
-    sent = " and ".join([reduce] * (config.tp > 1) + [*dict.fromkeys(config.sent_inside)])
+    sent = " and ".join([reduce] * (config.tp > 1) + [*dict.fromkeys(config.sent_by_branches)])
     if not sent:
         return "overlap: without tensor parallelism a layer sends nothing, so there is nothing to hide"
     halves = [action.halves for row in config.timetable.rows for action in row]

@@ -43,6 +43,7 @@ from nanodomino.run.watchdog import Watchdog
 from nanodomino.settings.config import Config
 from nanodomino.timeline.draw import draw_timeline
 
+
 PROMPT_TOKENS = 32       # length of the prompt, taken from the validation text, for the sample at the end
 
 

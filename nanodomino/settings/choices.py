@@ -12,7 +12,6 @@ from itertools import islice
 
 import torch
 
-from nanodomino.domino import LinearPair
 from nanodomino.generate.cache import KeyValueCache
 from nanodomino.layers.sublayers import MLP
 from nanodomino.layers.varlen import fits_varlen, inputs_within_documents
@@ -26,7 +25,8 @@ from nanodomino.options.multi_token_prediction import MultiTokenPrediction
 from nanodomino.options.muon import MUON
 from nanodomino.options.router import SCORE_FUNCTIONS
 from nanodomino.options.sequence_parallel import ShardedResidual
-from nanodomino.overlap.slices import ReplicatedResidual, WholeTape
+from nanodomino.overlap.linear_pair import LinearPair
+from nanodomino.overlap.slices import ReplicatedResidual, TapePolicy
 
 
 # the values of the settings that choose from a table of an option
@@ -54,6 +54,11 @@ class Choices:
         return f"layers.{layer}" if layer < self.num_layers else f"mtp.{layer - self.num_layers}.layer"
 
     @property
+    def words_at_end(self) -> bool:
+        """Whether the last stage uses the word embedding: as its head, or behind the head."""
+        return self.tied or self.behind_head.layers > 0
+
+    @property
     def statistics(self) -> dict[str, int]:
         """{name: count} of the numbers that a step adds up for the report, for the whole model: of each layer with
         experts how many tokens chose each expert, and the sum of the router's losses."""
@@ -62,23 +67,22 @@ class Choices:
 
     # ---- a sublayer in training
 
-    def inside(self, sublayer, mesh, ops, compiled):
-        """Return the object that computes everything between a sublayer's norm and its reduce; see LinearPair."""
+    def branch(self, sublayer, layer: int, mesh, ops, compiled):
+        """Return the object that computes everything between a sublayer's norm and its reduce; see LinearPair.
+        layer: the number of the sublayer's layer, from 0."""
         if isinstance(sublayer, experts.MoE):
-            return experts.MoEInside(sublayer, ops, compiled)
-        if self.cp > 1 and sublayer.attends:
-            pair = ATTENTION[self.cp_comm_type](sublayer, mesh, ops, compiled, self)
-        else:
-            pair = LinearPair(sublayer, ops, compiled)
-        ends = ("layers.0.", f"layers.{self.num_layers - 1}.")
-        if self.fp8_format and not (self.first_last_layers_bf16 and pair.site.startswith(ends)):
+            return experts.MoEBranch(sublayer, ops, compiled)
+        factor = {}
+        if self.fp8_format and not (self.first_last_layers_bf16 and layer in (0, self.num_layers - 1)):
             recipe = Fp8Recipe.of(self.fp8_format, self.fp8_recipe, self.params_dtype, compiled, self.fp8_wgrad)
-            pair.column, pair.row = Fp8Weight(pair.column, recipe), Fp8Weight(pair.row, recipe)
-        return pair
+            factor = dict(factor=partial(Fp8Weight, recipe=recipe))
+        if self.cp > 1 and sublayer.attends:
+            return ATTENTION[self.cp_comm_type](sublayer, ops, compiled, mesh, self, **factor)
+        return LinearPair(sublayer, ops, compiled, **factor)
 
     @property
-    def communicates_inside(self) -> bool:
-        """Whether sublayers launch collectives between norm and reduce."""
+    def branches_communicate(self) -> bool:
+        """Whether branches launch collectives of their own."""
         return self.cp > 1 or self.ep > 1
 
     @property
@@ -90,11 +94,11 @@ class Choices:
         """Return the object that gathers and reduces the residual stream."""
         return (ShardedResidual if self.sequence_shards > 1 else ReplicatedResidual)(mesh.tp_group)
 
-    def tape_policy(self, device, slices: int, residual_norm) -> WholeTape:
+    def tape_policy(self, device, slices: int, residual_norm) -> TapePolicy:
         """Return the object that says what the tapes of a stage keep."""
         if self.recompute_granularity == "none":
-            return WholeTape()
-        return recompute.RecomputingTape(self, device, slices, residual_norm)
+            return TapePolicy()
+        return recompute.RecomputePolicy(self, device, slices, residual_norm)
 
     # ---- behind the head
 
@@ -232,8 +236,8 @@ class Choices:
                 + (f", fp8 {self.fp8_format} {self.fp8_recipe}" if self.fp8_format else ""))
 
     @property
-    def sent_inside(self) -> tuple[str, ...]:
-        """What sublayers send between norm and reduce."""
+    def sent_by_branches(self) -> tuple[str, ...]:
+        """What branches send."""
         words = "gather of keys and values" if self.cp_comm_type == "all_gather" else "all-to-all"
         return (words,) * (self.cp > 1) + ("all-to-all",) * (self.ep > 1)
 

@@ -28,19 +28,20 @@ from operator import attrgetter
 import torch
 
 from nanodomino.errors import require, run_command
-from nanodomino.layers.sublayers import NORMALIZATIONS
 from nanodomino.layers.positions import POSITION_EMBEDDING_TYPES
+from nanodomino.layers.sublayers import NORMALIZATIONS
 from nanodomino.optim.learning_rate import LR_DECAY_STYLES
 from nanodomino.optim.loss_scale import LOSS_SCALE_LIMIT, SMALLEST_LOSS_SCALE
 from nanodomino.optim.optimizers import OptimizerSpec
 from nanodomino.schedules.definitions import SCHEDULES, Schedule
 from nanodomino.schedules.placement_and_messages import Placement, Timetable, timetable
-from nanodomino.settings.choices import (ALL_OPTIMIZERS, CP_COMM_TYPES, FP8_FORMATS, FP8_RECIPES, GRANULARITIES,
-                                         SCORES, Choices)
+from nanodomino.settings.choices import (ALL_OPTIMIZERS, CP_COMM_TYPES, FP8_FORMATS, FP8_RECIPES, GRANULARITIES, SCORES,
+                                         Choices)
 from nanodomino.settings.flags import (check_values, data_setting, family_setting, layout_setting, machine_setting,
                                        markdown, model_setting, run_setting, training_setting)
 from nanodomino.settings.presets import DTYPES, FINETUNE_BATCH_SIZE, FINETUNE_LR_DIVISOR, PRESETS
 from nanodomino.settings.rules import check_rules, with_defaults
+
 
 # what several settings need to have an effect
 ROPE, DYNAMIC = "--position-embedding-type rope", ("--dtype float16", "no --loss-scale")

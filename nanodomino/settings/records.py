@@ -12,6 +12,7 @@ from nanodomino.settings.config import Config
 from nanodomino.settings.flags import flag_settings, names_affecting
 from nanodomino.settings.rules import holds
 
+
 # settings of the effect "run" on which the loss of the same weights does not depend
 WITHOUT_WEIGHTS = {"data_sha256", "seed", "init_method_std"}
 

@@ -16,6 +16,7 @@ from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.settings.flags import flag_name, flag_settings
 from nanodomino.settings.presets import DEFAULT_LAYOUTS, FINETUNE_BATCH_SIZE, FINETUNE_LR_DIVISOR
 
+
 # The most forwards that all stages together may run in a step. Every rank lists them all, with their backwards, before
 # the first step. For this many that takes a few seconds and a few hundred megabytes.
 MAX_FORWARDS = 2**16

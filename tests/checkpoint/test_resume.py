@@ -153,7 +153,7 @@ def boxes_on_rank(config):
     copies = allocate_host_copies(optimizer, mesh)
     boxes = [(name, box) for name, _, box, _ in local_boxes(model, copies)]
     held = sum(len(bucket.weights) for bucket in optimizer.buckets
-               if mesh.is_first_stage or "embedding" not in bucket.kind.addends)
+               if mesh.pp_rank == 0 or "embedding" not in bucket.kind.addends)
     return boxes, sum(copy.values.nbytes for copy in copies), len(STATES) * 8 * held
 
 

@@ -30,6 +30,7 @@ from nanodomino.data import Batch, TokenDataset
 from nanodomino.errors import UserError
 from nanodomino.settings.config import Config
 
+
 PROSE = "The quick brown fox, they say, jumps over 12 lazy dogs.\n\n  It didn't see\tthem: naïve, 東京, 🙂!\n"
 GPT2_WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 BYTE_END = 256

@@ -11,6 +11,7 @@ from nanodomino.dry_run.rank import dry_run
 from nanodomino.options.recompute import GRANULARITIES
 from nanodomino.options.router import SCORE_FUNCTIONS
 
+
 STEPS = 2                # the second step sees the weights, moments and expert biases that the first step wrote
 SIGMOID, PRE_SOFTMAX = dict(moe_router_score_function="sigmoid"), dict(moe_router_pre_softmax=True)
 SHARED = dict(moe_shared_expert_intermediate_size=16)

@@ -10,6 +10,12 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
+from support import needs
+from support.checkpoints import save_steps
+from support.harness import FixedData, build, difference, full_tensors, tiny, train_steps
+from support.huggingface import (GPT2_SIZES, LENGTH, LLAMA3, MODELS, VOCABULARY, change_config, change_tensors,
+                                 config_of, published_tensors, same_bits, weights_of, with_exact_norms)
+from support.runs import main_on_rank, make_corpus, metric_points
 
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of
 from nanodomino.checkpoint.load import load_weights
@@ -28,12 +34,7 @@ from nanodomino.huggingface.safetensors_files import GENERATION
 from nanodomino.huggingface.tensor_mapping import LLAMA_MODULES, map_tensors
 from nanodomino.settings.config import Config
 from nanodomino.settings.presets import PRESETS
-from support import needs
-from support.checkpoints import save_steps
-from support.harness import FixedData, build, difference, full_tensors, tiny, train_steps
-from support.huggingface import (GPT2_SIZES, LENGTH, LLAMA3, MODELS, VOCABULARY, change_config, change_tensors,
-                                 config_of, published_tensors, same_bits, weights_of, with_exact_norms)
-from support.runs import main_on_rank, make_corpus, metric_points
+
 
 LARGE = 10**9            # bytes, above the size of any model here
 BY_DEFAULT = ("gpt2", "llama 3.1", "qwen2", "qwen3", "mixtral", "qwen3-moe")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.huggingface import LENGTH, LLAMA3, change_config, change_tensors, same_bits, weights_of
 
 from nanodomino.errors import UserError
 from nanodomino.huggingface import export_model as exporting, families, import_model as importing
@@ -17,7 +18,6 @@ from nanodomino.huggingface.families import read_config, write_config
 from nanodomino.huggingface.import_model import import_model
 from nanodomino.huggingface.safetensors_files import INDEX
 from nanodomino.settings.config import Config
-from support.huggingface import LENGTH, LLAMA3, change_config, change_tensors, same_bits, weights_of
 
 
 def assert_import_refused(folder, tmp_path, message, names=""):

@@ -148,8 +148,8 @@ def test_a_weight_is_converted_twice_a_step_and_an_activation_once_for_both_of_i
 def test_the_first_and_the_last_layer_may_stay_in_the_training_type_and_experts_do(options, attentions, mlps):
     with fake_world(0, 1):
         _, _, _, stage = build(tiny(1, **FP32, fp8_format="hybrid", **options))
-    in_8_bits = {inside.site for inside in next(iter(stage.insides.values()))
-                 if isinstance(getattr(inside, "column", None), Fp8Weight) and isinstance(inside.row, Fp8Weight)}
+    in_8_bits = {branch.site for branch in next(iter(stage.branches.values()))
+                 if all(isinstance(getattr(branch, name), Fp8Weight) for name in ("w1", "w2"))}
     assert in_8_bits == {*(f"layers.{layer}.attention" for layer in attentions),
                          *(f"layers.{layer}.mlp" for layer in mlps)}
 
@@ -192,7 +192,7 @@ def first_column_output(config, weights, data):
     stage = build(config, weights)[3]
     batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
     _, slices = run_to_end(stage.forward(batch))
-    return torch.cat([slice.tape[0].inside_tape.column_output for slice in slices])
+    return torch.cat([slice.tape[0].branch_tape.column_output for slice in slices])
 
 
 def test_by_row_a_column_parallel_forward_multiplies_the_same_numbers_on_all_layouts(pool):

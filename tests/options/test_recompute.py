@@ -11,11 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from nanodomino.comm.trace import Trace
-from nanodomino.domino import LinearPair
 from nanodomino.dry_run.rank import dry_run
 from nanodomino.layers.dropout_and_positions import MasksAndPositions
 from nanodomino.options import recompute
-from nanodomino.options.recompute import GRANULARITIES, RecomputingTape
+from nanodomino.options.recompute import GRANULARITIES, RecomputePolicy
+from nanodomino.overlap.linear_pair import LinearPair
 from nanodomino.schedules.definitions import SCHEDULES
 
 
@@ -219,7 +219,7 @@ def test_what_was_on_the_host_comes_back_in_time_and_with_the_same_bits(monkeypa
 
     def prepare(stage):
         stage.trace = stage.ops.trace = gpu.trace
-        stage.tape_policy = RecomputingTape(offloading, torch.device("cuda"), config.slices, stage.residual_norm)
+        stage.tape_policy = RecomputePolicy(offloading, torch.device("cuda"), config.slices, stage.residual_norm)
         stage.tape_policy.host.device = torch.device("cpu")
 
     assert same_bits(step_of(offloading, prepare), plain)

@@ -23,7 +23,7 @@ def numbers(seed, dtype):
 
 
 def arrive(flight):
-    if flight.kind:
+    if flight.collective:
         flight.launch()
         flight.work.wait()
     return flight.result()
@@ -79,7 +79,7 @@ def windows_of(config, staggered=Domino.staggered):
 
         def launched_at(piece, site, flight):
             launch(piece, site, flight)
-            if flight.kind:
+            if flight.collective:
                 launched[id(flight)] = flight, len(events)
             return flight
 
@@ -88,7 +88,7 @@ def windows_of(config, staggered=Domino.staggered):
                 if id(flight) in launched:
                     _, begin = launched.pop(id(flight))
                     others = Counter(event.kind for event in events[begin:] if event.args.get("slice") != piece.index)
-                    found.append((flight.kind, site, piece.index, others["matmul"]))
+                    found.append((flight.collective, site, piece.index, others["matmul"]))
             return wait(piece, site, flights)
 
         stage.ops.launch, stage.ops.wait = launched_at, waited_at

@@ -39,6 +39,7 @@ from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import flag_name, flag_settings
 
+
 LIMIT = 60              # seconds until all processes of a row have ended; on an idle machine it takes 5
 STEP = "run/checkpoints/step-00000002"
 META, MANIFEST, INDEX, SHARD = "data/meta.json", *(f"{STEP}/{name}" for name in (

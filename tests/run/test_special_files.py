@@ -16,6 +16,7 @@ from nanodomino.run.metrics_file import remove_outdated
 from nanodomino.run.run_folder import open_run
 from nanodomino.settings.config import Config
 
+
 READERS = {"--config": lambda path: from_command_line(["--config", path], 1),
            "--prompts": lambda path: generate(["--load", "x", "--prompts", path]),
            "a model's config.json": lambda path: read_json(Path(path))}

@@ -13,14 +13,15 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
+from support.harness import corpus_without_files
 
 import train
 from nanodomino.dry_run import rank as dry_run
 from nanodomino.dry_run.accounts import Accounts, arguments_of
 from nanodomino.dry_run.shapes import flatten
-from nanodomino.overlap import embedding_and_head
+from nanodomino.overlap import ends
 from nanodomino.settings.config import Config
-from support.harness import corpus_without_files
+
 
 VOCABULARY = 50257
 CROSS_ENTROPY = ("local_max_and_sum_exp", "partial_loss_sums", "loss_from_sums", "cross_entropy_gradient")
@@ -105,7 +106,7 @@ class Counts(Accounts):
         train.warm_up(stage, optimizer, config, mesh)
         self.restart()
         self.microbatches, self.buckets = config.microbatches, len(optimizer.buckets)
-        self.sublayers = sum(map(len, stage.insides.values()))
+        self.sublayers = sum(map(len, stage.branches.values()))
         heads = [stage.model.head[0].logits_weight()] if stage.model.post_process else []
         self.weight_shapes = {weight.shape for weight in [*stage.model.parameters(), *heads]}
         stage.forward, stage.backward = self.turns("forward", stage.forward), self.turns("backward", stage.backward)
@@ -114,8 +115,8 @@ class Counts(Accounts):
         with mock.patch.object(np, "memmap", lambda *arguments, **options: tokens):
             corpus = corpus_without_files(Path(), train=len(tokens))
             dataset = train.dataset_builder(config, corpus, mesh.device)["train"]
-        with mock.patch.multiple(embedding_and_head, **{
-                name: self.part("cross entropy")(getattr(embedding_and_head, name)) for name in CROSS_ENTROPY}):
+        with mock.patch.multiple(ends, **{
+                name: self.part("cross entropy")(getattr(ends, name)) for name in CROSS_ENTROPY}):
             train.train_step(step, stage, optimizer, dataset, config, mesh, on_action=on_action)
 
 

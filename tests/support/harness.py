@@ -32,6 +32,7 @@ from nanodomino.settings.config import Config
 from nanodomino.settings.flags import names_affecting
 from nanodomino.zero import ZeroOptimizer
 
+
 VOCABULARY = 29          # padded to 32, so that the last rank owns fewer words; padded to 64, it owns none
 
 # Settings of published model families. With tp 4, each rank has one of the 4 query groups.
@@ -250,7 +251,7 @@ def reduced_gradients(model, optimizer, tokens) -> dict:
         whole, divisor = bucket.own_grad, tokens * (1 if bucket.kind.update == "sign" else optimizer.loss_scale.value)
         if bucket.partitions > 1:
             whole = torch.cat([bucket.own_grad] * bucket.partitions)
-            all_gather(whole, bucket.own_grad, optimizer.mesh.group(bucket.kind.replicas)).wait()
+            all_gather(whole, bucket.own_grad, optimizer.mesh.groups[bucket.kind.replicas]).wait()
         for weight in bucket.parameters:
             gradients[weight] = bucket.view(weight, whole) / divisor
     return {name: (gradients[weight], shard_spec(weight)) for name, weight in model.named_parameters()}

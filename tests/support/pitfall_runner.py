@@ -24,6 +24,7 @@ from nanodomino.mesh import meta_mesh
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import names_affecting
 
+
 TOLERANCE = 1e-9         # largest relative error of any number, in float64
 CHECKED = 2              # steps in a test: the second step sees the weights that the first step wrote
 LONG, END = 40, 10       # steps of the runs in docs/pitfalls.md, whose table shows the mean loss of the last END steps

@@ -46,11 +46,11 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from nanodomino.domino import LinearPair
 from nanodomino.layers.dropout_and_positions import AttentionInputs
 from nanodomino.layers.positions import rotation, to_device
 from nanodomino.layers.varlen import attention_bias, first_of_document, starts_of, uses_varlen, varlen_attention
 from nanodomino.options.context_parallel.places import by_rank, in_order, own_places
+from nanodomino.overlap.linear_pair import LinearPair
 from nanodomino.overlap.slices import prepare_all_gather, prepare_all_to_all, prepare_reduce_scatter
 
 
@@ -63,9 +63,9 @@ class GatheredInputs(AttentionInputs):
 class SharedSampleAttention(LinearPair):
     """Runs attention of samples that the ranks of the cp group share."""
 
-    def __init__(self, sublayer, mesh, ops, compiled, config):
-        super().__init__(sublayer, ops, compiled)
-        self.mesh, self.config, self.ranks, self.group = mesh, config, mesh.axis("cp")[0], mesh.group("cp")
+    def __init__(self, sublayer, ops, compiled, mesh, config, **factor):
+        super().__init__(sublayer, ops, compiled, **factor)
+        self.mesh, self.config, self.ranks, self.group = mesh, config, mesh.axis("cp")[0], mesh.groups["cp"]
 
     def send(self, slice, flight):
         """Launch a flight, let other slices compute, and return its tensor."""

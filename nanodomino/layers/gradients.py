@@ -1,0 +1,105 @@
+"""What backward needs besides its formulas: a sum of each weight's gradients, and autograd for a single operation.
+
+**main_grad.** Backward adds up many small contributions to a weight's gradient, from all microbatches and slices. In 16
+bits, a contribution that is much smaller than the sum so far would be rounded away. So the sum is kept in fp32 or
+wider, in main_grad (Megatron-LM's name). Where torch supports it, a matmul of 16-bit tensors is added to the sum
+without being rounded to 16 bits first.
+
+**Segments.** Plain autograd records one graph of the whole forward and runs it backward in its own order. Domino needs
+another order, with all-reduces between the operations, so most backward passes are written by hand. Fused attention is
+the exception: each device has its own kernel, and only torch knows the kernel's backward. So attention gets a separate
+graph, which starts at q, k and v:
+
+    output, segment = run_segment(function, q, k, v)      output = function(q, k, v)
+    segment.backward(gradient)                            returns the gradients of q, k, v
+
+Until backward, the segment keeps its inputs and whatever autograd saved in its graph.
+
+**A shortcut.** The graph of one fused operation is a single autograd node. A node can be called like a function: it
+takes the gradient of its output and returns the gradients of its inputs. That costs the host a quarter of the time of
+torch.autograd.grad(), which prepares for any graph and uses another thread for each GPU. The call is only correct if
+the node is the whole graph, so that nothing but the inputs comes after it in backward:
+
+    node.next_functions      [AccumulateGrad(q), AccumulateGrad(k), AccumulateGrad(v), None ..]
+
+So backward() checks that the first entries are the leaves q, k, v in this order, and that all others are None. For
+example, the entry for an attention bias is None, because the bias gets no gradient. If the check fails, as in attention
+with dropout or in varlen_attention(), backward() uses torch.autograd.grad().
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from nanodomino.comm.device import on_gpu
+
+
+def main_grad_of(weight):
+    """Return the tensor that accumulates this weight's gradient. With ZeRO-2 it is allocated here, at its first use."""
+    if weight.main_grad is None:
+        weight.bucket.allocate_gradients()
+    return weight.main_grad
+
+
+def add_gradients(weights, gradients):
+    """Add each gradient to its weight's main_grad. If the model has no such weight, both are None."""
+    main_grads = [main_grad_of(weight) for weight in weights if weight is not None]
+    if main_grads:
+        torch._foreach_add_(main_grads, [gradient for gradient in gradients if gradient is not None])
+
+
+# From torch 2.10 on, CUDA can add the matmul of 16-bit tensors to an fp32 tensor without rounding or storing it first.
+# In 2.8 and 2.9 addmm has `out_dtype` too, but takes no fp32 tensor to add to.
+ADDS_TO_FP32 = torch.__version__ >= "2.10"
+
+
+def add_weight_gradient(main_grad, grad_output, activation):
+    """Add grad_output^T activation to a weight's main_grad [out, in].
+
+    grad_output [b, s, out], activation [b, s, in]. If activation is None, add the sum of grad_output over all tokens to
+    a bias's main_grad [out]. main_grad may have a wider dtype than both. It may also have more rows than grad_output
+    has features, because a head does not multiply by all padding rows.
+    """
+    grad_output = grad_output.flatten(0, 1)
+    main_grad = main_grad[:grad_output.size(-1)]
+    if activation is None:
+        main_grad.add_(grad_output.sum(dim=0, dtype=main_grad.dtype))
+    elif main_grad.dtype == grad_output.dtype:
+        main_grad.addmm_(grad_output.t(), activation.flatten(0, 1))
+    elif on_gpu(main_grad) and ADDS_TO_FP32:
+        torch.addmm(main_grad, grad_output.t(), activation.flatten(0, 1), out_dtype=main_grad.dtype, out=main_grad)
+    elif grad_output.dtype == torch.float16:               # sum in fp32: in fp16 a sum over tokens may overflow
+        main_grad.addmm_(grad_output.t().to(main_grad.dtype), activation.flatten(0, 1).to(main_grad.dtype))
+    else:
+        main_grad.add_(grad_output.t() @ activation.flatten(0, 1))
+
+
+def wide_dtype(tensor) -> torch.dtype:
+    """Return fp32, or the tensor's own dtype if that is wider: the dtype for sums over many numbers."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+@dataclass
+class Segment:
+    """Holds the inputs and the autograd graph of a segment."""
+    inputs: list[torch.Tensor]
+    output_edge: GradientEdge
+
+    def backward(self, gradient):
+        """Turn the gradient of the output into the gradients of the inputs."""
+        node, count = self.output_edge.node, len(self.inputs)
+        next_nodes = [next_node for next_node, _ in node.next_functions]
+        leaves = [getattr(next_node, "variable", None) for next_node in next_nodes[:count]]
+        if (len(leaves) == count and all(leaf is x for leaf, x in zip(leaves, self.inputs))
+                and not any(next_nodes[count:])):
+            return node(gradient)[:count]
+        return torch.autograd.grad(self.output_edge, self.inputs, gradient)
+
+
+def run_segment(function, *inputs):
+    """Return (function(*inputs), detached from autograd, and the Segment for its backward)."""
+    with torch.enable_grad():
+        inputs = [x.detach().requires_grad_() for x in inputs]
+        output = function(*inputs)
+    return output.detach(), Segment(inputs, get_gradient_edge(output))

@@ -1,0 +1,210 @@
+"""Where one sublayer ends and the next one starts, and the two ends of the model.
+
+**Between two all-reduces** lie the end of one sublayer and the start of the next:
+
+    x' = x + dropout(y + bias)        y: the previous sublayer's output, summed over ranks; bias: its row-parallel bias
+    h  = norm(x')                     the next sublayer's norm
+
+                     attention              |  residual + norm  |            MLP
+      ... W1 -> core -> W2 -> all-reduce -> | + bias, drop, add |  norm  -> W1 -> gelu -> W2 -> all-reduce -> ...
+                                            |  of attention     | of MLP
+
+So a residual + norm belongs to two sublayers: y, bias and dropout mask to the previous one, the norm's weights to the
+next one. The residual + norm *after* a sublayer applies the sublayer's row-parallel bias and computes its gradient. So
+in backward, the gradient of this bias is ready before the gradients of the sublayer's other weights.
+
+A residual + norm treats each token by itself, so it does not matter whether a rank holds all rows or a shard. Below,
+[b, s, h] means the rows that this rank holds. There is no matmul, but many bytes are read and written. So torch.compile
+(--compile) fuses forward into one kernel, and backward into another.
+
+**The ends of the model** are the word embedding, and final norm + head + cross entropy. Both matrices are cut along the
+vocabulary (parallel.py), so both ends need collectives. Other slices hide these, as in a sublayer. Collectives in
+parentheses are only needed if an option shards the residual stream:
+
+    embedding    forward    reduce of the word embeddings           backward    (gather of the gradient of x)
+    head         forward    (gather of h)                           backward    reduce of the gradient of h
+    loss         forward    all-reduce of the maximum logit,        backward    nothing
+                            then of two sums: 3 fp32 per token
+
+The logits [b, s, v/t] are the largest tensor of a step. Their gradient overwrites them, so that a slice needs only one
+tensor of this size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from nanodomino.layers.cross_entropy import (cross_entropy_gradient, in_blocks, local_max_and_sum_exp, loss_from_sums,
+                                             max_and_sum_exp_of_rows, partial_loss_sums, scaled_exp_of_rows)
+from nanodomino.layers.gradients import add_gradients, main_grad_of, wide_dtype
+from nanodomino.layers.residual import add_residual, drop, residual_backward
+from nanodomino.overlap.slices import result_of
+
+if TYPE_CHECKING:
+    from nanodomino.overlap.linear_pair import Branch
+
+
+@dataclass
+class SavedResidualNorm:
+    """Holds what forward keeps of a residual + norm for backward."""
+    weights: tuple                       # (weight, bias) of the norm
+    previous: Branch | None              # the branch whose output is added; None at a chunk's start
+    x: torch.Tensor                      # x' [b, s, h], the input of the norm
+    statistics: tuple                    # from the norm's forward: for example mean and 1 / deviation of each token
+
+
+class ResidualNorm:
+    """Runs residual + norm for slices.
+
+    norm: any Norm of the model; all of them have the same normalization and epsilon
+    compiled: torch.compile with its backend, or a function that returns its argument
+    """
+
+    def __init__(self, norm, compiled):
+        normalization, epsilon = norm.normalization, norm.epsilon
+        # lambdas, because torch.compile treats all functools.partials as one function and keeps few versions of it
+        self.forward_kernel = compiled(lambda *inputs: residual_norm(*inputs, epsilon, normalization))
+        self.backward_kernel = compiled(lambda *inputs: residual_norm_backward(*inputs, normalization))
+
+    def forward(self, slice, x, y, previous, weights):
+        """Return (h, SavedResidualNorm).
+
+        x, y [b, s, h]: the residual stream, and the output of the sublayer `previous`. y is None at a chunk's start.
+        weights: (weight, bias) of the next sublayer's norm.
+        """
+        x, h, *statistics = self.forward_kernel(x, y, *bias_and_mask(slice, previous, y), *weights)
+        return h, SavedResidualNorm(weights, previous, x, statistics)
+
+    def norm_again(self, saved: SavedResidualNorm):
+        """Return h, recomputed from the saved x'."""
+        return self.forward_kernel(saved.x, None, None, None, *saved.weights)[1]
+
+    def backward(self, slice, saved: SavedResidualNorm, grad_x, grad_h):
+        """Return the gradients of x and y. Add the gradients of the bias and the norm's weights to main_grad.
+
+        grad_x, grad_h: the gradients of x' and h; grad_x is None in the head, which uses only h.
+        """
+        bias, mask = bias_and_mask(slice, saved.previous, grad_h)
+        grad_x, grad_y, *gradients = self.backward_kernel(
+            grad_x, grad_h, saved.x, saved.statistics, *saved.weights, mask, saved.previous is not None,
+            bias is not None)
+        add_gradients((bias, *saved.weights), gradients)
+        return grad_x, grad_y
+
+
+def bias_and_mask(slice, sublayer, like):
+    """Return the row-parallel bias and the dropout mask for a sublayer's output; (None, None) if sublayer is None."""
+    if sublayer is None:
+        return None, None
+    return sublayer.output_bias, slice.masks_and_positions.hidden_dropout_mask(sublayer.site + ".hidden", like)
+
+
+def residual_norm(x, y, bias, mask, weight, norm_bias, epsilon, normalization):
+    """Return (x', h, *statistics of the norm); x' and h are [b, s, h]. If y is None, x' is x."""
+    if y is not None:
+        x = add_residual(x, y, bias, mask)
+    return x, *normalization.forward(x, weight, norm_bias, epsilon)
+
+
+def residual_norm_backward(grad_x, grad_h, x, statistics, weight, norm_bias, mask, has_residual, has_bias,
+                           normalization):
+    """Return the gradients of x, y, bias, norm weight and norm bias; None for those that do not exist.
+
+    grad_x, grad_h: the gradients of x' and h. x: x' itself.
+    """
+    gradient, grad_weight, grad_norm_bias = normalization.backward(grad_h, x, statistics, weight, norm_bias)
+    if grad_x is not None:
+        gradient = gradient.add_(grad_x)
+    if not has_residual:
+        return gradient, None, None, grad_weight, grad_norm_bias
+    return *residual_backward(gradient, mask, has_bias), grad_weight, grad_norm_bias
+
+
+@dataclass
+class HeadTape:
+    """Holds what forward keeps of a slice for the head's backward."""
+    norm: SavedResidualNorm
+    h: torch.Tensor                      # [b, s, h], never sharded, because it is much smaller than the logits
+    logits: torch.Tensor                 # [b, s, num_logits] of this rank
+    maximum: torch.Tensor                # [b, s], the largest logit on any rank
+    sums: torch.Tensor                   # [2, b, s], see layers/cross_entropy.py
+
+
+class EmbeddingAndHead:
+    """Runs the embedding and the head, forward and backward. All methods except head_backward are generators."""
+
+    def __init__(self, model, ops, residual_norm, compiled=None):
+        """compiled: torch.compile with its backend, or None.
+
+        The cross entropy must not create temporaries as large as the logits. torch.compile avoids them by fusing the
+        operations. Without it, in_blocks() processes a few rows at a time.
+        """
+        self.model, self.ops, self.residual_norm = model, ops, residual_norm
+        narrow = dict(narrow=model.config.fp16_lm_cross_entropy and model.config.dtype == "float16")
+        self.max_and_sum_exp_of_rows, self.scaled_exp_of_rows = map(compiled or in_blocks, (
+            partial(max_and_sum_exp_of_rows, **narrow), partial(scaled_exp_of_rows, **narrow)))
+
+    def embed(self, slice):
+        """Return x [b, s, h], the start of the residual stream, for the slice's tokens."""
+        words = yield from self.look_up(slice, "embedding", slice.batch.tokens)
+        return self.model.embedding.add_positions(words, self.ops.stream.own_rows(slice.batch.positions),
+                                                  slice.masks_and_positions.hidden_dropout_mask("embedding", words))
+
+    def look_up(self, slice, site, tokens):
+        """Return the word embeddings [b, s, h] of tokens [b, s]."""
+        addend = self.model.embedding.word_embeddings.partial_embeddings(tokens)
+        words = yield from self.ops.yield_then_wait(
+            slice, site, [self.ops.launch(slice, site, self.ops.stream.reduce(addend))])
+        return words.clone() if self.ops.stream.shards > 1 else words          # a view would keep the rows of all ranks
+
+    def embed_backward(self, slice, grad_x):
+        """Add the gradients of the word and position embeddings to main_grad.
+
+        grad_x [b, s, h]: the gradient of embed()'s result.
+        """
+        gradient = drop(grad_x, slice.masks_and_positions.hidden_dropout_mask("embedding", grad_x))
+        flights = self.ops.gather(slice, "embedding", gradient)
+        self.model.embedding.add_position_gradients(gradient, self.ops.stream.own_rows(slice.batch.positions))
+        yield from self.add_word_gradients(slice, "embedding", slice.batch.tokens, flights)
+
+    def add_word_gradients(self, slice, site, tokens, flights):
+        """Add the gradient of look_up()'s result, which `flights` deliver, to main_grad."""
+        yield from self.ops.yield_if_in_flight(flights)
+        gradient, words = self.ops.wait(slice, site, flights), self.model.embedding.word_embeddings
+        row, is_local = words.local_rows(tokens)
+        gradient = (gradient.to(wide_dtype(gradient)) * is_local.unsqueeze(-1)).flatten(0, 1)
+        main_grad_of(words.weight).index_add_(0, row.flatten(), gradient)
+
+    def head(self, slice, x, y, previous):
+        """Return (the loss of each token [b, s], the HeadTape).
+
+        x, y: the residual stream before the last sublayer's addition, and that sublayer's output.
+        previous: the last sublayer.
+        """
+        ops, (vocabulary,) = self.ops, self.model.head
+        h, norm = self.residual_norm.forward(slice, x, y, previous, self.model.final_norm.weights)
+        flights = ops.gather(slice, "head", h)
+        yield from ops.yield_if_in_flight(flights)
+        logits = ops.linear(slice, "head", flights, vocabulary.logits_weight())
+        largest, sum_exp = local_max_and_sum_exp(logits, vocabulary, self.max_and_sum_exp_of_rows)
+        maximum = largest.clone()
+        yield from ops.all_reduce(slice, "cross_entropy", maximum, dist.ReduceOp.MAX)
+        sums = partial_loss_sums(logits, slice.batch.labels, largest, sum_exp, maximum, vocabulary)
+        yield from ops.all_reduce(slice, "cross_entropy", sums)
+        return loss_from_sums(sums), HeadTape(norm, result_of(flights), logits, maximum, sums)
+
+    def head_backward(self, slice, tape: HeadTape, gradient):
+        """Return (flights of the gradient of h, the matmuls of the weight gradient, which the caller runs).
+
+        gradient: the gradient of the losses [b, s].
+        """
+        (vocabulary,) = self.model.head
+        grad_logits = cross_entropy_gradient(tape.logits, slice.batch.labels, slice.output, tape.maximum, tape.sums,
+                                             gradient, vocabulary, self.scaled_exp_of_rows)
+        flights = self.ops.linear_then_reduce(slice, "head", grad_logits, vocabulary.logits_weight().t())
+        return flights, [(vocabulary.weight, grad_logits, tape.h)]
