@@ -14,7 +14,7 @@
 
 from benchmarks import measured
 from benchmarks.runner import about, add_config_flags, describe, gathered, table
-from nanodomino.dry_run.rank import RankRun
+from nanodomino.estimate.rank import RankRun
 from nanodomino.settings.config import Config
 
 

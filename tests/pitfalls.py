@@ -58,7 +58,7 @@ from nanodomino.overlap import ends, slices
 from nanodomino.overlap.ends import EmbeddingAndHead
 from nanodomino.overlap.linear_pair import LinearPair
 from nanodomino.overlap.slices import Flight, SliceOps, result_of
-from nanodomino.run.agreement import from_rank_0
+from nanodomino.comm.world import from_rank_0
 from nanodomino.zero import ZeroOptimizer, sum_of_squares
 from support import ROOT, harness
 from support.delayed_collectives import delayed_collectives

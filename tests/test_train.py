@@ -22,7 +22,7 @@ from support.runs import TINY, main_on_rank, make_corpus, metric_points, metrics
 
 import train
 from data.prepare import prepare
-from nanodomino.analysis.hardware import find_peak_flops
+from nanodomino.estimate.formulas import find_peak_flops
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.domino import run_to_end
@@ -31,7 +31,7 @@ from nanodomino.model import GPT
 from nanodomino.optim.learning_rate import LR_DECAY_STYLES
 from nanodomino.pipeline import Totals
 from nanodomino.run import session
-from nanodomino.run.command_line import from_command_line
+from nanodomino.run.session import from_command_line
 from nanodomino.settings.config import Config
 from nanodomino.settings.records import news
 

@@ -25,7 +25,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from nanodomino.comm.device import on_gpu
+from nanodomino.comm.world import on_gpu
 from nanodomino.layers.gradients import add_gradients, run_segment
 from nanodomino.layers.positions import inverse_rotation, rotate
 from nanodomino.layers.residual import drop

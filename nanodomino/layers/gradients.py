@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from nanodomino.comm.device import on_gpu
+from nanodomino.comm.world import on_gpu
 
 
 def main_grad_of(weight):

@@ -17,8 +17,7 @@ from support.harness import corpus_without_files
 
 import train
 from nanodomino.dry_run import rank as dry_run
-from nanodomino.dry_run.accounts import Accounts, arguments_of
-from nanodomino.dry_run.shapes import flatten
+from nanodomino.estimate.accounts import Accounts, arguments_of, flatten
 from nanodomino.overlap import ends
 from nanodomino.settings.config import Config
 
