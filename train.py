@@ -32,7 +32,7 @@ from nanodomino.domino import Domino, run_to_end
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
 from nanodomino.optim.learning_rate import learning_rate
-from nanodomino.run.rank_failure import run_rank
+from nanodomino.run.failures import run_rank
 from nanodomino.run.session import Session, open_session
 from nanodomino.schedules.placement_and_messages import Timetable
 from nanodomino.zero import StepResult, ZeroOptimizer
@@ -176,7 +176,7 @@ def pretrain(session: Session) -> int:
         if session.time_to(config.save_interval) or session.stopped:
             session.save(model, optimizer)
         session.check_saver()
-    if session.done < config.train_iters:
+    if session.stopped_by_signal or session.done < config.train_iters:
         return session.end_early()
     for split in ("valid", "test"):
         session.report_loss(split, loss_on)

@@ -20,8 +20,8 @@ from torch.utils.benchmark import Timer
 
 from benchmarks import plan
 from benchmarks.runner import parse
-from nanodomino.analysis.hardware import GPUS
-from nanodomino.dry_run.accounts import Accounts
+from nanodomino.estimate.formulas import GPUS
+from nanodomino.estimate.accounts import Accounts
 from nanodomino.errors import require
 from nanodomino.layers.attention import fused_attention
 from nanodomino.layers.autograd_segment import run_segment

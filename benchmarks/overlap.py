@@ -68,7 +68,7 @@ from benchmarks.runner import (Figure, RandomTokens, Times, about, add_config_fl
 from benchmarks.ideal_wire import IdealStage, log_of, pipeline_step
 from benchmarks.plain_model import Plain, mean_loss
 from benchmarks.slow_network import INTERFACE
-from nanodomino.comm.scatter_and_gather import all_gather, reduce_scatter
+from nanodomino.comm.collectives import all_gather, reduce_scatter
 from nanodomino.comm.world import keep_freed_memory
 from nanodomino.domino import Domino
 from nanodomino.errors import require

@@ -47,7 +47,7 @@ from nanodomino.config.flags import Parser, add_flags
 from nanodomino.data import Batch
 from nanodomino.errors import UserError, counted, require
 from nanodomino.mesh import Mesh, make_mesh
-from nanodomino.run.estimates import require_memory
+from nanodomino.estimate.stages import require_memory
 from nanodomino.settings.rules import check_needs
 from nanodomino.settings.setting import flag_settings
 

@@ -3,7 +3,7 @@
     grid(..)       mesh.py: the ranks of each group, and what a rank holds
     schedule(..)   schedules/: the simulated schedule, as the timeline of a run (timeline/draw.py)
     domino(..)     benchmarks/ideal_wire.py: one rank's step on an ideal wire, as a timeline
-    memory(..)     dry_run/: the bytes of a rank of each stage
+    memory(..)     estimate/: the bytes of a rank of each stage
     search(..)     benchmarks/plan_search.py: the fastest layouts
 
 Each function returns a Figure, or raises UserError if the settings break a rule. One figure is computed at a time,
@@ -21,12 +21,11 @@ import torch.distributed as dist
 from benchmarks import plan
 from benchmarks.ideal_wire import IdealStage, MatmulClock, log_of, pipeline_step
 from benchmarks.runner import bytes_text, parse, progress, seconds_text
-from nanodomino.analysis.formulas import state_bytes_per_parameter
-from nanodomino.analysis.hardware import GPUS
 from nanodomino.comm.trace import Event, Trace
 from nanodomino.config.config import Config
 from nanodomino.domino import Domino
 from nanodomino.errors import counted
+from nanodomino.estimate.formulas import GPUS, state_bytes_per_parameter
 from nanodomino.mesh import lay_out
 from nanodomino.model import meta_stage
 from nanodomino.plot.svg import LETTER, LINE, box, frame, text
@@ -36,6 +35,7 @@ from nanodomino.schedules.placement_and_messages import message_sent
 from nanodomino.settings.presets import PUBLISHED_VOCABULARIES
 from nanodomino.timeline import draw
 from nanodomino.timeline.merged_trace import COLLECTIVES, Recording, difference, union
+
 
 LOCK = threading.RLock()
 UNIT = 1e6                   # nanoseconds: a unit of a schedule's time is drawn as a millisecond

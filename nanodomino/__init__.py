@@ -25,6 +25,6 @@ The tools around them, which the files above never import:
     config        all settings, the seams for options
     checkpoint    save, resume on any layout, verify        plot         loss curves
     huggingface   import and export of models               timeline     pictures of a traced step
-    generate      text from a trained model                 analysis     formulas to know by heart, rates of machines
-    dry_run       a step without data, memory or GPUs: what it takes
+    generate      text from a trained model                 estimate     formulas, and a step without data, memory or
+                                                                         GPUs: what it takes
 """

@@ -58,7 +58,7 @@ from nanodomino.overlap import embedding_and_head, residual_norm, slice_ops
 from nanodomino.overlap.embedding_and_head import EmbeddingAndHead
 from nanodomino.overlap.flight import Flight, result_of
 from nanodomino.overlap.slice_ops import SliceOps
-from nanodomino.run.agreement import from_rank_0
+from nanodomino.comm.world import from_rank_0
 from nanodomino.zero import ZeroOptimizer, sum_of_squares
 from support import ROOT, harness
 from support.delayed_collectives import delayed_collectives

@@ -18,7 +18,7 @@ from support.harness import (EXPERTS, build, difference, random_data, reference_
 import train
 from nanodomino.comm.trace import Trace
 from nanodomino.domino import run_to_end
-from nanodomino.dry_run.rank import dry_run
+from nanodomino.estimate.rank import dry_run
 from nanodomino.overlap.flight import (Flight, prepare_all_gather, prepare_all_reduce, prepare_all_to_all,
                                        prepare_reduce_scatter, result_of)
 

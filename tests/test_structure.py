@@ -16,7 +16,7 @@ PACKAGE = ROOT / "nanodomino"
 ORDER = [
     "minimal", "errors", "files", "comm", "mesh", "optim", "parallel", "layers", "schedules", "corpus", "data",
     "model", "overlap", "domino", "pipeline", "zero", "generate", "settings", "options", "config", "checkpoint",
-    "huggingface", "plot", "timeline", "analysis", "dry_run", "run", "scripts"]
+    "huggingface", "plot", "timeline", "estimate", "run", "scripts"]
 
 
 def place_of(module: str) -> int:
@@ -93,8 +93,8 @@ def test_files_are_opened_to_write_in_files_py_alone():
 
 
 def test_a_training_step_asks_in_one_place_for_which_device_it_runs():
-    """comm/device.py, so that a dry run takes the paths of a GPU. What starts, saves or observes a run asks itself."""
+    """comm/world.py, so that a dry run takes the paths of a GPU. What starts, saves or observes a run asks itself."""
     asks = re.compile(r"""is_cuda|\.type [!=]= ["']cuda|torch\.cuda\.(is_available|get_device_capability)""")
-    elsewhere = {"comm/device.py", "comm/world.py", "comm/trace.py", "mesh.py", "config/config.py", "options/fp8.py"}
+    elsewhere = {"comm/world.py", "comm/trace.py", "mesh.py", "config/config.py", "options/fp8.py"}
     found = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if asks.search(path.read_text())}
-    assert not [one for one in found - elsewhere if not one.startswith(("run/", "checkpoint/", "analysis/"))]
+    assert not [one for one in found - elsewhere if not one.startswith(("run/", "checkpoint/", "estimate/"))]

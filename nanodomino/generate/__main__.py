@@ -17,7 +17,7 @@ import torch.distributed as dist
 from nanodomino.checkpoint.find_checkpoints import find_checkpoint
 from nanodomino.checkpoint.load import config_of, load_weights, newest_finite_checkpoint
 from nanodomino.checkpoint.manifest import read_manifest, step_of
-from nanodomino.comm.world import LaunchInfo, find_device, start_world
+from nanodomino.comm.world import LaunchInfo, find_device, from_rank_0, start_world
 from nanodomino.config.config import Config
 from nanodomino.config.flags import Parser
 from nanodomino.corpus.documents import text_of
@@ -28,9 +28,8 @@ from nanodomino.files import read_file
 from nanodomino.generate.printing import write_texts
 from nanodomino.mesh import make_mesh
 from nanodomino.model import GPT
-from nanodomino.run.agreement import from_rank_0
-from nanodomino.run.rank_failure import run_rank
-from nanodomino.run.threads import choose_threads
+from nanodomino.run.determinism import choose_threads
+from nanodomino.run.failures import run_rank
 from nanodomino.settings.setting import check_range, flag_name
 
 

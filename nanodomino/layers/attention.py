@@ -25,7 +25,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from nanodomino.comm.device import on_gpu
+from nanodomino.comm.world import on_gpu
 from nanodomino.layers.autograd_segment import run_segment
 from nanodomino.layers.dropout_and_positions import drop
 from nanodomino.layers.main_grad import add_gradients

@@ -65,7 +65,7 @@ import torch
 from torch import nn
 from torch.torch_version import TorchVersion
 
-from nanodomino.comm.device import capability_of, kind_of
+from nanodomino.comm.world import capability_of, kind_of
 from nanodomino.domino import LinearPair
 from nanodomino.errors import require
 from nanodomino.layers.main_grad import add_weight_gradient, main_grad_of

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nanodomino.comm.scatter_and_gather import all_gather
+from nanodomino.comm.collectives import all_gather
 from nanodomino.optim.buckets import Bucket
 from nanodomino.optim.optimizers import OptimizerSpec
 from nanodomino.settings.setting import training_setting

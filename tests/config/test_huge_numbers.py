@@ -12,8 +12,8 @@ import train
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.config.config import Config
 from nanodomino.errors import UserError
-from nanodomino.run.command_line import from_command_line
-from nanodomino.run.estimates import require_memory
+from nanodomino.run.session import from_command_line
+from nanodomino.estimate.stages import require_memory
 from nanodomino.schedules.placement_and_messages import timetable
 from nanodomino.schedules.simulation import picture, receives_to_post
 from nanodomino.settings.rules import MAX_FORWARDS

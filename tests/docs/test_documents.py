@@ -14,7 +14,7 @@ from torch.torch_version import TorchVersion
 
 from nanodomino.errors import UserError
 from nanodomino.layers import main_grad
-from nanodomino.run.command_line import from_command_line
+from nanodomino.run.session import from_command_line
 
 pytestmark = pytest.mark.table
 

@@ -43,8 +43,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanodomino.comm.device import capability_of, on_gpu, streams_of
-from nanodomino.comm.scatter_and_gather import all_to_all
+from nanodomino.comm.world import capability_of, on_gpu, streams_of
+from nanodomino.comm.collectives import all_to_all
 from nanodomino.layers.activations import ACTIVATIONS
 from nanodomino.layers.dropout_and_positions import add_residual
 from nanodomino.layers.main_grad import add_weight_gradient, main_grad_of

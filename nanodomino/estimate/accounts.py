@@ -4,16 +4,20 @@ torch calls a TorchDispatchMode for every operation, below autograd. `Accounts` 
 
     memory       the bytes of the storages that are alive now, and their peak. A weak reference tells when one is freed
     traffic      {(group, kind): [calls, bytes]} of the collectives and messages
-    events       what clock.py turns into seconds: operations, launches, waits, ends of actions
+    events       what a Clock turns into seconds: operations, launches, waits, ends of actions
 
 It counts a real run as well; `bench.py memory` and `bench.py collectives` compare both. For meta tensors it replaces
 what needs numbers or other ranks: the host reads 1 from every tensor, and no collective sends anything.
+
+torch's shape functions are written in Python and take 0.2 ms. A training step repeats the same operations on the same
+shapes, so each is called once for each combination of shapes, and then remembered.
 """
 
 import re
 import weakref
 from collections import defaultdict
 from contextlib import nullcontext
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -23,9 +27,8 @@ from torch._C._distributed_c10d import FakeWork
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanodomino.comm.device import kind_of
-from nanodomino.comm.scatter_and_gather import TAGS
-from nanodomino.dry_run.shapes import arguments_of, flatten, is_view, result_of, storage
+from nanodomino.comm.collectives import TAGS
+from nanodomino.comm.world import kind_of
 from nanodomino.errors import UserError
 
 
@@ -97,7 +100,7 @@ def operation_of(name: str, given: dict, read, written) -> Operation:
                          (q.size(-1),))
     if MULTIPLIES.search(name) and name not in VECTORS:
         raise UserError(f"the dry run does not know the FLOPs of torch's {name}; add it to MATMULS in "
-                        "nanodomino/dry_run/accounts.py")
+                        "nanodomino/estimate/accounts.py")
     return Operation("memory", moved)
 
 
@@ -292,7 +295,7 @@ class Accounts(TorchDispatchMode):
 
     def collective(self, function, name: str, args):
         """Count a collective or a message. On CPUs a reduce-scatter, an all-gather or an all-to-all over n ranks is
-        n - 1 sends, each of 1/n of the tensor (comm/scatter_and_gather.py). So each of these sends counts as 1/(n-1) of
+        n - 1 sends, each of 1/n of the tensor (comm/collectives.py). So each of these sends counts as 1/(n-1) of
         a call and n/(n-1) times its bytes."""
         kind, whole = COLLECTIVES.get(name, (name, 0))
         tensors = list(flatten([args[whole]]))
@@ -313,3 +316,66 @@ class Accounts(TorchDispatchMode):
     def launch(self, group: str, kind: str, bytes_: float):
         self.launches += 1
         self.events.append(Launch(group, kind, bytes_, self.launches))
+
+
+REMEMBERED = {}              # (operation, shapes and other arguments) -> (type, leaves of the result)
+
+
+def flatten(tree):
+    """Yield the tensors in nested tuples and lists."""
+    for leaf in tree:
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif isinstance(leaf, (tuple, list)):
+            yield from flatten(leaf)
+
+
+def storage(tensor) -> int:
+    """Return a number that identifies the tensor's storage as long as that storage exists."""
+    return tensor.untyped_storage()._cdata
+
+
+def signature(value):
+    """Return what the shape of a result can depend on, as a hashable value. The type belongs to it, since 1 == 1.0."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    return tuple(map(signature, value)) if isinstance(value, (tuple, list)) else (type(value), value)
+
+
+@cache
+def arguments_of(function) -> tuple[list[str], list[str], list[str]]:
+    """Return the names of an operation's arguments, of those that it writes to, and of those that it does not read."""
+    arguments = function._schema.arguments
+    return tuple([one.name for one in arguments if test(one)] for test in (
+        lambda one: True, lambda one: one.alias_info is not None and one.alias_info.is_write, lambda one: one.is_out))
+
+
+@cache
+def is_view(function) -> bool:
+    """Return whether the operation only returns views of its arguments."""
+    schema = function._schema
+    return not schema.is_mutable and len(schema.returns) > 0 and all(one.alias_info for one in schema.returns)
+
+
+def result_of(function, args, kwargs, tensors):
+    """Return function(*args, **kwargs). tensors: all tensors among its arguments."""
+    if function.namespace == "prim" or not any(one.is_meta for one in tensors):
+        return function(*args, **kwargs)
+    schema, (names, written, _) = function._schema, arguments_of(function)
+    if written:                                                # meta tensors have no numbers that could change
+        results = [(dict(zip(names, args)) | kwargs)[name] for name in written[:len(schema.returns)]]
+        return tuple(results) if len(results) > 1 else results[0] if results else None
+    try:
+        key = function, signature(args), signature([*kwargs.items()])
+        kind, leaves = REMEMBERED[key]
+    except (KeyError, TypeError):                              # not remembered, or an argument is not hashable
+        result = function(*args, **kwargs)
+        leaves = [result] if isinstance(result, torch.Tensor) else result
+        if (not any(one.alias_info for one in schema.returns) and isinstance(leaves, (tuple, list))
+                and all(isinstance(one, (torch.Tensor, int, type(None))) for one in leaves)
+                and not {*map(storage, flatten(leaves))} & {*map(storage, tensors)}):      # or it is a view
+            REMEMBERED[key] = type(result), [signature(one) if isinstance(one, torch.Tensor) else one for one in leaves]
+        return result
+    made = [torch.empty_strided(one[0], one[1], dtype=one[2], device=one[3]) if isinstance(one, tuple) else one
+            for one in leaves]
+    return made[0] if kind is torch.Tensor else kind(made)
