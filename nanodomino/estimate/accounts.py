@@ -138,11 +138,10 @@ class Streams:
     def __init__(self, accounts):
         self.accounts = accounts
 
-    def Stream(self, device):
+    def current_stream(self, device=None):
         return self
 
-    def current_stream(self):
-        return self
+    Stream = current_stream
 
     def stream(self, stream):
         return nullcontext()
@@ -271,17 +270,17 @@ class Accounts(TorchDispatchMode):
         return self.host_counts or tensor.device.type != "cpu" or storage(tensor) in self.pinned
 
     def allocate(self, tensor):
-        """Count a tensor's storage, unless it counts already."""
+        """Count a tensor's storage until it is freed, unless it counts already."""
         memory, key = tensor.untyped_storage(), storage(tensor)
-        if key in self.alive or not self.counts(tensor):
-            return
-        self.alive[key] = weakref.ref(memory, lambda _, bytes_=memory.nbytes(): self.free(key, bytes_))
-        self.add(memory.nbytes(), key in self.pinned)
 
-    def free(self, key: int, bytes_: int):
-        del self.alive[key]
-        self.add(-bytes_, key in self.pinned)
-        self.pinned.discard(key)
+        def free(_, bytes_=memory.nbytes()):
+            del self.alive[key]
+            self.add(-bytes_, key in self.pinned)
+            self.pinned.discard(key)
+
+        if key not in self.alive and self.counts(tensor):
+            self.alive[key] = weakref.ref(memory, free)
+            self.add(memory.nbytes(), key in self.pinned)
 
     def add(self, bytes_: int, pinned: bool):
         if pinned:
