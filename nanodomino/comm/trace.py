@@ -99,12 +99,10 @@ class Trace:
                 work.get_future().add_done_callback(lambda _: setattr(event, "end", self.mark()))
 
     def record_end(self, event: Event, work):
-        """Let a CUDA event fire when `work` is done, without making the training stream wait.
-
-        The group's own stream waits for the future. With a single hardware queue every stream would wait with it, so
-        world.find_device refuses to trace then. A callback of the future would not do: it would run in a stream of
-        torch's pool, where a message may be waiting for its sender. And work.wait() would release its tensors early.
-        """
+        """Let a CUDA event fire when `work` is done, without making the training stream wait. The group's own stream
+        waits for the future. With a single hardware queue every stream would wait with it, so world.find_device refuses
+        to trace then. A callback of the future would not do: it would run in a stream of torch's pool, where a message
+        may be waiting for its sender. And work.wait() would release its tensors early."""
         group = event.args["group"]
         if group not in self.streams:
             self.streams[group] = torch.cuda.Stream(self.device)

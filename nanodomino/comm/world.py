@@ -68,10 +68,9 @@ def read_launch_environment(environment=os.environ) -> LaunchInfo:
     missing = [name for name in (*names, "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
     require(not missing, f"the environment has {', '.join(found)} but not {', '.join(missing)}; {fix}")
     for name in (*names, "MASTER_PORT"):
-        require(environment[name].isdecimal(),
-                f"{name} must be a whole number, but the environment has '{environment[name]}'; {fix}")
-    require(0 < int(environment["MASTER_PORT"]) < 65536,
-            f"MASTER_PORT must be from 1 to 65535, but the environment has {environment['MASTER_PORT']}; {fix}")
+        require((value := environment[name]).isdecimal(),
+                f"{name} must be a whole number, but the environment has '{value}'; {fix}")
+    require(0 < int(value) < 65536, f"MASTER_PORT must be from 1 to 65535, but the environment has {value}; {fix}")
     launch = LaunchInfo(*(int(environment[name]) for name in names), launched=True)
     require(launch.rank < launch.world_size and launch.local_rank < launch.local_world_size,
             f"RANK {launch.rank} must be below WORLD_SIZE {launch.world_size} and LOCAL_RANK {launch.local_rank} below "
@@ -129,10 +128,6 @@ def has_flash_attention(device: torch.device) -> bool:
             and (device.type == "meta" or torch.backends.cuda.is_flash_attention_available()))
 
 
-SIOCGIFADDR = 0x8915             # from linux/sockios.h: get an interface's address
-UNUSED_ADDRESS = "192.0.2.1"     # no host has it (RFC 5737), so the kernel picks the route to other networks
-
-
 def find_device(config, launch: LaunchInfo) -> torch.device:
     """Return this process's own GPU, or the CPU. Raises UserError if there are fewer GPUs than processes."""
     gpus = torch.cuda.device_count()
@@ -152,11 +147,9 @@ def find_device(config, launch: LaunchInfo) -> torch.device:
 
 
 def keep_freed_memory():
-    """Make malloc keep freed memory for the next tensors, as torch's own allocator does on GPUs.
-
-    glibc returns large blocks to the kernel, which must clear each of their pages again in the next step. That took a
-    quarter of a step with hidden size 512 and batch 8 x 256 on two cores (0.89 s instead of 0.66 s).
-    """
+    """Make malloc keep freed memory for the next tensors, as torch's own allocator does on GPUs. glibc returns large
+    blocks to the kernel, which must clear each of their pages again in the next step. That took a quarter of a step
+    with hidden size 512 and batch 8 x 256 on two cores (0.89 s instead of 0.66 s)."""
     M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4                      # from malloc.h
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(M_MMAP_MAX, 0)                            # take large blocks from the heap, too
@@ -169,8 +162,8 @@ def check_own_gpu(uuid: str, launch: LaunchInfo, store: dist.Store):
     """Raise UserError on every rank if two ranks have the same GPU, which NCCL does not support."""
     store.set(f"gpu of rank {launch.rank}", uuid)
     uuids = [store.get(f"gpu of rank {rank}").decode() for rank in range(launch.world_size)]
-    for uuid in uuids:
-        ranks = [str(rank) for rank, other in enumerate(uuids) if other == uuid]
+    for one in uuids:
+        ranks = [str(rank) for rank, other in enumerate(uuids) if other == one]
         require(len(ranks) == 1, f"each process needs its own GPU, but ranks {' and '.join(ranks)} share one; start as "
                 "many processes as there are GPUs, or give each process its own CUDA_VISIBLE_DEVICES")
 
@@ -233,11 +226,8 @@ def choose_interface(master_addr: str):
 
 
 def start_world(launch: LaunchInfo, device: torch.device, timeout: int = TIMEOUT):
-    """Initialize the default process group. Without a launcher it has a single member.
-
-    timeout: seconds that a collective may take.
-    Raises UserError if the processes cannot connect.
-    """
+    """Initialize the default process group. Without a launcher it has a single member. Raises UserError if the
+    processes cannot connect. timeout: seconds that a collective may take."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # Collectives of several groups are in flight at once. If two ranks started them in different orders, each could
@@ -265,13 +255,12 @@ def start_world(launch: LaunchInfo, device: torch.device, timeout: int = TIMEOUT
         require("Unable to find address for" not in str(error), f"gloo can't use the network interface of "
                 f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME')}, which does not exist or has no address; "
                 f"unset it, or name one of {', '.join(name for _, name in socket.if_nameindex())}")
-        if not isinstance(error, dist.DistNetworkError | dist.DistStoreError):
-            raise
-        # port in use, host unknown, rank missing
-        raise UserError(f"the {launch.world_size} processes cannot connect at MASTER_ADDR "
-                        f"{os.environ.get('MASTER_ADDR')}, MASTER_PORT {os.environ.get('MASTER_PORT')} "
-                        f"({str(error).splitlines()[0]}); choose a free port on a host that every process can "
-                        f"reach, and start all {launch.world_size} processes") from None
+        if isinstance(error, dist.DistNetworkError | dist.DistStoreError):     # port in use, host unknown, rank missing
+            raise UserError(f"the {launch.world_size} processes cannot connect at MASTER_ADDR "
+                            f"{os.environ.get('MASTER_ADDR')}, MASTER_PORT {os.environ.get('MASTER_PORT')} "
+                            f"({str(error).splitlines()[0]}); choose a free port on a host that every process can "
+                            f"reach, and start all {launch.world_size} processes") from None
+        raise
 
 
 def from_rank_0(value):

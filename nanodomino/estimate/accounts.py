@@ -42,10 +42,8 @@ class Operation(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """The start of a collective, of a message (group "pp"), or of a copy to or from the host (group "host").
-
-    bytes: the whole tensor: what is all-reduced, a reduce-scatter's or all-to-all's input, an all-gather's output
-    """
+    """The start of a collective, of a message (group "pp"), or of a copy to or from the host (group "host"). bytes: the
+    whole tensor: what is all-reduced, a reduce-scatter's or all-to-all's input, an all-gather's output."""
     group: str
     kind: str
     bytes: float
@@ -75,11 +73,9 @@ KIND_OF_TAG = {tag: kind for kind, tag in TAGS.items()}
 
 
 def operation_of(name: str, given: dict, read, written) -> Operation:
-    """Describe an operation. given: its arguments by name; read, written: its tensors.
-
-    A causal attention kernel skips half of the scores. Its forward multiplies twice, its backward five times, since it
-    computes q k^T again. Raises UserError if the FLOPs are not known.
-    """
+    """Describe an operation. given: its arguments by name; read, written: its tensors. A causal attention kernel skips
+    half of the scores. Its forward multiplies twice, its backward five times, since it computes q k^T again. Raises
+    UserError if the FLOPs are not known."""
     rows_of = read[0] if name in LOOK_UPS else None            # this tensor's bytes do not count
     moved = sum(size(one) for one in [*(read[1:] if name in OVERWRITES else read), *written] if one is not rows_of)
     if name in MATMULS:
@@ -172,11 +168,8 @@ class FusedAttention(TorchFunctionMode):
 
 
 class Accounts(TorchDispatchMode):
-    """Counts what runs while it is active.
-
-    groups: {name: process group or None}
-    host_counts: whether tensors on the CPU belong to the device's memory, because the device is a CPU
-    """
+    """Counts what runs while it is active. groups: {name: process group or None}. host_counts: whether tensors on the
+    CPU count, because the device is a CPU."""
 
     def __init__(self, groups: dict, host_counts: bool):
         super().__init__()

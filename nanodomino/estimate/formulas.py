@@ -95,12 +95,9 @@ def active_parameter_count(config: Config) -> int:
 
 
 def flops_per_token(config: Config) -> float:
-    """Return the training FLOPs per token: 6 N + 12 L n d s (PaLM, 2204.02311, appendix B; nanoGPT).
-
-    N: active parameters without learned position embeddings; L: layers; n heads of size d. Attention counts all pairs
-    of tokens, although a causal mask needs only half of them. Each layer behind the head multiplies by the head once
-    more.
-    """
+    """Return the training FLOPs per token: 6 N + 12 L n d s (PaLM, 2204.02311, appendix B; nanoGPT). N: active
+    parameters without learned position embeddings; L: layers; n heads of size d. Attention counts all pairs of tokens,
+    although a causal mask needs only half of them. Each layer behind the head multiplies by the head once more."""
     learned = config.position_embedding_type == "learned_absolute"
     parameters = active_parameter_count(config) - learned * config.max_position_embeddings * config.hidden_size
     parameters += config.layers_behind_head * config.vocab_size * config.hidden_size
@@ -161,10 +158,8 @@ GPUS = {"A100": Gpu(80e9, 2.039e12, "NVLink", 300e9, 32e9, 108),
 
 
 def find_peak_flops(config, device) -> float | None:
-    """Return the peak FLOP/s of the run, summed over its GPUs.
-
-    Returns None if it is unknown: on a CPU, for a GPU that is not in PEAK_FLOPS, and for weights that are not 16-bit.
-    """
+    """Return the peak FLOP/s of the run, summed over its GPUs; None on a CPU, for a GPU that is not in PEAK_FLOPS, and
+    for weights that are not 16-bit."""
     if device.type != "cuda" or config.params_dtype.itemsize != 2:
         return None
     device_name = torch.cuda.get_device_name(device)

@@ -41,7 +41,6 @@ from nanodomino.mesh import Mesh, make_mesh
 from nanodomino.schedules import simulation
 from nanodomino.zero import ZeroOptimizer
 
-
 META, MOST_TOKENS = torch.device("meta"), 2**26       # for a GPU, the host holds the tokens of a microbatch
 
 
@@ -105,7 +104,7 @@ def dry_run(program, config: Config, rank=0) -> RankRun:
     """Run a step of one rank.
 
     program: has model_builder and train_step, like the module train.py
-    config: resolved, and with its vocabulary. config.device says for which device the run is: "cpu" or "cuda"
+    config: resolved, and with its vocabulary; config.device, "cpu" or "cuda", is the device that meta tensors stand for
     """
     compiles = config.device == "cuda" if config.compile is None else config.compile
     tokens = config.micro_batch_size * config.seq_length

@@ -14,6 +14,8 @@ stages and microbatches consists of the same kinds of actions:
 
 A stage between the first and the last has neither embedding nor head, so only what grows with the layers counts. Data
 parallelism, precision, recomputation and everything else are those of the real run.
+
+A training calls require_memory() before it starts, so that a model that is too large is refused in a sentence.
 """
 
 import dataclasses
@@ -28,9 +30,9 @@ from nanodomino.estimate.rank import RankRun, clock_of, dry_run, kinds_of
 from nanodomino.schedules import simulation
 from nanodomino.schedules.placement_and_messages import stage_layers
 
-
 SMALL = 32       # up to this many layers times microbatches, the whole model runs dry
 SETTLED = 16     # after so many rounds of p microbatches, each round adds the same
+MARGIN = 0.9     # a run may need this share of its estimate
 
 run_of = lru_cache(maxsize=512)(dry_run)
 
@@ -140,11 +142,9 @@ class Stage:
 
 
 def linear_in_microbatches(function):
-    """Make function(program, config, ..) -> {name: number} as quick for many microbatches as for a few.
-
-    A schedule repeats itself every p microbatches. So after some rounds of p microbatches, each further round adds the
-    same to a time or to a peak (mostly 0).
-    """
+    """Make function(program, config, ..) -> {name: number} as quick for many microbatches as for a few. A schedule
+    repeats itself every p microbatches. So after some rounds of p microbatches, each further round adds the same to a
+    time or to a peak (mostly 0)."""
     @wraps(function)
     def extrapolated(program, config: Config, *arguments):
         times, rest = divmod(config.microbatches, each := SETTLED * config.pp)
@@ -195,8 +195,6 @@ def step_seconds(program, config: Config, machine, make_stage=Stage) -> dict[str
                     **{f"{name}, at the end": seconds for name, seconds in after.items()}}
 
 
-MARGIN = 0.9             # a run may need this share of its estimate
-
 
 def least_bytes(config: Config) -> float:
     """Return a lower bound of the bytes of the fullest rank: a rank's mean model state plus one activation. Quick for
@@ -210,10 +208,8 @@ def least_bytes(config: Config) -> float:
 
 def require_memory(program, config: Config, device, local_world_size: int) -> str:
     """Return in words how much memory the run needs. Raises UserError if it can't fit into the memory of a process.
-
     Call it before allocating anything, and before the ranks connect, because a process can be in only one world.
-    program: has model_builder and train_step, like the module train.py.
-    """
+    program: has model_builder and train_step, like the module train.py."""
     memory, remedy = memory_of_process(device, local_world_size), "--num-layers or --hidden-size"
     needed, words = least_bytes(config), ""
     if needed <= memory:

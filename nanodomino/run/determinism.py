@@ -112,12 +112,10 @@ def checksum(weight) -> torch.Tensor:
 
 
 def local_copies(model: GPT, optimizer: ZeroOptimizer, mesh: Mesh):
-    """Yield (name, shard, partition, tensor) for each tensor of this rank that may have a copy on another rank.
-
-    Tensors on two ranks are copies if name, shard and partition are equal. shard: this rank's index on each axis over
-    which the parameter is cut. partition: this rank's ZeRO partition for master weights, else None. Master weights are
-    included if the weights have 16 bits, because rounding can hide their drift for a while.
-    """
+    """Yield (name, shard, partition, tensor) for each tensor of this rank that may have a copy on another rank. Tensors
+    on two ranks are copies if name, shard and partition are equal. shard: this rank's index on each axis over which the
+    parameter is cut. partition: this rank's ZeRO partition for master weights, else None. Master weights are included
+    if the weights have 16 bits, because rounding can hide their drift for a while."""
     for name, weight in model.named_parameters():
         shard = tuple(mesh.axis(axis)[1] for axis in weight.spec.kind.shards)
         bucket = optimizer.bucket_of[weight]
@@ -129,10 +127,8 @@ def local_copies(model: GPT, optimizer: ZeroOptimizer, mesh: Mesh):
 
 
 def drift_warning(model: GPT, optimizer: ZeroOptimizer, mesh: Mesh) -> str:
-    """Return a warning that names the parameters whose copies differ, and their ranks; "" if all copies are equal.
-
-    All ranks must call this together, and get the same text.
-    """
+    """Return a warning that names the parameters whose copies differ, and their ranks; "" if all copies are equal. All
+    ranks must call this together, and get the same text."""
     *keys, tensors = zip(*local_copies(model, optimizer, mesh))
     checksums = torch.stack([checksum(tensor) for tensor in tensors]).tolist()
     gathered = [None] * dist.get_world_size()

@@ -64,10 +64,8 @@ POLL_INTERVAL = 0.5                # seconds
 
 
 def run_rank(main, arguments: list[str]):
-    """Call main(arguments, launch), which returns an exit code, and end this process with that code.
-
-    Only rank 0 writes to standard output.
-    """
+    """Call main(arguments, launch), which returns an exit code, and end this process with that code. Only rank 0 writes
+    to standard output."""
     tolerate_lost_output()
     # The local rank decides which rank prints an error, even if the rest of the launch environment is invalid.
     numbers = [os.environ.get(name, "") for name in ("LOCAL_RANK", "RANK")]
@@ -178,10 +176,8 @@ def write_torchrun_error_file(text: str):
 
 def unresponsive_ranks(launch: LaunchInfo, hosts) -> str:
     """Return text such as " (dead or hanging: rank 2, 3 on node7)"; "" if all ranks have reported; a text about
-    MASTER_ADDR if torchrun's store does not answer. hosts: the host of each rank.
-
-    A living rank that has lost a peer reports this to torchrun's store, then waits two seconds for the others' reports.
-    """
+    MASTER_ADDR if torchrun's store does not answer. hosts: the host of each rank. A living rank that has lost a peer
+    reports this to torchrun's store, then waits two seconds for the others' reports."""
     try:
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
                               timeout=timedelta(seconds=2))

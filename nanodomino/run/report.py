@@ -41,11 +41,8 @@ LONGEST = 1 << 24        # bytes of a line of metrics.jsonl; a longer one is cut
 
 
 class Report:
-    """Prints and stores the progress of a run.
-
-    first_step: the number of steps done before this launch. enabled: True on rank 0; otherwise no method does anything.
-    news: see Run.
-    """
+    """Prints and stores the progress of a run, if `enabled`, as on rank 0. Otherwise no method does anything.
+    first_step: the number of steps done before this launch. news: see Run."""
 
     def __init__(self, config: Config, corpus: Corpus, mesh: Mesh, run_dir: Path, first_step: int, enabled: bool,
                  news=()):
@@ -232,31 +229,26 @@ class MetricsFile:
     """Appends lines to metrics.jsonl; while the disk is full, they wait in memory. say(line): prints a warning."""
 
     def __init__(self, path: Path, say):
-        self.say, self.unwritten, self.warned = say, b"", False
+        self.say, self.unwritten = say, b""
         self.file = open_regular_file(path, "ab", 0)
         self.empty = not os.fstat(self.file.fileno()).st_size
 
     def add(self, values: dict):
         """Append a line, or keep it for the next call if that fails."""
-        self.unwritten += json.dumps(values).encode() + b"\n"
+        first, self.unwritten = not self.unwritten, self.unwritten + json.dumps(values).encode() + b"\n"
         try:
             while self.unwritten:                              # write() can store a part and return its size
                 self.unwritten = self.unwritten[self.file.write(self.unwritten):]
-            self.warned = False
         except OSError as error:
-            if not self.warned:
+            if first:
                 self.say(f"warning: metrics.jsonl can't be written: {error}; training continues")
-            self.warned = True
 
 
 def remove_outdated(path: Path, first_step: int, outdated=("test_loss",), say=print, add=lambda values: None):
     """Leave only the lines in metrics.jsonl that a run with `first_step` steps done continues, and call add(values) for
-    each. The file is read line by line, at most LONGEST bytes at a time, because it may be of any size.
-
-    A killed run may have written lines of steps after its last checkpoint, and half a line at the end. outdated: the
-    losses of step `first_step` that the run will score again. A run that starts over keeps its old file under another
-    name.
-    """
+    each. The file is read line by line, at most LONGEST bytes at a time, because it may be of any size. A killed run
+    may have written lines of steps after its last checkpoint, and half a line at the end. outdated: the losses of step
+    `first_step` that the run will score again. A run that starts over keeps its old file under another name."""
     def lines():
         file.seek(0)
         return iter(partial(file.readline, LONGEST), b"")

@@ -67,10 +67,8 @@ def command_line_parser() -> Parser:
 
 
 def from_command_line(arguments: list[str], world_size: int) -> Config:
-    """Return the resolved Config of a command line.
-
-    Raises UserError for an unknown flag, for a bad value or file, and for settings that contradict each other.
-    """
+    """Return the resolved Config of a command line. Raises UserError for an unknown flag, for a bad value or file, and
+    for settings that contradict each other."""
     flags = vars(command_line_parser().parse_args(arguments))
     requested = read_settings(Path(flags["config"])) | flags if "config" in flags else flags
     run = recorded_settings(Path(requested["run_dir"])) if requested.get("run_dir") else None
@@ -92,11 +90,9 @@ def from_command_line(arguments: list[str], world_size: int) -> Config:
 
 
 def read_settings(path: Path) -> dict:
-    """Return the settings in a JSON file. null restores a default, even if the run remembers another value.
-
-    The program writes `given` into a run's config.json. In a file without it, a user has given all the settings. Raises
-    UserError.
-    """
+    """Return the settings in a JSON file. null restores a default, even if the run remembers another value. The program
+    writes `given` into a run's config.json. In a file without it, a user has given all the settings. Raises
+    UserError."""
     record = {name: expand_home(value) for name, value in check_record(read_json(path), f"--config {path}").items()}
     unset = {setting.name: setting.default for setting in flag_settings(Config)
              if setting.name in record and record[setting.name] is None}
@@ -119,10 +115,8 @@ def find_corpus(config: Config, launch: LaunchInfo) -> Corpus:
 
 
 def check_agreement(config: Config) -> list[str]:
-    """Return the name of each rank's host. Raise UserError if settings or data of a rank differ from rank 0's.
-
-    They can differ if each host starts its ranks with its own command. Only paths may differ.
-    """
+    """Return the name of each rank's host. Raise UserError if settings or data of a rank differ from rank 0's. They can
+    differ if each host starts its ranks with its own command. Only paths may differ."""
     mine = dataclasses.asdict(dataclasses.replace(config, data_path=None, run_dir=None, load=None, config=None,
                                                   tensorboard_dir=None))
     theirs = from_rank_0(mine)
@@ -177,9 +171,7 @@ def open_session(arguments: list[str], launch: LaunchInfo, program):
 
 class Session:
     """Holds what a run has besides model and optimizer. done: the number of finished steps; step: the latest to start.
-
-    memory: how much memory the run needs, in words; "" except on rank 0.
-    """
+    memory: how much memory the run needs, in words; "" except on rank 0."""
 
     def __init__(self, config: Config, corpus: Corpus, datasets: dict, mesh: Mesh, run: Run, watchdog: Watchdog,
                  memory: str):
