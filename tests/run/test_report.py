@@ -86,6 +86,9 @@ def test_epochs_and_memory_are_announced(report, capsys):
     said = capsys.readouterr().out
     assert "5 steps = 40 epochs of this text; it is small" in said and "\nwarning: after about 4 epochs" in said
     assert "try --train-iters 1, a smaller --global-batch-size or more text" in said
+    (resumed := report(train=25)).first_step = 2
+    resumed.estimate("it is small")
+    assert "try a smaller --global-batch-size or more text" in capsys.readouterr().out, "as many steps are done"
 
 
 def test_perplexity_and_bits_per_byte_are_reported(report, tmp_path, capsys):
@@ -181,7 +184,7 @@ def test_a_run_whose_dry_run_fails_starts_without_an_estimate(monkeypatch):
                                            (signal.SIGHUP, "send SIGHUP")])
 def test_a_stop_signal_is_acknowledged_within_the_step(number, again, monkeypatch):
     """By the thread that listens to signals. A second signal ends the process, but torchrun's copy of the first does
-    not: it arrives at once."""
+    not: it arrives at once. After the last step the first signal does."""
     said, kept = [], {each: signal.signal(each, signal.SIG_DFL)
                       for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
@@ -200,6 +203,9 @@ def test_a_stop_signal_is_acknowledged_within_the_step(number, again, monkeypatc
         signals.received_at -= 2.1
         signals.handle(number)
         assert codes == [128 + number]
+        signals.number, signals.received_at, signals.all_saved = 0, 0.0, True        # in the final evaluation
+        signals.handle(number)
+        assert codes == 2 * [128 + number]
         signal.signal(signal.SIGHUP, signal.SIG_IGN)           # as `nohup` does
         assert stop_signals() == [signal.SIGTERM, signal.SIGINT]
     finally:
@@ -244,6 +250,16 @@ def test_lines_that_a_resumed_run_will_redo_or_that_cannot_be_read_are_cut(tmp_p
     middle = [cut] if cut.endswith(b"\n") else []
     assert reopened(tmp_path, 5, *lines_of(0, 1), *middle, *lines_of(5, 6), cut) == (lines_of(0, 1, 5), "")
     assert reopened(tmp_path, 0, *lines_of(0)) == ([], "")
+
+
+def test_a_file_without_outdated_lines_is_left_as_it_is(tmp_path):
+    """A finished run with --eval-iters 0 keeps the losses that it does not score again."""
+    (path := tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\n{"step": 5, "test_loss": 1.0}\n')
+    inode = path.stat().st_ino
+    remove_outdated(path, 5, outdated=())
+    assert path.stat().st_ino == inode
+    remove_outdated(path, 5)
+    assert path.read_bytes() == b'{"step": 0}\n'
 
 
 def test_a_number_of_400_digits_is_read_and_a_long_file_is_not_read_whole(tmp_path):
