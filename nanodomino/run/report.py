@@ -65,16 +65,16 @@ class Report:
 
                 # event files can only be extended; purge_step hides the points of older files that are redone
                 self.tensorboard = SummaryWriter(config.tensorboard_dir, purge_step=first_step + 1)
-            self.describe(first_step, news)
+            self.describe(news)
         self.bar = tqdm(total=config.train_iters, initial=first_step, desc="train", unit="step", dynamic_ncols=True,
                         disable=None if enabled else True)
         if enabled and self.metrics.empty:
             self.record(step=first_step, unigram_entropy=corpus.unigram_entropy, bigram_entropy=corpus.bigram_entropy,
                         tokenizer=corpus.tokenizer_name)
 
-    def describe(self, first_step: int, news):
+    def describe(self, news):
         """Print the model, the batch, the rank grid, the schedule, and what a checkpoint brings or finds changed."""
-        config, mesh = self.config, self.mesh
+        config, mesh, first_step = self.config, self.mesh, self.first_step
         count, active = parameter_count(config), active_parameter_count(config)
         print(f"nanodomino: model {config.model}, {count:,} parameters{f' ({active:,} active)' * (active < count)}, "
               f"{config.dtype} on {mesh.device.type}; {self.corpus.tokens['train']:,} training tokens from "
