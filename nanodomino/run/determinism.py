@@ -1,15 +1,14 @@
 """Chooses kernels and threads so that a run repeats bit by bit, and checks that all copies of a parameter are equal.
 
-**Deterministic kernels.** A kernel whose thread blocks add to the same number in no fixed order may round differently
-each time it runs. Torch's strict mode replaces such kernels, or raises an error where it has no other kernel. With
-warn_only=True, torch would only warn about the backward of flash and of memory-efficient attention, and would still
-choose cuDNN's attention.
+**Kernels.** A kernel whose thread blocks add to the same number in no fixed order may round differently each time it
+runs. Torch's strict mode replaces such kernels, or raises an error where it has no other kernel. Its warn-only mode
+would keep the backward of flash and of memory-efficient attention, and cuDNN's attention.
 
 **Attention.** On an H100 torch prefers cuDNN's attention to flash attention. With an attention bias, the backward of
 cuDNN's attention can return NaN if the sequence length modulo 128 is 64 (github.com/pytorch/pytorch/issues/196678).
-Even there, attention within documents and generation use flash attention: torch's own, which is version 2, or version 3
-if its package is installed. Deterministic mode stays with version 2, because the gradients of version 3 may not always
-have the same bits (github.com/Dao-AILab/flash-attention/issues/2244).
+Attention within documents and generation use flash attention anyway: torch's own, which is version 2, or version 3 if
+its package is installed. Deterministic mode stays with version 2, because gradients of version 3 may not always have
+the same bits (github.com/Dao-AILab/flash-attention/issues/2244).
 
 **Threads.** On a CPU, threads that share a matmul wait for the slowest of them. On two idle cores a step of nano takes
 190 ms with two threads and 320 with one. If other programs use the cores, it takes 17 to 25 s with two and 0.7 to 2 s

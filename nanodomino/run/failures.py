@@ -8,9 +8,9 @@ After the last step everything is saved, so the first signal ends the process at
 torchrun passes each of them on to its ranks, which do not belong to the terminal themselves.
 
 **Errors.** A run can fail on one rank (an exception), lose a rank (kill -9, out of memory), or wait for a rank that
-hangs. No rank waits forever: the next collective raises at once if a peer is gone, and after --timeout seconds if a
-peer hangs. torchrun kills all ranks as soon as one has failed. So the rank that knows the cause must print it first,
-and ranks that have only lost a peer pause before they print:
+hangs. No rank waits forever, because the next collective raises at once if a peer is gone, and after --timeout seconds
+if a peer hangs. torchrun kills all ranks as soon as one has failed. So the rank that knows the cause must print it
+first, and ranks that have only lost a peer pause before they print:
 
     rank 2 raises ValueError         prints its traceback, exits          <- the message that counts
     rank 0, 1, 3 lose their peer     pause 3 seconds, killed by torchrun meanwhile
@@ -30,8 +30,8 @@ every POLL_INTERVAL seconds:
                                        seconds                       and kills them soon after
     no progress                        ends it after --timeout       a peer hangs, or its whole host is gone
 
-torch's own watchdog acts later and remains the last resort: it waits a minute after an error, and its timeout is a
-minute longer than ours (comm/world.py).
+torch's own watchdog remains the last resort. It waits a minute after an error, and its timeout is a minute longer
+(collective_timeout in comm/world.py).
 """
 
 import json
