@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))       # `python -I` and
 
 from nanodomino import pipeline
 from nanodomino.comm.world import LaunchInfo
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.corpus.prepared_folder import Corpus
 from nanodomino.data import Batch, TokenDataset, sample_ids_of
 from nanodomino.domino import Domino, run_to_end

@@ -24,7 +24,7 @@ from nanodomino.checkpoint.find_checkpoints import checkpoints_of
 from nanodomino.checkpoint.load import restore
 from nanodomino.checkpoint.manifest import verify
 from nanodomino.checkpoint.save import Saver
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.errors import UserError, require
 from nanodomino.model import GPT
 from nanodomino.comm.world import from_rank_0

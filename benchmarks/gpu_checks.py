@@ -32,7 +32,7 @@ from benchmarks.runner import BENCH, RandomTokens, bytes_text, config_of, gather
 from benchmarks.throughput import OurTraining
 from benchmarks.timeline import record
 from nanodomino.comm import collectives
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.errors import require
 from nanodomino.estimate.formulas import peak_memory
 from nanodomino.mesh import Mesh

@@ -15,7 +15,7 @@ from benchmarks.runner import RandomTokens, config_here, join
 from nanodomino.comm import collectives
 from nanodomino.comm.collectives import TAGS
 from nanodomino.comm.world import find_device
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.domino import Domino
 from nanodomino.estimate.accounts import Accounts, storage
 from nanodomino.estimate.rank import RankRun, dry_run, groups_of, measured_step

@@ -23,7 +23,7 @@ import train
 from benchmarks import plan_search, published
 from benchmarks.plan_search import CHANNELS, CONNECTION_BYTES, communicator_bytes
 from benchmarks.runner import about, add_config_flags, bytes_text, config_of, describe, seconds_text, table
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.errors import counted, require
 from nanodomino.estimate.formulas import (FP8_SPEEDUP, GPUS, PEAK_FLOPS, WITHOUT_FP8, Gpu, Machine,
                                           active_parameter_count, bytes_sent, mfu, parameter_count,
@@ -31,7 +31,7 @@ from nanodomino.estimate.formulas import (FP8_SPEEDUP, GPUS, PEAK_FLOPS, WITHOUT
 from nanodomino.estimate.stages import Stage, stage_memory, step_seconds
 from nanodomino.schedules.simulation import peak_microbatches
 from nanodomino.settings.presets import DTYPES, PUBLISHED_VOCABULARIES
-from nanodomino.settings.setting import flag_name
+from nanodomino.settings.flags import flag_name
 
 
 RESERVE = 0.05               # the default of --reserve

@@ -35,7 +35,7 @@ import sys
 
 import train
 from benchmarks.runner import CONFIG_FLAGS, about, bytes_text, progress, seconds_text, table
-from nanodomino.config.config import ALL_SCHEDULES, Config
+from nanodomino.settings.config import ALL_SCHEDULES, Config
 from nanodomino.errors import UserError, require
 from nanodomino.estimate.formulas import (FP8_SPEEDUP, Machine, flops_per_token, mfu, parameter_count,
                                           state_bytes_per_parameter)
@@ -48,7 +48,7 @@ from nanodomino.schedules.actions import Backward
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.schedules.placement_and_messages import timetable
 from nanodomino.settings.rules import check_needs
-from nanodomino.settings.setting import flag_name
+from nanodomino.settings.flags import flag_name
 
 
 RESULTS = 10

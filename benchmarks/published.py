@@ -23,7 +23,7 @@ from functools import cache, partial
 
 import train
 from benchmarks.runner import table
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.estimate.accounts import Launch, Operation, Wait
 from nanodomino.estimate.formulas import Machine
 from nanodomino.estimate.rank import RankRun, clock_of

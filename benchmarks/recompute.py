@@ -26,7 +26,7 @@ from benchmarks.runner import (CONFIG_FLAGS, Times, about, add_config_flags, byt
 from benchmarks.measured import processes  # noqa: F401, called by runner.main
 from nanodomino.estimate.accounts import Operation
 from nanodomino.errors import require
-from nanodomino.options.recompute.tape_policy import GRANULARITIES
+from nanodomino.options.recompute import GRANULARITIES
 
 FLAGS = tuple(name for name in CONFIG_FLAGS if name not in ("recompute_granularity", "checkpoint_in_cpu"))
 

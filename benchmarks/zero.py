@@ -53,7 +53,7 @@ from benchmarks.runner import (RandomTokens, Times, about, add_config_flags, byt
 from benchmarks.plain_model import adamw
 from benchmarks.throughput import COMPARED_STEPS, OurTraining, PlainTraining, plain
 from nanodomino.estimate.formulas import parameter_count, state_bytes_per_parameter
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.estimate.rank import state_tensors
 from nanodomino.errors import require
 

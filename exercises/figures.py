@@ -22,7 +22,7 @@ from benchmarks import plan
 from benchmarks.ideal_wire import IdealStage, MatmulClock, log_of, pipeline_step
 from benchmarks.runner import bytes_text, parse, progress, seconds_text
 from nanodomino.comm.trace import Event, Trace
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.domino import Domino
 from nanodomino.errors import counted
 from nanodomino.estimate.formulas import GPUS, state_bytes_per_parameter

@@ -29,9 +29,9 @@ with app.setup:
 
     from exercises import figures
     from nanodomino.estimate.formulas import GPUS
-    from nanodomino.config.config import ALL_PRESETS, ALL_SCHEDULES
+    from nanodomino.settings.config import ALL_PRESETS, ALL_SCHEDULES
     from nanodomino.errors import UserError
-    from nanodomino.options.recompute.tape_policy import GRANULARITIES
+    from nanodomino.options.recompute import GRANULARITIES
     from nanodomino.settings.presets import DTYPES, PRESETS
 
 

@@ -19,7 +19,7 @@ import train
 from nanodomino.comm.trace import Trace
 from nanodomino.domino import run_to_end
 from nanodomino.estimate.rank import dry_run
-from nanodomino.overlap.flight import (Flight, prepare_all_gather, prepare_all_reduce, prepare_all_to_all,
+from nanodomino.overlap.slices import (Flight, prepare_all_gather, prepare_all_reduce, prepare_all_to_all,
                                        prepare_reduce_scatter, result_of)
 
 TP2 = dict(tensor_model_parallel_size=2, micro_batch_size=4, global_batch_size=4, num_layers=2)

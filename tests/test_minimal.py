@@ -13,7 +13,7 @@ from support.runs import make_corpus, metric_points, train_in_pool
 from nanodomino import minimal
 from nanodomino.checkpoint.load import full_weights
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.schedules.simulation import picture
 
 # 5 layers do not divide by 2 or 4 stages, and a microbatch of 3 does not divide by 2 slices

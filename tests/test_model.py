@@ -9,7 +9,7 @@ from support.harness import Outcome, build, full_tensors, shard_spec, sizes_of, 
 from support.reference import ReferenceGPT, masked_loss
 
 from nanodomino.estimate.formulas import flops_per_token, parameter_count
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.settings.presets import PRESETS, PUBLISHED_VOCABULARIES
 from nanodomino.layers import cross_entropy
 from nanodomino.model import Embedding, meta_stage

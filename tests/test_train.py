@@ -25,8 +25,8 @@ import train
 from data.prepare import prepare
 from nanodomino.estimate.formulas import find_peak_flops
 from nanodomino.comm.world import LaunchInfo
-from nanodomino.config.config import Config
-from nanodomino.config.saved_settings import news
+from nanodomino.settings.config import Config
+from nanodomino.settings.records import news
 from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.domino import run_to_end
 from nanodomino.errors import UserError

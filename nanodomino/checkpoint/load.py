@@ -15,12 +15,12 @@ from nanodomino.checkpoint.find_checkpoints import checkpoints_of
 from nanodomino.checkpoint.tensor_index import Index
 from nanodomino.checkpoint.manifest import read_manifest, verify
 from nanodomino.checkpoint.shards import Box, BucketRange, LocalBox, full_shapes, local_boxes
-from nanodomino.config.config import Config
-from nanodomino.config.saved_settings import from_record
+from nanodomino.settings.config import Config
+from nanodomino.settings.records import from_record
 from nanodomino.errors import UserError, sentence_and_code
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT, meta_model
-from nanodomino.settings.setting import flag_settings
+from nanodomino.settings.flags import flag_settings
 from nanodomino.zero import ZeroOptimizer
 
 

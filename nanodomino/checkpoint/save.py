@@ -29,8 +29,8 @@ from nanodomino.checkpoint.tensor_index import FORMAT, Share, write_boxes
 from nanodomino.checkpoint.manifest import flush_folder, step_of, write_manifest
 from nanodomino.checkpoint.shards import BucketRange, LocalBox, local_boxes, range_to_save
 from nanodomino.comm.world import TIMEOUT
-from nanodomino.config.config import Config
-from nanodomino.config.saved_settings import to_record
+from nanodomino.settings.config import Config
+from nanodomino.settings.records import to_record
 from nanodomino.files import delete
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT

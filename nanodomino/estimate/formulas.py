@@ -53,7 +53,7 @@ from functools import lru_cache
 
 import torch
 
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.model import meta_model
 from nanodomino.parallel import VocabParallelEmbedding
 

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from nanodomino.comm.world import StandIn, kind_of, standing_for
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.data import Batch
 from nanodomino.domino import Domino
 from nanodomino.errors import require

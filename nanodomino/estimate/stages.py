@@ -23,7 +23,7 @@ import math
 from collections import Counter
 from functools import lru_cache, wraps
 
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.errors import require
 from nanodomino.estimate.formulas import memory_of_process, parameter_count, state_bytes_per_parameter
 from nanodomino.estimate.rank import RankRun, clock_of, dry_run, kinds_of

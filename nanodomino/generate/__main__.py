@@ -18,8 +18,6 @@ from nanodomino.checkpoint.find_checkpoints import find_checkpoint
 from nanodomino.checkpoint.load import config_of, load_weights, newest_finite_checkpoint
 from nanodomino.checkpoint.manifest import read_manifest, step_of
 from nanodomino.comm.world import LaunchInfo, find_device, from_rank_0, start_world
-from nanodomino.config.config import Config
-from nanodomino.config.flags import Parser
 from nanodomino.corpus.documents import text_of
 from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.corpus.tokenizer import Tokenizer, build_tokenizer
@@ -30,7 +28,8 @@ from nanodomino.mesh import make_mesh
 from nanodomino.model import GPT
 from nanodomino.run.determinism import choose_threads
 from nanodomino.run.failures import run_rank
-from nanodomino.settings.setting import check_range, flag_name
+from nanodomino.settings.config import Config
+from nanodomino.settings.flags import Parser, check_range, flag_name
 
 
 def command_line(arguments: list[str]) -> argparse.Namespace:

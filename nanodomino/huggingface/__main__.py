@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from nanodomino.config.flags import Parser
+from nanodomino.settings.flags import Parser
 from nanodomino.errors import run_command
 from nanodomino.huggingface.export_model import export_model
 from nanodomino.huggingface.import_model import import_model

@@ -7,7 +7,7 @@ import torch
 from nanodomino.checkpoint.find_checkpoints import find_checkpoint
 from nanodomino.checkpoint.tensor_index import Index
 from nanodomino.checkpoint.load import open_weights, read_box
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.errors import counted, require
 from nanodomino.files import read_json
 from nanodomino.huggingface.families import family_of, write_config

@@ -10,8 +10,8 @@ import torch
 from nanodomino.checkpoint.tensor_index import FORMAT, write_boxes
 from nanodomino.checkpoint.manifest import write_manifest
 from nanodomino.checkpoint.shards import LocalBox
-from nanodomino.config.config import Config
-from nanodomino.config.saved_settings import to_record
+from nanodomino.settings.config import Config
+from nanodomino.settings.records import to_record
 from nanodomino.errors import require
 from nanodomino.files import read_json
 from nanodomino.huggingface.families import Family, family_of_json, read_config

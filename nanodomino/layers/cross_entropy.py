@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from nanodomino.comm.world import kind_of
-from nanodomino.layers.main_grad import wide_dtype
+from nanodomino.layers.gradients import wide_dtype
 
 CHUNK_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}    # size of a temporary: fits a CPU's caches, or keeps a GPU busy
 

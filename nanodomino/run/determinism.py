@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 
 from nanodomino.comm.world import capability_of
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
 from nanodomino.zero import ZeroOptimizer

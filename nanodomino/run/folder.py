@@ -19,8 +19,8 @@ from pathlib import Path
 from nanodomino.checkpoint.find_checkpoints import (checkpoints_of, clear_leftovers, find_checkpoint,
                                                     newest_intact_checkpoint, recorded_settings)
 from nanodomino.checkpoint.manifest import read_manifest
-from nanodomino.config.config import Config
-from nanodomino.config.saved_settings import check_record, check_settings, news, taken_over
+from nanodomino.settings.config import Config
+from nanodomino.settings.records import check_record, check_settings, news, taken_over
 from nanodomino.errors import UserError, counted, require
 from nanodomino.files import make_folder, open_descriptor
 

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from nanodomino.config.config import Config
-from nanodomino.config.saved_settings import to_record
+from nanodomino.settings.config import Config
+from nanodomino.settings.records import to_record
 from nanodomino.corpus.prepared_folder import Corpus
 from nanodomino.errors import counted
 from nanodomino.estimate.formulas import (active_parameter_count, find_peak_flops, flops_per_token, parameter_count,

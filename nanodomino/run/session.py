@@ -8,7 +8,7 @@ Each setting comes from the first of these sources that has it:
     flags  >  --config FILE  >  config.json of the resumed run  >  what --load takes over  >  defaults
 
 So `train.py --run-dir runs/mine` alone resumes a run as it was. Some settings must not change when a run is resumed
-(EFFECTS in settings/setting.py). folder.py checks them, once it has found the checkpoint.
+(EFFECTS in settings/flags.py). folder.py checks them, once it has found the checkpoint.
 
 The Session then answers train.py's questions (which step comes next? is it time to save?). It also does all that is not
 training itself: reports, checkpoints, timelines, signals, a sample at the end.
@@ -35,9 +35,6 @@ from nanodomino.checkpoint.manifest import step_of
 from nanodomino.checkpoint.save import Saver
 from nanodomino.comm.trace import Trace
 from nanodomino.comm.world import LaunchInfo, find_device, from_rank_0, start_world
-from nanodomino.config.config import Config
-from nanodomino.config.flags import Parser, add_flags, expand_home
-from nanodomino.config.saved_settings import check_record, remembered_settings, taken_over
 from nanodomino.corpus.prepared_folder import Corpus, load_corpus
 from nanodomino.errors import NotFinite, UserError, counted, require
 from nanodomino.estimate.stages import require_memory
@@ -48,9 +45,12 @@ from nanodomino.run.determinism import choose_kernels, choose_threads, drift_war
 from nanodomino.run.failures import StopSignal, Watchdog
 from nanodomino.run.folder import Run, open_run
 from nanodomino.run.report import Report
+from nanodomino.settings.config import Config
+from nanodomino.settings.flags import Parser, add_flags, expand_home, flag_settings, names_affecting
+from nanodomino.settings.records import check_record, remembered_settings, taken_over
 from nanodomino.settings.rules import check_needs
-from nanodomino.settings.setting import flag_settings, names_affecting
 from nanodomino.timeline.draw import draw_timeline
+
 
 PROMPT_TOKENS = 32       # length of the prompt, taken from the validation text, for the sample at the end
 

@@ -9,7 +9,7 @@ import train
 from benchmarks import plan
 from benchmarks.runner import about, bytes_text, parse, seconds_text
 from benchmarks.plan_search import CONNECTION_BYTES, Costs, communicator_bytes, needed_bytes
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.estimate.stages import step_seconds
 from nanodomino.run.session import from_command_line
 

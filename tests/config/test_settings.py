@@ -11,27 +11,26 @@ import pytest
 import torch
 from support import ROOT
 from support.checkpoints import train_from
-from support.runs import TINY, main_on_rank, make_corpus, metric_points, saved_steps, train_in_pool
 from support.harness import build, random_data, tiny
+from support.runs import TINY, main_on_rank, make_corpus, metric_points, saved_steps, train_in_pool
 
 import train
 from data.prepare import prepare
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of, recorded_settings
-from nanodomino.checkpoint.tensor_index import FORMAT, write_boxes
 from nanodomino.checkpoint.load import restore
 from nanodomino.checkpoint.manifest import write_manifest
 from nanodomino.checkpoint.shards import Box, LocalBox, full_shapes
-from nanodomino.config.config import Config
-from nanodomino.config.flags import Parser, markdown
-from nanodomino.config.saved_settings import check_settings, from_record, to_record
+from nanodomino.checkpoint.tensor_index import FORMAT, write_boxes
 from nanodomino.data import TokenDataset
 from nanodomino.errors import UserError
 from nanodomino.huggingface.families import read_config
 from nanodomino.model import meta_model
-from nanodomino.run.session import command_line_parser, from_command_line
 from nanodomino.run.folder import open_run
+from nanodomino.run.session import command_line_parser, from_command_line
+from nanodomino.settings.config import Config
+from nanodomino.settings.flags import EFFECTS, Parser, check_values, flag_name, flag_settings, markdown, setting
+from nanodomino.settings.records import check_settings, from_record, to_record
 from nanodomino.settings.rules import holds
-from nanodomino.settings.setting import EFFECTS, check_values, flag_name, flag_settings, setting
 
 
 def settled(*flags, world_size=1) -> Config:

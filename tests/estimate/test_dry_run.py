@@ -11,7 +11,7 @@ import train
 from benchmarks import measured
 from benchmarks.collectives import comparable
 from benchmarks.runner import RandomTokens
-from nanodomino.config.config import ALL_SCHEDULES
+from nanodomino.settings.config import ALL_SCHEDULES
 from nanodomino.errors import UserError
 from nanodomino.estimate.accounts import Accounts, ActionEnd, Launch, Operation, Wait, operation_of, workspace
 from nanodomino.estimate.rank import Clock, clock_of, dry_run, kinds_of

@@ -15,7 +15,7 @@ from nanodomino.checkpoint.find_checkpoints import checkpoints_of
 from nanodomino.checkpoint.load import load_weights
 from nanodomino.checkpoint.manifest import verify
 from nanodomino.comm.world import LaunchInfo
-from nanodomino.config.config import ALL_PRESETS, Config
+from nanodomino.settings.config import ALL_PRESETS, Config
 from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.data import TokenDataset
 from nanodomino.errors import UserError

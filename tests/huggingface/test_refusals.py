@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.errors import UserError
 from nanodomino.huggingface import export_model as exporting, families, import_model as importing
 from nanodomino.huggingface.__main__ import main

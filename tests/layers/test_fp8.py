@@ -16,7 +16,7 @@ from nanodomino.domino import run_to_end
 from nanodomino.errors import UserError
 from nanodomino.options import fp8
 from nanodomino.options.fp8 import E4M3, E5M2, FORMATS, RECIPES, Fp8Recipe, Fp8Tensor, Fp8Weight
-from nanodomino.overlap.slice_ops import multiply
+from nanodomino.overlap.slices import multiply
 
 CASES = [(name, recipe) for name in FORMATS for recipe in RECIPES]
 

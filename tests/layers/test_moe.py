@@ -16,7 +16,7 @@ from nanodomino.errors import UserError
 from nanodomino.mesh import meta_mesh
 from nanodomino.model import meta_stage
 from nanodomino.options.experts import moe
-from nanodomino.options.experts.router import Router
+from nanodomino.options.router import Router
 
 
 def microbatch(config, training=True):

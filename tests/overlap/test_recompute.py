@@ -14,9 +14,9 @@ from nanodomino.comm.trace import Trace
 from nanodomino.domino import LinearPair
 from nanodomino.estimate.rank import dry_run
 from nanodomino.layers.dropout_and_positions import MasksAndPositions
-from nanodomino.options.recompute import host_offload
-from nanodomino.options.recompute.tape_policy import GRANULARITIES, RecomputingTape
+from nanodomino.options.recompute import GRANULARITIES, RecomputingTape, host_offload
 from nanodomino.schedules.definitions import SCHEDULES
+
 
 DROPOUT = dict(hidden_dropout=0.2, attention_dropout=0.3)
 EIGHT = dict(micro_batch_size=4, global_batch_size=8, num_layers=2)          # two microbatches of four samples

@@ -31,13 +31,13 @@ import nanodomino.generate.__main__
 import train
 from nanodomino.checkpoint.manifest import file_digest, manifest_text
 from nanodomino.comm.world import LaunchInfo, read_launch_environment
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.errors import UserError, sentence_and_code
 from nanodomino.run import session
 from nanodomino.run.session import from_command_line
 from nanodomino.run.failures import report_and_exit
 from nanodomino.schedules.definitions import SCHEDULES
-from nanodomino.settings.setting import flag_name, flag_settings
+from nanodomino.settings.flags import flag_name, flag_settings
 
 LIMIT = 60              # seconds until all processes of a row have ended; on an idle machine it takes 5
 STEP = "run/checkpoints/step-00000002"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.runs import make_corpus, needs_proc, saved_steps, train_in_pool
 
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.errors import UserError, sentence_and_code
 from nanodomino.files import LIMIT, read_json
 from nanodomino.generate.__main__ import command_line as generate

@@ -22,7 +22,7 @@ from support.runs import make_corpus, metrics, saved_steps, train_in_pool
 
 import train
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of, delete_checkpoint
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.errors import UserError
 from nanodomino.estimate.formulas import flops_per_token, parameter_count
 from nanodomino.estimate.stages import require_memory

@@ -13,7 +13,7 @@ from support.harness import build, random_data, tiny
 import train
 from nanodomino.comm import collectives
 from nanodomino.comm.world import LaunchInfo, check_own_gpu, find_device
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.estimate.accounts import Accounts
 from nanodomino.estimate.rank import groups_of
 from nanodomino.errors import UserError

@@ -18,8 +18,7 @@ from support.harness import tiny
 import train
 from nanodomino.estimate.accounts import KIND_OF_TAG, Accounts, Launch, Streams, Wait, arguments_of, flatten, is_view
 from nanodomino.estimate.rank import META, world_of
-from nanodomino.overlap.flight import result_of
-from nanodomino.overlap.slice_ops import SliceOps
+from nanodomino.overlap.slices import SliceOps, result_of
 from nanodomino.pipeline import P2PCommunicator
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.zero import ZeroOptimizer

@@ -39,7 +39,7 @@ With full recomputation, --checkpoint-in-cpu also moves x to the host's memory (
 from dataclasses import replace
 
 from nanodomino.comm.world import kind_of
-from nanodomino.options.recompute.host_offload import HostMemory
+from nanodomino.options.recompute import HostMemory
 from nanodomino.overlap.slices import TapeEntry
 
 # The fields dropped at the end of a sublayer's forward: "h" is a field of TapeEntry, the others of its inside_tape.
