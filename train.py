@@ -177,7 +177,7 @@ def pretrain(session: Session) -> int:
         if session.time_to(config.save_interval) or session.stopped:
             session.save(model, optimizer)
         session.check_saver()
-    if session.done < config.train_iters:
+    if session.stopped_by_signal or session.done < config.train_iters:
         return session.end_early()
     for split in ("valid", "test"):
         session.report_loss(split, loss_on)

@@ -19,14 +19,14 @@ from pathlib import Path
 
 from benchmarks.runner import (Times, about, add_config_flags, bytes_text, config_here, gathered, join, progress,
                                ratios, slowest, synchronize_ranks, table)
-from nanodomino.estimate.formulas import parameter_count
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of
 from nanodomino.checkpoint.load import restore
 from nanodomino.checkpoint.manifest import verify
 from nanodomino.checkpoint.save import Saver
-from nanodomino.errors import UserError, require
-from nanodomino.model import GPT
 from nanodomino.comm.world import from_rank_0
+from nanodomino.errors import UserError, require
+from nanodomino.estimate.formulas import parameter_count
+from nanodomino.model import GPT
 from nanodomino.settings.config import Config
 from nanodomino.zero import ZeroOptimizer
 

@@ -31,7 +31,7 @@ from benchmarks.gpu_kernels import Run, attention, expert_matmuls, fp8_matmuls, 
 from benchmarks.runner import BENCH, RandomTokens, bytes_text, config_of, gathered, parse, seconds_text, with_mesh
 from benchmarks.throughput import OurTraining
 from benchmarks.timeline import record
-from nanodomino.comm import scatter_and_gather
+from nanodomino.comm import collectives
 from nanodomino.errors import require
 from nanodomino.estimate.formulas import peak_memory
 from nanodomino.mesh import Mesh
@@ -42,7 +42,7 @@ from nanodomino.timeline.merged_trace import table
 
 
 LAUNCHES = [(dist, name) for name in ("all_reduce", "all_to_all_single", "batch_isend_irecv")] + [
-    (scatter_and_gather, name) for name in ("exchange", "native_reduce_scatter", "native_all_gather")]
+    (collectives, name) for name in ("exchange", "native_reduce_scatter", "native_all_gather")]
 SMALL = dict(num_layers=4, hidden_size=128, num_attention_heads=8, seq_length=64, vocab_size=250, micro_batch_size=4,
              lr_warmup_fraction=0.0, tensor_model_parallel_size=1, pipeline_model_parallel_size=1, dtype="bfloat16",
              bucket_size=20_000, compile=False)

@@ -20,9 +20,9 @@ from torch.utils.benchmark import Timer
 
 from benchmarks import plan
 from benchmarks.runner import parse
-from nanodomino.estimate.formulas import GPUS
-from nanodomino.estimate.accounts import Accounts
 from nanodomino.errors import require
+from nanodomino.estimate.accounts import Accounts
+from nanodomino.estimate.formulas import GPUS
 from nanodomino.layers.attention import fused_attention
 from nanodomino.layers.gradients import add_weight_gradient, run_segment
 from nanodomino.layers.varlen import attention_bias, find_starts, varlen_attention

@@ -12,7 +12,7 @@ import torch
 
 import train
 from benchmarks.runner import RandomTokens, config_here, join
-from nanodomino.comm import scatter_and_gather
+from nanodomino.comm import collectives
 from nanodomino.comm.collectives import TAGS
 from nanodomino.comm.world import find_device
 from nanodomino.domino import Domino
@@ -54,8 +54,8 @@ class RealAccounts(Accounts):
     So an all-to-all is counted where it launches them."""
 
     def __enter__(self):
-        self.exchange, self.exchanging = scatter_and_gather.exchange, False
-        self.patch = mock.patch.object(scatter_and_gather, "exchange", self.count_exchange)
+        self.exchange, self.exchanging = collectives.exchange, False
+        self.patch = mock.patch.object(collectives, "exchange", self.count_exchange)
         self.patch.start()
         return super().__enter__()
 

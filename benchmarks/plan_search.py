@@ -21,7 +21,7 @@ So many combinations share them. The search is best-first:
        choices of the next settings.
     3. A complete combination has the time of its simulated schedule, with the costs above. If it is the first in the
        queue, it is a candidate.
-    4. Run the candidates dry (estimate/stages.py), and with 1F1B. Those that fit, sorted by their time, are the results.
+    4. Run the candidates dry (estimate/stages.py), and with 1F1B. The results are those that fit, sorted by time.
 
 All results differ in tp, pp, cp or the micro batch. More slices and columns are tried only while communication is
 exposed, and more recomputation only if less does not fit.

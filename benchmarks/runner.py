@@ -44,8 +44,8 @@ from benchmarks.slow_network import exit_on_signals, slow_wire
 from nanodomino.comm.world import LaunchInfo, find_device, read_launch_environment, start_world
 from nanodomino.data import Batch
 from nanodomino.errors import UserError, counted, require
-from nanodomino.mesh import Mesh, make_mesh
 from nanodomino.estimate.stages import require_memory
+from nanodomino.mesh import Mesh, make_mesh
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import Parser, add_flags, flag_settings
 from nanodomino.settings.rules import check_needs

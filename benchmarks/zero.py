@@ -52,9 +52,9 @@ from benchmarks.plain_model import adamw
 from benchmarks.runner import (RandomTokens, Times, about, add_config_flags, bytes_text, compare, config_here, describe,
                                gathered, join, ratio_text, ratios, require_same_work, table)
 from benchmarks.throughput import COMPARED_STEPS, OurTraining, PlainTraining, plain
+from nanodomino.errors import require
 from nanodomino.estimate.formulas import parameter_count, state_bytes_per_parameter
 from nanodomino.estimate.rank import state_tensors
-from nanodomino.errors import require
 from nanodomino.settings.config import Config
 
 

@@ -3,7 +3,7 @@
     grid(..)       mesh.py: the ranks of each group, and what a rank holds
     schedule(..)   schedules/: the simulated schedule, as the timeline of a run (timeline/draw.py)
     domino(..)     benchmarks/ideal_wire.py: one rank's step on an ideal wire, as a timeline
-    memory(..)     dry_run/: the bytes of a rank of each stage
+    memory(..)     estimate/: the bytes of a rank of each stage
     search(..)     benchmarks/plan_search.py: the fastest layouts
 
 Each function returns a Figure, or raises UserError if the settings break a rule. One figure is computed at a time,

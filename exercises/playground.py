@@ -8,7 +8,8 @@ which calls the project's own code. The printed copy, docs/playground.html, show
 again, run: marimo export html exercises/playground.py --no-include-code -o docs/playground.html
 """
 
-import marimo        # not found? Run: pip install -r requirements-extra.txt
+import marimo
+
 
 __generated_with = "0.25.2"
 app = marimo.App(width="medium", app_title="nanodomino's playground", css_file="playground.css")

@@ -24,6 +24,6 @@ The tools around them, which the files above never import:
     settings      all settings, their rules and choices     run          a run's folder, signals, failures, report
     checkpoint    save, resume on any layout, verify        plot         loss curves
     huggingface   import and export of models               timeline     pictures of a traced step
-    generate      text from a trained model                 analysis     formulas to know by heart, rates of machines
-    dry_run       a step without data, memory or GPUs: what it takes
+    generate      text from a trained model                 estimate     formulas, and a step without data, memory or
+                                                                         GPUs: what it takes
 """

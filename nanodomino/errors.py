@@ -24,10 +24,8 @@ LIMITS = {"Too many open files": "ulimit -n", "can't start new thread": "ulimit 
 
 
 class UserError(Exception):
-    """A mistake that the user can correct. The message is one sentence with the rule, the numbers and the fix.
-
-    For example: "num-attention-heads 6 must be divisible by tensor-model-parallel-size 4; try --tp 1, 2, 3, 6".
-    """
+    """A mistake that the user can correct. The message is one sentence with the rule, the numbers and the fix. For
+    example: "num-attention-heads 6 must be divisible by tensor-model-parallel-size 4; try --tp 1, 2, 3, 6"."""
     exit_code = 2
 
 

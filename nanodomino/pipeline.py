@@ -79,7 +79,7 @@ class P2PCommunicator:
             (dist.irecv, self.placement.source(self.stage, message)[0], message,
              torch.empty(self.shape, dtype=self.dtype, device=self.mesh.device))
             for message in self.receives[actions_done]]
-        batch, self.outbox = receives + self.outbox, []            # receives first: scatter_and_gather.py says why
+        batch, self.outbox = receives + self.outbox, []            # receives first: collectives.py says why
         if not batch:
             return
         works = dist.batch_isend_irecv([dist.P2POp(op, tensor, self.mesh.rank_of(pp=peer), self.mesh.pp_group,

@@ -173,7 +173,7 @@ def test_domino_computes_what_the_plain_model_defines(pool, tp, dp, options):
 @pytest.mark.parametrize("slices, columns", [(1, 1), (2, 1), (2, 2)])
 def test_collectives_and_bytes_equal_the_formulas(rank, slices, columns):
     """A layer all-reduces 4 activations per microbatch; slices and columns make more calls, not more bytes. A dry run
-    counts them, and tests/dry_run compares dry runs with real ones."""
+    counts them, and tests/estimate compares dry runs with real ones."""
     config = tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, micro_batch_size=4, num_layers=3,
                   global_batch_size=16, slices=slices, columns=columns, bucket_size=10_000_000, device="cpu")
     found, size, first = dry_run(train, config, rank).traffic, config.params_dtype.itemsize, rank == 0

@@ -23,6 +23,7 @@ from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.schedules.placement_and_messages import Placement, Timetable, message_received, message_sent, timetable
 from nanodomino.schedules.simulation import bubble, busy_time, peak_microbatches, receives_to_post, simulate, step_time
 
+
 STAGES, MICROBATCHES = range(1, 9), range(1, 18)
 ALL = [(name, chunks) for name in SCHEDULES for chunks in (SCHEDULES[name].chunks if len(SCHEDULES[name].chunks) == 1
                                                            else (2, 3))]

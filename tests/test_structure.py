@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+
 pytestmark = pytest.mark.table
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "nanodomino"
@@ -16,7 +17,7 @@ PACKAGE = ROOT / "nanodomino"
 ORDER = [
     "minimal", "errors", "files", "comm", "mesh", "optim", "parallel", "layers", "schedules", "corpus", "data",
     "model", "overlap", "domino", "pipeline", "zero", "generate", "options", "settings", "checkpoint",
-    "huggingface", "plot", "timeline", "analysis", "dry_run", "run", "scripts"]
+    "huggingface", "plot", "timeline", "estimate", "run", "scripts"]
 
 
 def place_of(module: str) -> int:
@@ -100,7 +101,6 @@ def test_files_are_opened_to_write_in_files_py_alone():
 def test_a_training_step_asks_in_one_place_for_which_device_it_runs():
     """comm/world.py, so that a dry run takes the paths of a GPU. What starts, saves or observes a run asks itself."""
     asks = re.compile(r"""is_cuda|\.type [!=]= ["']cuda|torch\.cuda\.(is_available|get_device_capability)""")
-    elsewhere = {"comm/world.py", "comm/world.py", "comm/trace.py", "mesh.py", "settings/config.py",
-                 "settings/rules.py", "options/fp8.py"}
+    elsewhere = {"comm/world.py", "comm/trace.py", "mesh.py", "settings/config.py", "settings/rules.py", "options/fp8.py"}
     found = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if asks.search(path.read_text())}
-    assert not [one for one in found - elsewhere if not one.startswith(("run/", "checkpoint/", "analysis/"))]
+    assert not [one for one in found - elsewhere if not one.startswith(("run/", "checkpoint/", "estimate/"))]

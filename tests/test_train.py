@@ -22,11 +22,11 @@ from support.runs import TINY, main_on_rank, make_corpus, metric_points, metrics
 
 import train
 from data.prepare import prepare
-from nanodomino.estimate.formulas import find_peak_flops
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.domino import run_to_end
 from nanodomino.errors import UserError
+from nanodomino.estimate.formulas import find_peak_flops
 from nanodomino.model import GPT
 from nanodomino.optim.learning_rate import LR_DECAY_STYLES
 from nanodomino.pipeline import Totals

@@ -1,4 +1,4 @@
-"""Record what a rank did, and when: spans, moments, and collectives in flight.
+"""Records what a rank does, and when: spans, moments, and collectives in flight.
 
 The code that does the work reports it:
 
@@ -23,8 +23,8 @@ collectives are `all_reduce`, `reduce_scatter`, `all_gather` and `all_to_all`.
 
 On the CPU, times are read from the clock. On CUDA, calls return before the work is done. So there a CUDA event is
 recorded in the current stream, and take() turns it into a time later. The ends of a group's collectives are recorded in
-a separate stream, where nothing can delay them. Clocks of different hosts disagree; clock_offset() measures by how
-much.
+a separate stream, where nothing can delay them. take() returns the time of day, on which the clocks of several hosts
+agree as well as the hosts keep them.
 
 With `recording` off, each call costs one comparison. The timeline package draws what was recorded.
 """
@@ -35,9 +35,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-
-ROUND_TRIPS = 20
 
 
 @dataclass(slots=True)
@@ -102,12 +99,10 @@ class Trace:
                 work.get_future().add_done_callback(lambda _: setattr(event, "end", self.mark()))
 
     def record_end(self, event: Event, work):
-        """Let a CUDA event fire when `work` is done, without making the training stream wait.
-
-        The group's own stream waits for the future. With a single hardware queue every stream would wait with it, so
-        world.find_device refuses to trace then. A callback of the future would not do: it would run in a stream of
-        torch's pool, where a message may be waiting for its sender. And work.wait() would release its tensors early.
-        """
+        """Let a CUDA event fire when `work` is done, without making the training stream wait. The group's own stream
+        waits for the future. With a single hardware queue every stream would wait with it, so world.find_device refuses
+        to trace then. A callback of the future would not do: it would run in a stream of torch's pool, where a message
+        may be waiting for its sender. And work.wait() would release its tensors early."""
         group = event.args["group"]
         if group not in self.streams:
             self.streams[group] = torch.cuda.Stream(self.device)
@@ -115,10 +110,11 @@ class Trace:
             work.get_future().wait()
             event.end = self.mark()
 
-    def take(self, offset=0) -> list[Event]:
-        """Return all events recorded so far and forget them. offset: how far rank 0's clock is ahead of this rank's, in
-        nanoseconds. It is added to all times, so the times of all ranks are rank 0's."""
+    def take(self) -> list[Event]:
+        """Return all events recorded so far and forget them. Their times are nanoseconds since 1970."""
         events, self.events = self.events, []
+        # the least delay between the two readings gives the most exact offset
+        offset = max(time.time_ns() - time.perf_counter_ns() for _ in range(20))
         if self.device.type == "cuda":               # times are counted back from now; a short way back is more precise
             self.now = self.mark()
             torch.cuda.synchronize(self.device)
@@ -131,26 +127,3 @@ class Trace:
 
 
 NO_TRACE = Trace(recording=False)
-
-
-def clock_offset() -> int:
-    """Return by how many nanoseconds rank 0's clock is ahead of this rank's clock, measured as NTP does.
-
-    Every rank must call this function. It makes ROUND_TRIPS round trips to rank 0 and uses the quickest. The error is
-    at most half the duration of that round trip.
-    """
-    rank, trips = dist.get_rank(), []
-    clock = torch.zeros(1, dtype=torch.int64)
-    for peer in range(1, dist.get_world_size()):
-        for _ in range(ROUND_TRIPS):
-            if rank == 0:
-                dist.recv(clock, peer)
-                clock[0] = time.perf_counter_ns()
-                dist.send(clock, peer)
-            elif rank == peer:
-                sent = time.perf_counter_ns()
-                dist.send(clock, 0)
-                dist.recv(clock, 0)
-                received = time.perf_counter_ns()
-                trips.append((received - sent, int(clock) - (sent + received) // 2))
-    return min(trips)[1] if trips else 0

@@ -1,4 +1,4 @@
-"""Start a process: read what torchrun says, pick the device, join the process group.
+"""Starts a process: reads what torchrun says, picks the device, joins the process group.
 
 torchrun starts one process per GPU, or any number of processes on CPUs, and sets these environment variables in each:
 
@@ -8,26 +8,39 @@ torchrun starts one process per GPU, or any number of processes on CPUs, and set
 
 Without these variables the process is a world of size 1. N processes that srun or mpirun starts would train N models,
 which read_launch_environment() refuses. NCCL connects GPUs, gloo connects CPUs.
+
+**The network interface.** gloo sends the other ranks an address to connect to. By default this is the address of the
+host's own name. On many systems that is 127.0.0.1, so each host tells the others to connect to themselves, and healthy
+ranks look dead. But the kernel can tell from which local address it would send to MASTER_ADDR. choose_interface() looks
+up the interface that has this address, and passes its name to gloo in GLOO_SOCKET_IFNAME.
+
+**Stand-ins.** Tensors on torch's meta device have shapes but no numbers. A dry run (estimate/) trains on them, and says
+with standing_for() which kind of device they stand for. So a machine without GPUs can run the code paths of a GPU.
 """
 
 import ctypes
 import os
 import socket
+import struct
 import sys
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from nanodomino.comm.world import choose_interface
 from nanodomino.errors import UserError, require
 
-TIMEOUT = 600       # seconds; the default of --timeout
+
+TIMEOUT = 600            # seconds; the default of --timeout
 # The number of processes that srun, Open MPI, MPICH or MVAPICH has started. SLURM_NTASKS is not among them: sbatch and
 # salloc set it, too, and run their script or shell once.
 LAUNCHER_SIZES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-NCCL_GRACE = 60     # NCCL's timeout aborts the process, so it comes this many seconds after run/failures.py's
+NCCL_GRACE = 60          # NCCL's timeout aborts the process, so it comes this many seconds after the Watchdog's
+SIOCGIFADDR = 0x8915     # from linux/sockios.h: get an interface's address
+UNUSED_ADDRESS = "192.0.2.1"     # no host has it (RFC 5737), so the kernel picks the route to other networks
 
 
 @dataclass(frozen=True)
@@ -52,21 +65,68 @@ def read_launch_environment(environment=os.environ) -> LaunchInfo:
                     "each would run alone; start one torchrun per host instead (docs/running.md has a script for "
                     f"SLURM), or unset {name} if each should run alone")
         return LaunchInfo()
+    fix = "start with torchrun, which sets them all; to run one process, unset them all"
     missing = [name for name in (*names, "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
-    require(not missing, f"the environment has {', '.join(found)} but not {', '.join(missing)}; "
-            "start with torchrun, which sets them all; to run one process, unset them all")
+    require(not missing, f"the environment has {', '.join(found)} but not {', '.join(missing)}; {fix}")
     for name in (*names, "MASTER_PORT"):
-        require(environment[name].isdecimal(),
-                f"{name} must be a whole number, but the environment has '{environment[name]}'; "
-                "start with torchrun, which sets it; to run one process, unset all of torchrun's variables")
-    require(0 < int(environment["MASTER_PORT"]) < 65536,
-            f"MASTER_PORT must be from 1 to 65535, but the environment has {environment['MASTER_PORT']}; "
-            "start with torchrun, which sets it; to run one process, unset all of torchrun's variables")
+        require((value := environment[name]).isdecimal(),
+                f"{name} must be a whole number, but the environment has '{value}'; {fix}")
+    require(0 < int(value) < 65536, f"MASTER_PORT must be from 1 to 65535, but the environment has {value}; {fix}")
     launch = LaunchInfo(*(int(environment[name]) for name in names), launched=True)
     require(launch.rank < launch.world_size and launch.local_rank < launch.local_world_size,
             f"RANK {launch.rank} must be below WORLD_SIZE {launch.world_size} and LOCAL_RANK {launch.local_rank} below "
-            f"LOCAL_WORLD_SIZE {launch.local_world_size}; start with torchrun, which sets them")
+            f"LOCAL_WORLD_SIZE {launch.local_world_size}; {fix}")
     return launch
+
+
+# ---- the device
+
+@dataclass(frozen=True)
+class StandIn:
+    """Describes the device that meta tensors stand for."""
+    kind: str = "cpu"
+    streams: object = None                   # has Stream, stream and current_stream, like torch.cuda
+    capability: tuple[int, int] = (9, 0)     # the compute capability: an H100's
+
+
+STAND_IN = ContextVar("the device that meta tensors stand for", default=StandIn())      # noqa: B039, it is frozen
+
+
+@contextmanager
+def standing_for(stand_in: StandIn):
+    """Let meta tensors stand for the device that stand_in describes."""
+    token = STAND_IN.set(stand_in)
+    try:
+        yield
+    finally:
+        STAND_IN.reset(token)
+
+
+def kind_of(device: torch.device) -> str:
+    """Return "cpu" or "cuda"."""
+    return STAND_IN.get().kind if device.type == "meta" else device.type
+
+
+def on_gpu(tensor) -> bool:
+    """Return whether a tensor is in a GPU's memory, or stands for one that is."""
+    return tensor.is_cuda or tensor.is_meta and STAND_IN.get().kind == "cuda"
+
+
+def streams_of(device: torch.device):
+    """Return torch.cuda, or what replaces its streams on the meta device."""
+    return STAND_IN.get().streams if device.type == "meta" else torch.cuda
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU, or of the StandIn for meta tensors and on machines without GPUs."""
+    stands_in = device.type == "meta" or not torch.cuda.is_available()
+    return STAND_IN.get().capability if stands_in else torch.cuda.get_device_capability(device)
+
+
+def has_flash_attention(device: torch.device) -> bool:
+    """Return whether torch's flash attention runs on this device: on GPUs from Ampere on."""
+    return (kind_of(device) == "cuda" and capability_of(device) >= (8, 0)
+            and (device.type == "meta" or torch.backends.cuda.is_flash_attention_available()))
 
 
 def find_device(config, launch: LaunchInfo) -> torch.device:
@@ -88,23 +148,23 @@ def find_device(config, launch: LaunchInfo) -> torch.device:
 
 
 def keep_freed_memory():
-    """Make malloc keep freed memory for the next tensors, as torch's own allocator does on GPUs.
-
-    glibc returns large blocks to the kernel, which must clear each of their pages again in the next step. That took a
-    quarter of a step with hidden size 512 and batch 8 x 256 on two cores (0.89 s instead of 0.66 s).
-    """
+    """Make malloc keep freed memory for the next tensors, as torch's own allocator does on GPUs. glibc returns large
+    blocks to the kernel, which must clear each of their pages again in the next step. That took a quarter of a step
+    with hidden size 512 and batch 8 x 256 on two cores (0.89 s instead of 0.66 s)."""
     M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4                      # from malloc.h
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(M_MMAP_MAX, 0)                            # take large blocks from the heap, too
         libc.mallopt(M_TRIM_THRESHOLD, -1)                     # never shrink the heap
 
 
+# ---- the process group
+
 def check_own_gpu(uuid: str, launch: LaunchInfo, store: dist.Store):
     """Raise UserError on every rank if two ranks have the same GPU, which NCCL does not support."""
     store.set(f"gpu of rank {launch.rank}", uuid)
     uuids = [store.get(f"gpu of rank {rank}").decode() for rank in range(launch.world_size)]
-    for uuid in uuids:
-        ranks = [str(rank) for rank, other in enumerate(uuids) if other == uuid]
+    for one in uuids:
+        ranks = [str(rank) for rank, other in enumerate(uuids) if other == one]
         require(len(ranks) == 1, f"each process needs its own GPU, but ranks {' and '.join(ranks)} share one; start as "
                 "many processes as there are GPUs, or give each process its own CUDA_VISIBLE_DEVICES")
 
@@ -132,12 +192,43 @@ def nccl_options(timeout: timedelta, thread_blocks=None) -> dict:
     return dict(backend="nccl", pg_options=options)
 
 
-def start_world(launch: LaunchInfo, device: torch.device, timeout: int = TIMEOUT):
-    """Initialize the default process group. Without a launcher it has a single member.
+def address_towards(host: str) -> str:
+    """Return the local address from which this host would send to `host`. Connecting a UDP socket sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return probe.getsockname()[0]
 
-    timeout: seconds that a collective may take.
-    Raises UserError if the processes cannot connect.
-    """
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the interface that has this address, for example "eth0", or None."""
+    import fcntl                                               # not on Windows, where errors.py says so
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:                                    # the interface has no address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None
+
+
+def choose_interface(master_addr: str):
+    """Set GLOO_SOCKET_IFNAME to the interface towards the other hosts, if there is one. A user's own value stays."""
+    try:
+        address = address_towards(master_addr)
+        if address.startswith("127."):                         # this host is MASTER_ADDR itself
+            address = address_towards(UNUSED_ADDRESS)
+        if name := interface_of(address):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    except OSError:                                            # unknown host or no route: gloo will report it
+        pass
+
+
+def start_world(launch: LaunchInfo, device: torch.device, timeout: int = TIMEOUT):
+    """Initialize the default process group. Without a launcher it has a single member. Raises UserError if the
+    processes cannot connect. timeout: seconds that a collective may take."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # Collectives of several groups are in flight at once. If two ranks started them in different orders, each could
@@ -165,10 +256,16 @@ def start_world(launch: LaunchInfo, device: torch.device, timeout: int = TIMEOUT
         require("Unable to find address for" not in str(error), f"gloo can't use the network interface of "
                 f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME')}, which does not exist or has no address; "
                 f"unset it, or name one of {', '.join(name for _, name in socket.if_nameindex())}")
-        if not isinstance(error, dist.DistNetworkError | dist.DistStoreError):
-            raise
-        # port in use, host unknown, rank missing
-        raise UserError(f"the {launch.world_size} processes cannot connect at MASTER_ADDR "
-                        f"{os.environ.get('MASTER_ADDR')}, MASTER_PORT {os.environ.get('MASTER_PORT')} "
-                        f"({str(error).splitlines()[0]}); choose a free port on a host that every process can "
-                        f"reach, and start all {launch.world_size} processes") from None
+        if isinstance(error, dist.DistNetworkError | dist.DistStoreError):     # port in use, host unknown, rank missing
+            raise UserError(f"the {launch.world_size} processes cannot connect at MASTER_ADDR "
+                            f"{os.environ.get('MASTER_ADDR')}, MASTER_PORT {os.environ.get('MASTER_PORT')} "
+                            f"({str(error).splitlines()[0]}); choose a free port on a host that every process can "
+                            f"reach, and start all {launch.world_size} processes") from None
+        raise
+
+
+def from_rank_0(value):
+    """Return rank 0's value on every rank."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]

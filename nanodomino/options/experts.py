@@ -44,8 +44,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanodomino.comm.world import capability_of, on_gpu, streams_of
 from nanodomino.comm.collectives import all_to_all
+from nanodomino.comm.world import capability_of, on_gpu, streams_of
 from nanodomino.layers.gradients import add_weight_gradient, main_grad_of
 from nanodomino.layers.residual import add_residual
 from nanodomino.layers.sublayers import ACTIVATIONS, Sublayer

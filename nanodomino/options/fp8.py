@@ -69,6 +69,7 @@ from nanodomino.comm.world import capability_of, kind_of
 from nanodomino.errors import require
 from nanodomino.layers.gradients import add_weight_gradient, main_grad_of
 
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = {"hybrid": (E4M3, E5M2), "e4m3": (E4M3, E4M3)}     # --fp8-format: type of weights and activations, gradients
 RECIPES = ("tensorwise", "rowwise")

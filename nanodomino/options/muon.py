@@ -25,6 +25,7 @@ from nanodomino.comm.collectives import all_gather
 from nanodomino.optim.buckets import Bucket
 from nanodomino.optim.optimizers import OptimizerSpec
 
+
 COEFFICIENTS, ITERATIONS = (3.4445, -4.7750, 2.0315), 5      # Keller Jordan's, for Newton-Schulz
 
 

@@ -12,9 +12,13 @@ token takes 6 N + 12 L n d s FLOPs, with N active parameters, L layers, n heads 
 """
 
 import dataclasses
+import itertools
 import json
 import math
+import os
 import sys
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
@@ -23,25 +27,22 @@ from nanodomino.corpus.prepared_folder import Corpus
 from nanodomino.errors import counted
 from nanodomino.estimate.formulas import (active_parameter_count, find_peak_flops, flops_per_token, parameter_count,
                                           peak_memory)
-from nanodomino.files import write_file
+from nanodomino.files import open_regular_file, write_file
 from nanodomino.mesh import Mesh
 from nanodomino.plot.curves import Curve, picture
-from nanodomino.run import kernels
-from nanodomino.run.report import MetricsFile, remove_outdated
+from nanodomino.run.determinism import tf32_in_words
 from nanodomino.schedules import simulation
 from nanodomino.schedules.placement_and_messages import stage_layers
 from nanodomino.settings.config import Config
 
 
 FEW_EPOCHS = 4           # up to 4 epochs, repeated text is almost as good as new text (2305.16264)
+LONGEST = 1 << 24        # bytes of a line of metrics.jsonl; a longer one is cut into pieces, none of which can be read
 
 
 class Report:
-    """Prints and stores the progress of a run.
-
-    first_step: the number of steps done before this launch. enabled: True on rank 0; otherwise no method does anything.
-    news: see Run.
-    """
+    """Prints and stores the progress of a run, if `enabled`, as on rank 0. Otherwise no method does anything.
+    first_step: the number of steps done before this launch. news: see Run."""
 
     def __init__(self, config: Config, corpus: Corpus, mesh: Mesh, run_dir: Path, first_step: int, enabled: bool,
                  news=()):
@@ -49,29 +50,32 @@ class Report:
         self.peak_flops = find_peak_flops(config, mesh.device)
         self.tokens_per_step = config.global_batch_size * config.seq_length
         self.entropies = f"(unigram {corpus.unigram_entropy:.2f}, bigram {corpus.bigram_entropy:.2f})"
-        self.metrics = self.tensorboard = None
+        self.first_step, self.metrics, self.tensorboard = first_step, None, None
         if enabled:
             if first_step < config.train_iters or not (run_dir / "config.json").exists():
                 settings = json.dumps(dataclasses.asdict(config), indent=2) + "\n"           # stored for later launches
                 write_file(run_dir / "config.json", settings.encode())
             self.curve = Curve(run_dir.resolve().name)
-            remove_outdated(path := run_dir / "metrics.jsonl", first_step, config.train_iters, add=self.curve.add)
+            outdated = ("test_loss",)
+            if first_step >= config.train_iters:               # the run only scores its weights again, or not even that
+                outdated = ("test_loss", "valid_loss") if config.eval_iters else ()
+            remove_outdated(path := run_dir / "metrics.jsonl", first_step, outdated, add=self.curve.add)
             self.metrics = MetricsFile(path, self.say)
             if config.tensorboard_dir:                         # needs the package tensorboard
                 from torch.utils.tensorboard import SummaryWriter
 
                 # event files can only be extended; purge_step hides the points of older files that are redone
                 self.tensorboard = SummaryWriter(config.tensorboard_dir, purge_step=first_step + 1)
-            self.describe(first_step, news)
+            self.describe(news)
         self.bar = tqdm(total=config.train_iters, initial=first_step, desc="train", unit="step", dynamic_ncols=True,
                         disable=None if enabled else True)
         if enabled and self.metrics.empty:
             self.record(step=first_step, unigram_entropy=corpus.unigram_entropy, bigram_entropy=corpus.bigram_entropy,
                         tokenizer=corpus.tokenizer_name)
 
-    def describe(self, first_step: int, news):
+    def describe(self, news):
         """Print the model, the batch, the rank grid, the schedule, and what a checkpoint brings or finds changed."""
-        config, mesh = self.config, self.mesh
+        config, mesh, first_step = self.config, self.mesh, self.first_step
         count, active = parameter_count(config), active_parameter_count(config)
         print(f"nanodomino: model {config.model}, {count:,} parameters{f' ({active:,} active)' * (active < count)}, "
               f"{config.dtype} on {mesh.device.type}; {self.corpus.tokens['train']:,} training tokens from "
@@ -80,7 +84,7 @@ class Report:
               f"{counted(config.microbatches, 'microbatch')} of {config.micro_batch_size} on "
               f"{'each of ' * (config.dp > 1)}{counted(config.dp, 'replica')}; slices {config.slices}, "
               f"columns {config.columns}, ZeRO stage {config.zero_stage}"
-              + config.in_words + kernels.in_words(config, mesh.device))
+              + config.in_words + tf32_in_words(config, mesh.device))
         print(what_hides_what(config))
         for split in ("valid", "test"):
             if config.eval_iters and self.corpus.tokens[split] <= config.seq_length:
@@ -107,8 +111,9 @@ class Report:
         self.say(f"{counted(steps, 'step')} = {epochs:{digits}} epochs of this text; {memory}")
         if epochs > FEW_EPOCHS:
             enough = max(FEW_EPOCHS * windows // self.config.global_batch_size, 1)
+            fewer = f"--train-iters {enough}, " * (enough > self.first_step)
             self.say(f"warning: after about {FEW_EPOCHS} epochs a model gains little from the same text and begins to "
-                     f"memorize it; try --train-iters {enough}, a smaller --global-batch-size or more text")
+                     f"memorize it; try {fewer}a smaller --global-batch-size or more text")
 
     def say(self, line: str):
         """Print a line above the bar."""
@@ -137,7 +142,7 @@ class Report:
         """Report a finished step. result: its StepResult; seconds: the time it took."""
         speed = self.tokens_per_step / seconds
         mfu = speed * flops_per_token(self.config) / self.peak_flops if self.peak_flops else None
-        shown = step % self.config.log_interval == 0 or step == 1
+        shown = step % self.config.log_interval == 0 or step == self.first_step + 1
         counts, words = self.config.step_report(result)
         self.record(step=step, loss=result.loss, grad_norm=result.grad_norm, lr=learning_rate,
                     tokens=self.config.consumed_train_samples(step) * self.config.seq_length,
@@ -148,8 +153,9 @@ class Report:
         self.bar.update()
         loss_scale = f" | loss scale {result.loss_scale:g}" if self.config.dtype == "float16" else ""
         if result.skipped:
-            self.say(f"step {step:5d} | skipped: loss {result.loss} or gradient norm {result.grad_norm} is not finite"
-                     f"{loss_scale}")
+            what = "the gradient norm" if math.isfinite(result.loss) else "the loss"
+            self.say(f"step {step:5d} | skipped, because {what} is not finite | loss {result.loss:.4f} | "
+                     f"grad norm {result.grad_norm:.3f}{loss_scale}")
         elif shown:
             self.say(f"step {step:5d} | loss {result.loss:.4f} {self.entropies} | grad norm {result.grad_norm:.3f} | "
                      f"lr {learning_rate:.2e} | {seconds * 1000:.0f} ms | {speed:,.0f} tokens/s | "
@@ -215,3 +221,58 @@ def what_hides_what(config: Config) -> str:
                 + "; try" + " --micro-batch-size 2" * (config.micro_batch_size == 1) + " --slices 2"
                 + ", or --columns 2" * (config.tp > 1))
     return begin + " and ".join(hidden_by) + ", in backward also by weight gradients" * weight_gradients
+
+
+# ---- metrics.jsonl
+
+class MetricsFile:
+    """Appends lines to metrics.jsonl; while the disk is full, they wait in memory. say(line): prints a warning."""
+
+    def __init__(self, path: Path, say):
+        self.say, self.unwritten = say, b""
+        self.file = open_regular_file(path, "ab", 0)
+        self.empty = not os.fstat(self.file.fileno()).st_size
+
+    def add(self, values: dict):
+        """Append a line, or keep it for the next call if that fails."""
+        first, self.unwritten = not self.unwritten, self.unwritten + json.dumps(values).encode() + b"\n"
+        try:
+            while self.unwritten:                              # write() can store a part and return its size
+                self.unwritten = self.unwritten[self.file.write(self.unwritten):]
+        except OSError as error:
+            if first:
+                self.say(f"warning: metrics.jsonl can't be written: {error}; training continues")
+
+
+def remove_outdated(path: Path, first_step: int, outdated=("test_loss",), say=print, add=lambda values: None):
+    """Leave only the lines in metrics.jsonl that a run with `first_step` steps done continues, and call add(values) for
+    each. The file is read line by line, at most LONGEST bytes at a time, because it may be of any size. A killed run
+    may have written lines of steps after its last checkpoint, and half a line at the end. outdated: the losses of step
+    `first_step` that the run will score again. A run that starts over keeps its old file under another name."""
+    def lines():
+        file.seek(0)
+        return iter(partial(file.readline, LONGEST), b"")
+
+    with open_regular_file(path, "a+b") as file:               # makes the file if there is none
+        if not first_step and len([*itertools.islice(lines(), 2)]) == 2:   # else it was killed before its first step
+            copy = next(name for number in itertools.count(1)
+                        if not os.path.lexists(name := path.with_name(f"metrics-{number:03d}.jsonl")))
+            path.rename(copy)
+            say(f"this run starts over from step 0; the metrics of its previous start are in {copy}")
+        current = []
+        for line in lines():
+            values = first_step and current_values(line, first_step, outdated)
+            current.append(bool(values))
+            if values:
+                add(values)
+        if not all(current):
+            write_file(path, itertools.compress(lines(), current))
+
+
+def current_values(line: bytes, first_step: int, outdated=()) -> dict | None:
+    """Return the values of a complete line of a step up to first_step; None for other lines and for outdated losses."""
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
+        values = json.loads(line, parse_int=float)             # an int of 400 digits would not become a float later
+        if line.endswith(b"\n") and values["step"] <= first_step:
+            return None if values["step"] == first_step and values.keys() & {*outdated} else values
+    return None

@@ -1,16 +1,25 @@
-"""Everything that stands around a training: what comes before the first step, and what happens between two steps.
+"""Does everything that stands around a training: what comes before the first step, and what happens between two steps.
 
 open_session() turns a command line into a Session: it checks settings, data, memory and the run's folder, then connects
 the ranks. Checks that need no other rank come first, so that most mistakes end the run before any rank communicates.
+
+Each setting comes from the first of these sources that has it:
+
+    flags  >  --config FILE  >  config.json of the resumed run  >  what --load takes over  >  defaults
+
+So `train.py --run-dir runs/mine` alone resumes a run as it was. Some settings must not change when a run is resumed
+(EFFECTS in settings/flags.py). folder.py checks them, once it has found the checkpoint.
 
 The Session then answers train.py's questions (which step comes next? is it time to save?). It also does all that is not
 training itself: reports, checkpoints, timelines, signals, a sample at the end.
 """
 
+import argparse
 import dataclasses
 import gc
 import math
 import signal
+import socket
 import time
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -25,22 +34,70 @@ from nanodomino.checkpoint.load import newest_finite_checkpoint, restore
 from nanodomino.checkpoint.manifest import step_of
 from nanodomino.checkpoint.save import Saver
 from nanodomino.comm.trace import Trace
-from nanodomino.comm.world import LaunchInfo, check_agreement, find_device, from_rank_0, start_world
+from nanodomino.comm.world import LaunchInfo, find_device, from_rank_0, start_world
 from nanodomino.corpus.prepared_folder import Corpus, load_corpus
 from nanodomino.errors import NotFinite, UserError, counted, require
 from nanodomino.estimate.stages import require_memory
+from nanodomino.files import read_json
 from nanodomino.generate.generation import generate
 from nanodomino.mesh import Mesh, make_mesh
 from nanodomino.run.determinism import choose_kernels, choose_threads, drift_warning
 from nanodomino.run.failures import StopSignal, Watchdog
 from nanodomino.run.folder import Run, open_run
 from nanodomino.run.report import Report
-from nanodomino.run.session import from_command_line
 from nanodomino.settings.config import Config
+from nanodomino.settings.flags import Parser, add_flags, expand_home, flag_settings, names_affecting
+from nanodomino.settings.records import check_record, remembered_settings, taken_over
+from nanodomino.settings.rules import check_needs
 from nanodomino.timeline.draw import draw_timeline
 
 
 PROMPT_TOKENS = 32       # length of the prompt, taken from the validation text, for the sample at the end
+
+
+# ---- before the first step
+
+def command_line_parser() -> Parser:
+    """Return the parser of train.py. Flags that are not given are absent from its result."""
+    parser = Parser("python train.py", description="Pre-train a GPT over tensor x pipeline x data parallel processes.",
+                    usage="train.py [flags], alone or under torchrun", allow_abbrev=False,
+                    argument_default=argparse.SUPPRESS)
+    add_flags(parser, flag_settings(Config))
+    return parser
+
+
+def from_command_line(arguments: list[str], world_size: int) -> Config:
+    """Return the resolved Config of a command line. Raises UserError for an unknown flag, for a bad value or file, and
+    for settings that contradict each other."""
+    flags = vars(command_line_parser().parse_args(arguments))
+    requested = read_settings(Path(flags["config"])) | flags if "config" in flags else flags
+    run = recorded_settings(Path(requested["run_dir"])) if requested.get("run_dir") else None
+    remembered, loaded, given = {}, None, {name for name, value in requested.items() if value is not None}
+    if run:
+        remembered = remembered_settings(check_record(run, requested["run_dir"]))
+        given |= {*(run.get("given") or ())} - requested.keys()
+    elif requested.get("load") and (loaded := recorded_settings(Path(requested["load"]))):
+        remembered = taken_over(check_record(loaded, requested["load"]), requested.get("finetune"))
+        given |= remembered.keys()
+        longer = (requested.get("seq_length") or 0) > remembered.get("max_position_embeddings", 0)
+        if longer and requested.get("finetune") and remembered.get("position_embedding_type") != "learned_absolute":
+            remembered.pop("max_position_embeddings", None)    # no weight depends on it
+    remembered["trained_positions"] = (run or loaded or {}).get("trained_positions")
+    given -= set(names_affecting(Config, "launch"))
+    config = Config(**remembered | requested, given=tuple(sorted(given))).resolve(world_size)
+    check_needs(config, flags)
+    return config
+
+
+def read_settings(path: Path) -> dict:
+    """Return the settings in a JSON file. null restores a default, even if the run remembers another value. The program
+    writes `given` into a run's config.json. In a file without it, a user has given all the settings. Raises
+    UserError."""
+    record = {name: expand_home(value) for name, value in check_record(read_json(path), f"--config {path}").items()}
+    unset = {setting.name: setting.default for setting in flag_settings(Config)
+             if setting.name in record and record[setting.name] is None}
+    return unset | (remembered_settings(record) if "given" in record else
+                    {name: value for name, value in record.items() if value is not None})
 
 
 def find_corpus(config: Config, launch: LaunchInfo) -> Corpus:
@@ -55,6 +112,20 @@ def find_corpus(config: Config, launch: LaunchInfo) -> Corpus:
             time.sleep(0.2)
             waited += 0.2
     return load_corpus(folder)
+
+
+def check_agreement(config: Config) -> list[str]:
+    """Return the name of each rank's host. Raise UserError if settings or data of a rank differ from rank 0's. They can
+    differ if each host starts its ranks with its own command. Only paths may differ."""
+    mine = dataclasses.asdict(dataclasses.replace(config, data_path=None, run_dir=None, load=None, config=None,
+                                                  tensorboard_dir=None))
+    theirs = from_rank_0(mine)
+    ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, (socket.gethostname(), [name for name in mine if mine[name] != theirs[name]]))
+    for rank, (_, names) in enumerate(ranks):
+        require(not names, f"rank {rank} has a different {', '.join(names)} than rank 0; give all hosts the "
+                "same flags and data")
+    return [host for host, _ in ranks]
 
 
 @contextmanager
@@ -92,23 +163,15 @@ def open_session(arguments: list[str], launch: LaunchInfo, program):
     run = from_rank_0(run)
     config = dataclasses.replace(config, cpu_threads=choose_threads(
         device, from_rank_0(recorded_settings(run.folder)), quiet=launch.rank > 0), sample_offset=run.sample_offset)
-    with Watchdog(launch, mesh, config.timeout) as watchdog:
-        watchdog.context["hosts"] = hosts
-        session = Session(config, corpus, datasets, mesh, run, watchdog, memory)
-        try:
-            yield session
-        except Exception as error:
-            error.__dict__.update(watchdog.context)            # rank_failure.py reports these
-            raise
+    with Watchdog(launch, mesh, config.timeout, hosts) as watchdog:
+        yield Session(config, corpus, datasets, mesh, run, watchdog, memory)
         dist.barrier()                                         # so that none disconnects while another communicates
     dist.destroy_process_group()
 
 
 class Session:
     """Holds what a run has besides model and optimizer. done: the number of finished steps; step: the latest to start.
-
-    memory: how much memory the run needs, in words; "" except on rank 0.
-    """
+    memory: how much memory the run needs, in words; "" except on rank 0."""
 
     def __init__(self, config: Config, corpus: Corpus, datasets: dict, mesh: Mesh, run: Run, watchdog: Watchdog,
                  memory: str):
@@ -149,6 +212,7 @@ class Session:
         self.saver.wait()
         if failure := self.saver.failure():                    # fatal, since no later checkpoint follows
             raise UserError(f"{failure}; free some disk space and start again to resume from the last checkpoint")
+        self.signals.all_saved = True                          # from now on the first signal ends the process
 
     def stop_requested(self) -> bool:
         """Return whether this rank has received a signal to stop."""

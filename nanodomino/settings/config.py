@@ -4,7 +4,7 @@ Each setting is declared once, in one line of Config; flags.py explains these li
 steps:
 
     flags, a run's config.json  ->  Config  ->  resolve(world_size)  ->  with_vocabulary(size)  ->  the run
-    run/session.py                         presets, layout,         the data's vocabulary,
+    run/session.py                              presets, layout,         the data's vocabulary,
                                                 rules (rules.py)         padded
 
 Every step is a pure function of the flags, the files that they name, the world size and the data folder. So all ranks

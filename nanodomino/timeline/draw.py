@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from nanodomino.comm.trace import Event, Trace, clock_offset
+from nanodomino.comm.trace import Event, Trace
 from nanodomino.files import write_file
 from nanodomino.mesh import Mesh
 from nanodomino.plot.svg import LETTER, LINE, WIDTH, box, frame, line, text, ticks
@@ -190,13 +190,13 @@ def picture(recordings: list[Recording]) -> str:
 # ---- during a run
 
 def gather(trace: Trace, mesh: Mesh) -> Recording | None:
-    """Return the events of all ranks on rank 0, and None on other ranks. Every rank must call it. The times are on rank
-    0's clock, counted from the first event."""
+    """Return the events of all ranks on rank 0, and None on other ranks. Every rank must call it. The times are
+    counted from the first event."""
     sizes = {name: mesh.axis(axis) for name, axis in (("stage", "pp"), ("dp", "dp"), ("tp", "tp"))}
     place = ", ".join(f"{name} {index}" for name, (size, index) in sizes.items() if size > 1)
     groups = {name: tuple(mesh.rows[name]) for name in GROUPS if name in mesh.groups}
     gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object((place, groups, trace.take(clock_offset())), gathered)
+    dist.gather_object((place, groups, trace.take()), gathered)
     if gathered is None:
         return None
     places, groups, ranks = map(list, zip(*gathered))

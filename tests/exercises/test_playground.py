@@ -10,8 +10,7 @@ from support import ROOT, needs
 
 from benchmarks import plan
 from benchmarks.runner import config_of, free_port, parse
-from exercises import __main__ as command_line
-from exercises import figures
+from exercises import __main__ as command_line, figures
 from nanodomino.mesh import group_rows
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.schedules.placement_and_messages import timetable

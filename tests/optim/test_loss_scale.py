@@ -173,7 +173,7 @@ def test_a_run_in_three_launches_finds_its_scale_and_skips_on_the_way_do_not_end
                               "--micro-batch-size", 16, "--max-skipped-steps", 3, "--initial-loss-scale", 2.0**40,
                               "--loss-scale-window", 3, "--log-interval", 1, "--exit-interval", 12, world_size=2)
         assert ended.code == 0, ended.output
-        assert ("| skipped: loss" in ended.output) and "| loss scale " in ended.output
+        assert ("| skipped, because the " in ended.output) and "| loss scale " in ended.output
     scales, skipped = ([value for _, value in metric_points(tmp_path / "run", name)]
                        for name in ("loss_scale", "skipped"))
     pattern = "".join("x" if step else "." for step in skipped)

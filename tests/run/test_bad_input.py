@@ -33,8 +33,8 @@ from nanodomino.checkpoint.manifest import file_digest, manifest_text
 from nanodomino.comm.world import LaunchInfo, read_launch_environment
 from nanodomino.errors import UserError, sentence_and_code
 from nanodomino.run import session
-from nanodomino.run.session import from_command_line
 from nanodomino.run.failures import report_and_exit
+from nanodomino.run.session import from_command_line
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import flag_name, flag_settings

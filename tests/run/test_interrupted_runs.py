@@ -37,7 +37,7 @@ import json, os, signal, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 import torch
 import train
-from nanodomino.run import session, watchdog
+from nanodomino.run import session
 
 fault, rank, train_step = sys.argv.pop(1), int(os.environ["RANK"]), train.train_step
 if "torchrun" in fault:                                     # the fork server writes it otherwise

@@ -1,8 +1,13 @@
-"""What a run prints before the first step, within a slow step and when it is stopped; metrics.jsonl."""
+"""What a run prints before the first step, within a slow step and when it is stopped; metrics.jsonl.
 
+TensorBoard shows the points of metrics.jsonl, also after a restart, and never ends a run.
+"""
+
+import json
 import math
 import os
 import re
+import shutil
 import signal
 import time
 import tracemalloc
@@ -11,10 +16,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support import needs
 from support.harness import report_without_a_run, tiny
-from support.runs import metrics
+from support.runs import make_corpus, metrics, saved_steps, train_in_pool
 
 import train
+from nanodomino.checkpoint.find_checkpoints import checkpoints_of, delete_checkpoint
 from nanodomino.errors import UserError
 from nanodomino.estimate.formulas import flops_per_token, parameter_count
 from nanodomino.estimate.stages import require_memory
@@ -79,6 +86,9 @@ def test_epochs_and_memory_are_announced(report, capsys):
     said = capsys.readouterr().out
     assert "5 steps = 40 epochs of this text; it is small" in said and "\nwarning: after about 4 epochs" in said
     assert "try --train-iters 1, a smaller --global-batch-size or more text" in said
+    (resumed := report(train=25)).first_step = 2
+    resumed.estimate("it is small")
+    assert "try a smaller --global-batch-size or more text" in capsys.readouterr().out, "as many steps are done"
 
 
 def test_perplexity_and_bits_per_byte_are_reported(report, tmp_path, capsys):
@@ -174,7 +184,7 @@ def test_a_run_whose_dry_run_fails_starts_without_an_estimate(monkeypatch):
                                            (signal.SIGHUP, "send SIGHUP")])
 def test_a_stop_signal_is_acknowledged_within_the_step(number, again, monkeypatch):
     """By the thread that listens to signals. A second signal ends the process, but torchrun's copy of the first does
-    not: it arrives at once."""
+    not: it arrives at once. After the last step the first signal does."""
     said, kept = [], {each: signal.signal(each, signal.SIG_DFL)
                       for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
@@ -193,6 +203,9 @@ def test_a_stop_signal_is_acknowledged_within_the_step(number, again, monkeypatc
         signals.received_at -= 2.1
         signals.handle(number)
         assert codes == [128 + number]
+        signals.number, signals.received_at, signals.all_saved = 0, 0.0, True        # in the final evaluation
+        signals.handle(number)
+        assert codes == 2 * [128 + number]
         signal.signal(signal.SIGHUP, signal.SIG_IGN)           # as `nohup` does
         assert stop_signals() == [signal.SIGTERM, signal.SIGINT]
     finally:
@@ -225,7 +238,7 @@ def reopened(tmp_path, first_step, *lines) -> tuple[list[bytes], str]:
     """(the lines that remain, what was printed)"""
     said, path = [], tmp_path / "metrics.jsonl"
     path.write_bytes(b"".join(lines))
-    remove_outdated(path, first_step, 9, said.append)
+    remove_outdated(path, first_step, say=said.append)
     return path.read_bytes().splitlines(keepends=True), " ".join(said)
 
 
@@ -239,12 +252,22 @@ def test_lines_that_a_resumed_run_will_redo_or_that_cannot_be_read_are_cut(tmp_p
     assert reopened(tmp_path, 0, *lines_of(0)) == ([], "")
 
 
+def test_a_file_without_outdated_lines_is_left_as_it_is(tmp_path):
+    """A finished run with --eval-iters 0 keeps the losses that it does not score again."""
+    (path := tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\n{"step": 5, "test_loss": 1.0}\n')
+    inode = path.stat().st_ino
+    remove_outdated(path, 5, outdated=())
+    assert path.stat().st_ino == inode
+    remove_outdated(path, 5)
+    assert path.read_bytes() == b'{"step": 0}\n'
+
+
 def test_a_number_of_400_digits_is_read_and_a_long_file_is_not_read_whole(tmp_path):
     (path := tmp_path / "metrics.jsonl").write_bytes(b'{"step": 5, "loss": 1%s}\n' % (400 * b"0"))
     os.truncate(path, 1 << 28)
     curve = Curve("a run")
     tracemalloc.start()
-    remove_outdated(path, 5, 9, add=curve.add)
+    remove_outdated(path, 5, add=curve.add)
     assert tracemalloc.get_traced_memory()[1] < 1 << 26 and [*curve.points["loss"][1]] == [math.inf]
     tracemalloc.stop()
     assert path.stat().st_size < 500
@@ -283,3 +306,48 @@ def test_a_partly_written_line_is_completed_later(report, tmp_path, capsys):
         shown.record(step=step, loss=1.0)
     assert (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)[1:] == lines_of(*range(1, 7))
     assert capsys.readouterr().out.count("metrics.jsonl can't be written") == 1
+
+
+def shown(folder):
+    """{name: [(step, value)]}, read by TensorBoard's own reader."""
+    reader = needs("tensorboard.backend.event_processing.event_accumulator")
+    accumulator = reader.EventAccumulator(str(folder), size_guidance={reader.SCALARS: 0}).Reload()
+    return {name: [(event.step, event.value) for event in accumulator.Scalars(name)]
+            for name in accumulator.Tags()["scalars"]}
+
+
+def test_tensorboard_shows_every_number_of_metrics_and_hides_the_points_of_steps_that_are_redone(pool, tmp_path):
+    """A skipped step is a 1; a value that is not finite, null in metrics.jsonl, is a gap. A run does not remember the
+    folder: a run from elsewhere must not make folders here."""
+    needs("tensorboard")
+    make_corpus(tmp_path)
+    run, board = tmp_path / "run", tmp_path / "board"
+    flags = ("--run-dir", run, "--save-interval", 2, "--eval-interval", 2, "--num-experts", 4, "--ep", 2, "--tp", 1,
+             "--disable-bias-linear", "--log-interval", 1)
+    for steps in (5, 8):
+        ended = train_in_pool(pool, tmp_path, *flags, "--tensorboard-dir", board, "--train-iters", steps, world_size=2,
+                              bad_steps=[3])
+        assert ended.code == 0 and len(os.listdir(board)) == 1 + (steps == 8), "one rank writes"
+        expected = {}
+        for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
+            for name, value in line.items():
+                if name not in ("step", "tokenizer", "expert_load") and value is not None:
+                    expected.setdefault(name, []).append((line["step"], pytest.approx(float(value), rel=1e-6)))
+        assert shown(board) == expected, "in fp32"
+        if steps == 5:
+            delete_checkpoint(checkpoints_of(run)[0])
+    assert {"valid_bits_per_byte", "test_perplexity", "bigram_entropy", "busiest_expert"} < expected.keys()
+    assert [step for step, _ in expected["loss"]] == [1, 2, 4, 5, 6, 7, 8] and expected["skipped"][2] == (3, 1.0)
+    shutil.rmtree(board)
+    train_in_pool(pool, tmp_path, *flags, "--train-iters", 9, world_size=2)
+    assert saved_steps(run)[0] == 9 and not board.exists()
+
+
+def test_a_failure_is_one_warning(tmp_path, capsys):
+    needs("tensorboard")
+    report = report_without_a_run(tmp_path, tiny(1, tensorboard_dir=str(tmp_path / "board")))
+    report.tensorboard.add_scalar = lambda *_: os.stat("/nowhere")
+    for step in (1, 2):
+        report.record(step=step, loss=1.0)
+    assert capsys.readouterr().out.count("--tensorboard-dir can't be written ([Errno 2] No such file") == 1
+    assert (tmp_path / "metrics.jsonl").read_text().count("loss") == 2

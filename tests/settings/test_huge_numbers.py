@@ -11,8 +11,8 @@ import bench
 import train
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.errors import UserError
-from nanodomino.run.session import from_command_line
 from nanodomino.estimate.stages import require_memory
+from nanodomino.run.session import from_command_line
 from nanodomino.schedules.placement_and_messages import timetable
 from nanodomino.schedules.simulation import picture, receives_to_post
 from nanodomino.settings.config import Config

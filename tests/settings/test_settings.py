@@ -25,8 +25,8 @@ from nanodomino.data import TokenDataset
 from nanodomino.errors import UserError
 from nanodomino.huggingface.families import read_config
 from nanodomino.model import meta_model
-from nanodomino.run.session import command_line_parser, from_command_line
 from nanodomino.run.folder import open_run
+from nanodomino.run.session import command_line_parser, from_command_line
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import EFFECTS, Parser, check_values, flag_name, flag_settings, markdown, setting
 from nanodomino.settings.records import check_settings, from_record

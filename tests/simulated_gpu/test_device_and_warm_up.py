@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from support.harness import build, random_data, tiny
 
 import train
-from nanodomino.comm import scatter_and_gather
+from nanodomino.comm import collectives
 from nanodomino.comm.world import LaunchInfo, check_own_gpu, find_device
+from nanodomino.errors import UserError
 from nanodomino.estimate.accounts import Accounts
 from nanodomino.estimate.rank import groups_of
-from nanodomino.errors import UserError
 from nanodomino.layers.attention import fused_attention
 from nanodomino.options.sequence_parallel import ShardedResidual
 from nanodomino.settings.config import Config
@@ -143,7 +143,7 @@ def test_the_gradient_norm_of_a_large_model_takes_few_launches(monkeypatch):
 def test_nccl_gathers_from_the_rows_where_they_are(monkeypatch, columns):
     """The rank's own rows are not copied into the result first, unless a column of them is not contiguous."""
     given = []
-    monkeypatch.setattr(scatter_and_gather, "native_all_gather",
+    monkeypatch.setattr(collectives, "native_all_gather",
                         lambda whole, own, group, async_op: given.append((whole, own)))
     stream = ShardedResidual(SimpleNamespace(size=lambda: 2, rank=lambda: 1))
     x = torch.randn(2, 3, 8).as_subclass(OnCuda)

@@ -6,7 +6,7 @@ finish at the launch and wrong when all finish at the wait, so tests compare bot
 
 import torch.distributed as dist
 
-from nanodomino.comm import scatter_and_gather
+from nanodomino.comm import collectives
 
 
 class Work:
@@ -23,7 +23,7 @@ class Work:
 
 def delayed_collectives(when):
     """Return patches [(object, name, replacement)] that carry collectives out 'late' (at wait()) or 'early'."""
-    real_all_reduce, real_exchange = dist.all_reduce, scatter_and_gather.exchange
+    real_all_reduce, real_exchange = dist.all_reduce, collectives.exchange
 
     def launch(collective):
         if when == "late":
@@ -39,4 +39,4 @@ def delayed_collectives(when):
     def exchange(*arguments):
         return launch(lambda: real_exchange(*arguments).wait())
 
-    return [(dist, "all_reduce", all_reduce), (scatter_and_gather, "exchange", exchange)]
+    return [(dist, "all_reduce", all_reduce), (collectives, "exchange", exchange)]

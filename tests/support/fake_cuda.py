@@ -16,7 +16,7 @@ import numpy as np
 from support.harness import corpus_without_files
 
 import train
-from nanodomino.dry_run import rank as dry_run
+from nanodomino.estimate import rank as dry_run
 from nanodomino.estimate.accounts import Accounts, arguments_of, flatten
 from nanodomino.overlap import ends
 from nanodomino.settings.config import Config

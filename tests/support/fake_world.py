@@ -7,15 +7,16 @@ operation, those of backward too.
 from contextlib import contextmanager
 from unittest import mock
 
-from nanodomino.comm import scatter_and_gather
+from nanodomino.comm import collectives
 from nanodomino.estimate.rank import world_of
 
-exchange = scatter_and_gather.exchange
+
+exchange = collectives.exchange
 
 
 @contextmanager
 def fake_world(rank: int, world_size: int):
-    with world_of(rank, world_size), mock.patch.object(scatter_and_gather, "exchange", zeros_from_others):
+    with world_of(rank, world_size), mock.patch.object(collectives, "exchange", zeros_from_others):
         yield
 
 

@@ -22,18 +22,16 @@ import torch.distributed as dist
 from support import ROOT
 from support.harness import build, random_data, tiny
 
-import nanodomino.comm.trace
 import train
 from benchmarks.timeline import PICTURES
-from nanodomino.comm.trace import Event, Trace, clock_offset
+from nanodomino.comm.trace import Event, Trace
 from nanodomino.estimate.rank import dry_run
 from nanodomino.mesh import meta_mesh
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.schedules.placement_and_messages import message_received, message_sent
 from nanodomino.timeline.draw import PURPOSES, WORK, draw_timeline, gather, microbatch_label, picture
 from nanodomino.timeline.merged_trace import (COLLECTIVES, MOMENTS, PASSES, Recording, actions, chrome_trace,
-                                              difference, intersection, lanes_of, set_ready_times,
-                                              totals, union)
+                                              difference, intersection, lanes_of, set_ready_times, totals, union)
 
 
 def traced(config, data, steps, recording=True):
@@ -86,7 +84,7 @@ def test_what_has_not_ended_when_the_events_are_taken_ends_where_it_began():
     """gloo notes a collective's end in a thread of its own, which may run later than the wait."""
     trace, future = Trace(), torch.futures.Future()
     trace.watch("all_reduce", SimpleNamespace(get_future=lambda: future), group="tp", bytes=8)
-    (event,) = trace.take(offset=5)
+    (event,) = trace.take()
     assert event.end == event.begin
 
 
@@ -186,31 +184,21 @@ def test_recording_changes_no_number(pool):
 # ---- one clock
 
 def gathered_with_wrong_clocks(seconds):
-    """Measure the offset in a worker whose clock is rank x seconds ahead, and gather a step. Rank 0's first and last
-    answer to each rank take 0.2 s."""
-    right, send, sent, trace = time.perf_counter_ns, dist.send, Counter(), Trace()
-
-    def sometimes_slow(tensor, peer):
-        sent[peer] += 1
-        if dist.get_rank() == 0 and sent[peer] in (1, nanodomino.comm.trace.ROUND_TRIPS):
-            time.sleep(0.2)
-        send(tensor, peer)
-
+    """Gather a step in a worker whose host has been running rank x seconds longer than rank 0's."""
+    right, trace = time.perf_counter_ns, Trace()
     try:
         time.perf_counter_ns = lambda: right() + int(dist.get_rank() * seconds * 1e9)
-        dist.send = sometimes_slow
         dist.barrier()
         with trace.span("step", step=1):
             pass
-        return clock_offset(), gather(trace, meta_mesh(1, 3, 1, dp_rank=dist.get_rank()))
+        return gather(trace, meta_mesh(1, 3, 1, dp_rank=dist.get_rank()))
     finally:
-        time.perf_counter_ns, dist.send = right, send
+        time.perf_counter_ns = right
 
 
-def test_clocks_are_aligned_with_rank_0s_by_the_quickest_round_trip(pool):
-    """One that is slow in one direction is off by half of its delay. Steps that began within seconds stay so."""
-    offsets, (recording, *others) = zip(*pool.run(gathered_with_wrong_clocks, 1000.0, world_size=3))
-    assert offsets == pytest.approx([0, -1000e9, -2000e9], abs=50e6)
+def test_the_times_of_hosts_that_started_at_other_times_are_comparable(pool):
+    """Steps that began within seconds stay so."""
+    recording, *others = pool.run(gathered_with_wrong_clocks, 1000.0, world_size=3)
     assert others == [None, None]
     assert all(0 <= events[0].begin <= events[0].end < 300e9 for events in recording.ranks)
 

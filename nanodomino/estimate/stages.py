@@ -14,6 +14,8 @@ stages and microbatches consists of the same kinds of actions:
 
 A stage between the first and the last has neither embedding nor head, so only what grows with the layers counts. Data
 parallelism, precision, recomputation and everything else are those of the real run.
+
+A training calls require_memory() before it starts, so that a model that is too large is refused in a sentence.
 """
 
 import dataclasses
@@ -21,6 +23,8 @@ import math
 from collections import Counter
 from functools import lru_cache, wraps
 
+from nanodomino.errors import require
+from nanodomino.estimate.formulas import memory_of_process, parameter_count, state_bytes_per_parameter
 from nanodomino.estimate.rank import RankRun, clock_of, dry_run, kinds_of
 from nanodomino.schedules import simulation
 from nanodomino.schedules.placement_and_messages import stage_layers
@@ -29,6 +33,7 @@ from nanodomino.settings.config import Config
 
 SMALL = 32       # up to this many layers times microbatches, the whole model runs dry
 SETTLED = 16     # after so many rounds of p microbatches, each round adds the same
+MARGIN = 0.9     # a run may need this share of its estimate
 
 run_of = lru_cache(maxsize=512)(dry_run)
 
@@ -138,11 +143,9 @@ class Stage:
 
 
 def linear_in_microbatches(function):
-    """Make function(program, config, ..) -> {name: number} as quick for many microbatches as for a few.
-
-    A schedule repeats itself every p microbatches. So after some rounds of p microbatches, each further round adds the
-    same to a time or to a peak (mostly 0).
-    """
+    """Make function(program, config, ..) -> {name: number} as quick for many microbatches as for a few. A schedule
+    repeats itself every p microbatches. So after some rounds of p microbatches, each further round adds the same to a
+    time or to a peak (mostly 0)."""
     @wraps(function)
     def extrapolated(program, config: Config, *arguments):
         times, rest = divmod(config.microbatches, each := SETTLED * config.pp)
@@ -191,3 +194,33 @@ def step_seconds(program, config: Config, machine, make_stage=Stage) -> dict[str
     return parts | {"bubble": simulation.step_time(free) - simulation.busy_time(free),
                     "pp exposed": simulation.step_time(real) - simulation.step_time(free),
                     **{f"{name}, at the end": seconds for name, seconds in after.items()}}
+
+
+
+def least_bytes(config: Config) -> float:
+    """Return a lower bound of the bytes of the fullest rank: a rank's mean model state plus one activation. Quick for
+    a model of any size."""
+    layers = config.layer_period
+    one, two = (parameter_count(dataclasses.replace(config, num_layers=count)) for count in (layers, 2 * layers))
+    parameters = one + (config.num_layers / layers - 1) * (two - one)
+    return (parameters * state_bytes_per_parameter(config) / config.weight_shards
+            + math.prod(config.residual_shape) * config.params_dtype.itemsize)
+
+
+def require_memory(program, config: Config, device, local_world_size: int) -> str:
+    """Return in words how much memory the run needs. Raises UserError if it can't fit into the memory of a process.
+    Call it before allocating anything, and before the ranks connect, because a process can be in only one world.
+    program: has model_builder and train_step, like the module train.py."""
+    memory, remedy = memory_of_process(device, local_world_size), "--num-layers or --hidden-size"
+    needed, words = least_bytes(config), ""
+    if needed <= memory:
+        try:
+            estimate = fullest_rank_bytes(program, dataclasses.replace(config, device=device.type))
+            words = f"the fullest rank needs {estimate / 2**20:,.1f} MiB of memory"
+            needed, remedy = MARGIN * estimate, "--micro-batch-size or --num-layers"
+        except Exception as error:                             # a run must not fail because its estimate does
+            words = f"no estimate of its memory ({error})"
+    require(needed <= memory,
+            f"the fullest of {config.world_size} processes would need at least {needed / 1e9:,.1f} GB of memory, and "
+            f"each has {memory / 1e9:,.1f} GB here; lower {remedy}, or give the model more processes (--tp, --pp)")
+    return words

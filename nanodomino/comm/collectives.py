@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from nanodomino.comm.world import on_gpu
 
+
 # torch 2.13 renamed both functions and warns about the old names; older versions have only the old names
 native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -33,12 +34,10 @@ TAGS = {"reduce_scatter": 0, "all_gather": 1, "all_to_all": 2}    # so that benc
 
 
 def reduce_scatter(whole, group):
-    """Launch a reduce-scatter of the flat tensor `whole`. Returns (work, received).
-
-    On GPUs `received` is None, and after work.wait() this rank's part of `whole` is the sum. On CPUs `received` is a
-    tensor [n, size/n]: after work.wait() its row i is rank i's addend of this part, and the caller must add up the
-    rows. Their order is always the same, so the sum has the same bits in every run. Ignore the other parts of `whole`.
-    """
+    """Launch a reduce-scatter of the flat tensor `whole`. Returns (work, received). On GPUs `received` is None, and
+    after work.wait() this rank's part of `whole` is the sum. On CPUs `received` is a tensor [n, size/n]: after
+    work.wait() its row i is rank i's addend of this part, and the caller must add up the rows. Their order is always
+    the same, so the sum has the same bits in every run. Ignore the other parts of `whole`."""
     parts, rank = whole.chunk(group.size()), group.rank()
     if on_gpu(whole):
         return native_reduce_scatter(parts[rank], whole, group=group, async_op=True), None
@@ -48,10 +47,8 @@ def reduce_scatter(whole, group):
 
 
 def all_gather(whole, own, group):
-    """Launch an all-gather of the parts of `whole` from their owners. Returns the work to wait for.
-
-    own: this rank's part, which may lie in `whole` or elsewhere. NCCL copies it there itself.
-    """
+    """Launch an all-gather of the parts of `whole` from their owners. Returns the work to wait for. own: this rank's
+    part, which may lie in `whole` or elsewhere. NCCL copies it there itself."""
     if on_gpu(whole):
         return native_all_gather(whole, own, group=group, async_op=True)
     parts, rank = whole.chunk(group.size()), group.rank()
@@ -62,9 +59,7 @@ def all_gather(whole, own, group):
 
 def all_to_all(received, sent, output_splits: list[int], input_splits: list[int], group):
     """Launch an all-to-all: rank i gets the i-th run of rows of `sent`, and its rows become the i-th run of `received`.
-
-    output_splits, input_splits: the number of rows from and to each rank. Returns the work to wait for.
-    """
+    output_splits, input_splits: the number of rows from and to each rank. Returns the work to wait for."""
     if on_gpu(sent):
         return dist.all_to_all_single(received, sent, output_splits, input_splits, group=group, async_op=True)
     sends, receives, rank = sent.split(input_splits), received.split(output_splits), group.rank()
@@ -73,10 +68,8 @@ def all_to_all(received, sent, output_splits: list[int], input_splits: list[int]
 
 
 def exchange(sends, receives, group, tag):
-    """Launch a send of sends[i] to each other rank i and a receive of receives[i] from it, unless they are empty.
-
-    Each rank starts with the next rank, then the one after, so that no rank is everyone's first partner.
-    """
+    """Launch a send of sends[i] to each other rank i and a receive of receives[i] from it, unless they are empty. Each
+    rank starts with the next rank, then the one after, so that no rank is everyone's first partner."""
     ranks = [(group.rank() + distance) % group.size() for distance in range(1, group.size())]
     return Messages([dist.irecv(receives[rank], group=group, group_src=rank, tag=tag) for rank in ranks
                      if receives[rank].numel()]

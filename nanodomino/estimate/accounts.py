@@ -4,16 +4,20 @@ torch calls a TorchDispatchMode for every operation, below autograd. `Accounts` 
 
     memory       the bytes of the storages that are alive now, and their peak. A weak reference tells when one is freed
     traffic      {(group, kind): [calls, bytes]} of the collectives and messages
-    events       what clock.py turns into seconds: operations, launches, waits, ends of actions
+    events       what a Clock turns into seconds: operations, launches, waits, ends of actions
 
 It counts a real run as well; `bench.py memory` and `bench.py collectives` compare both. For meta tensors it replaces
 what needs numbers or other ranks: the host reads 1 from every tensor, and no collective sends anything.
+
+torch's shape functions are written in Python and take 0.2 ms. A training step repeats the same operations on the same
+shapes, so each is called once for each combination of shapes, and then remembered.
 """
 
 import re
 import weakref
 from collections import defaultdict
 from contextlib import nullcontext
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -23,9 +27,8 @@ from torch._C._distributed_c10d import FakeWork
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanodomino.comm.world import kind_of
 from nanodomino.comm.collectives import TAGS
-from nanodomino.estimate.accounts import arguments_of, flatten, is_view, result_of, storage
+from nanodomino.comm.world import kind_of
 from nanodomino.errors import UserError
 
 
@@ -39,10 +42,8 @@ class Operation(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """The start of a collective, of a message (group "pp"), or of a copy to or from the host (group "host").
-
-    bytes: the whole tensor: what is all-reduced, a reduce-scatter's or all-to-all's input, an all-gather's output
-    """
+    """The start of a collective, of a message (group "pp"), or of a copy to or from the host (group "host"). bytes: the
+    whole tensor: what is all-reduced, a reduce-scatter's or all-to-all's input, an all-gather's output."""
     group: str
     kind: str
     bytes: float
@@ -72,11 +73,9 @@ KIND_OF_TAG = {tag: kind for kind, tag in TAGS.items()}
 
 
 def operation_of(name: str, given: dict, read, written) -> Operation:
-    """Describe an operation. given: its arguments by name; read, written: its tensors.
-
-    A causal attention kernel skips half of the scores. Its forward multiplies twice, its backward five times, since it
-    computes q k^T again. Raises UserError if the FLOPs are not known.
-    """
+    """Describe an operation. given: its arguments by name; read, written: its tensors. A causal attention kernel skips
+    half of the scores. Its forward multiplies twice, its backward five times, since it computes q k^T again. Raises
+    UserError if the FLOPs are not known."""
     rows_of = read[0] if name in LOOK_UPS else None            # this tensor's bytes do not count
     moved = sum(size(one) for one in [*(read[1:] if name in OVERWRITES else read), *written] if one is not rows_of)
     if name in MATMULS:
@@ -135,11 +134,10 @@ class Streams:
     def __init__(self, accounts):
         self.accounts = accounts
 
-    def Stream(self, device):
+    def current_stream(self, device=None):
         return self
 
-    def current_stream(self):
-        return self
+    Stream = current_stream
 
     def stream(self, stream):
         return nullcontext()
@@ -170,11 +168,8 @@ class FusedAttention(TorchFunctionMode):
 
 
 class Accounts(TorchDispatchMode):
-    """Counts what runs while it is active.
-
-    groups: {name: process group or None}
-    host_counts: whether tensors on the CPU belong to the device's memory, because the device is a CPU
-    """
+    """Counts what runs while it is active. groups: {name: process group or None}. host_counts: whether tensors on the
+    CPU count, because the device is a CPU."""
 
     def __init__(self, groups: dict, host_counts: bool):
         super().__init__()
@@ -268,17 +263,17 @@ class Accounts(TorchDispatchMode):
         return self.host_counts or tensor.device.type != "cpu" or storage(tensor) in self.pinned
 
     def allocate(self, tensor):
-        """Count a tensor's storage, unless it counts already."""
+        """Count a tensor's storage until it is freed, unless it counts already."""
         memory, key = tensor.untyped_storage(), storage(tensor)
-        if key in self.alive or not self.counts(tensor):
-            return
-        self.alive[key] = weakref.ref(memory, lambda _, bytes_=memory.nbytes(): self.free(key, bytes_))
-        self.add(memory.nbytes(), key in self.pinned)
 
-    def free(self, key: int, bytes_: int):
-        del self.alive[key]
-        self.add(-bytes_, key in self.pinned)
-        self.pinned.discard(key)
+        def free(_, bytes_=memory.nbytes()):
+            del self.alive[key]
+            self.add(-bytes_, key in self.pinned)
+            self.pinned.discard(key)
+
+        if key not in self.alive and self.counts(tensor):
+            self.alive[key] = weakref.ref(memory, free)
+            self.add(memory.nbytes(), key in self.pinned)
 
     def add(self, bytes_: int, pinned: bool):
         if pinned:
@@ -313,3 +308,66 @@ class Accounts(TorchDispatchMode):
     def launch(self, group: str, kind: str, bytes_: float):
         self.launches += 1
         self.events.append(Launch(group, kind, bytes_, self.launches))
+
+
+REMEMBERED = {}              # (operation, shapes and other arguments) -> (type, leaves of the result)
+
+
+def flatten(tree):
+    """Yield the tensors in nested tuples and lists."""
+    for leaf in tree:
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif isinstance(leaf, (tuple, list)):
+            yield from flatten(leaf)
+
+
+def storage(tensor) -> int:
+    """Return a number that identifies the tensor's storage as long as that storage exists."""
+    return tensor.untyped_storage()._cdata
+
+
+def signature(value):
+    """Return what the shape of a result can depend on, as a hashable value. The type belongs to it, since 1 == 1.0."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    return tuple(map(signature, value)) if isinstance(value, (tuple, list)) else (type(value), value)
+
+
+@cache
+def arguments_of(function) -> tuple[list[str], list[str], list[str]]:
+    """Return the names of an operation's arguments, of those that it writes to, and of those that it does not read."""
+    arguments = function._schema.arguments
+    return tuple([one.name for one in arguments if test(one)] for test in (
+        lambda one: True, lambda one: one.alias_info is not None and one.alias_info.is_write, lambda one: one.is_out))
+
+
+@cache
+def is_view(function) -> bool:
+    """Return whether the operation only returns views of its arguments."""
+    schema = function._schema
+    return not schema.is_mutable and len(schema.returns) > 0 and all(one.alias_info for one in schema.returns)
+
+
+def result_of(function, args, kwargs, tensors):
+    """Return function(*args, **kwargs). tensors: all tensors among its arguments."""
+    if function.namespace == "prim" or not any(one.is_meta for one in tensors):
+        return function(*args, **kwargs)
+    schema, (names, written, _) = function._schema, arguments_of(function)
+    if written:                                                # meta tensors have no numbers that could change
+        results = [(dict(zip(names, args)) | kwargs)[name] for name in written[:len(schema.returns)]]
+        return tuple(results) if len(results) > 1 else results[0] if results else None
+    try:
+        key = function, signature(args), signature([*kwargs.items()])
+        kind, leaves = REMEMBERED[key]
+    except (KeyError, TypeError):                              # not remembered, or an argument is not hashable
+        result = function(*args, **kwargs)
+        leaves = [result] if isinstance(result, torch.Tensor) else result
+        if (not any(one.alias_info for one in schema.returns) and isinstance(leaves, (tuple, list))
+                and all(isinstance(one, (torch.Tensor, int, type(None))) for one in leaves)
+                and not {*map(storage, flatten(leaves))} & {*map(storage, tensors)}):      # or it is a view
+            REMEMBERED[key] = type(result), [signature(one) if isinstance(one, torch.Tensor) else one for one in leaves]
+        return result
+    made = [torch.empty_strided(one[0], one[1], dtype=one[2], device=one[3]) if isinstance(one, tuple) else one
+            for one in leaves]
+    return made[0] if kind is torch.Tensor else kind(made)

@@ -10,13 +10,13 @@ import pytest
 from benchmarks.slow_network import address, slow_wire
 from support import ROOT
 from support.runs import TINY, make_corpus
-from nanodomino.comm import network_interface
+from nanodomino.comm import world
 from nanodomino.errors import UserError
 
 
 def test_the_interface_towards_this_host_is_the_loopback():
-    assert network_interface.interface_of(network_interface.address_towards("127.0.0.1")) in ("lo", "lo0")
-    assert network_interface.interface_of("192.0.2.77") is None
+    assert world.interface_of(world.address_towards("127.0.0.1")) in ("lo", "lo0")
+    assert world.interface_of("192.0.2.77") is None
 
 
 @pytest.mark.parametrize("master, before, after", [
@@ -27,13 +27,13 @@ def test_the_interface_towards_the_master_is_chosen_unless_the_user_has_set_one(
     def towards(host):
         if host == "nobody.invalid":
             raise socket.gaierror("no such name")
-        return {"10.0.0.7": "10.0.0.9", "localhost": "127.0.1.1", network_interface.UNUSED_ADDRESS: "172.16.0.3"}[host]
+        return {"10.0.0.7": "10.0.0.9", "localhost": "127.0.1.1", world.UNUSED_ADDRESS: "172.16.0.3"}[host]
 
-    monkeypatch.setattr(network_interface, "address_towards", towards)
-    monkeypatch.setattr(network_interface, "interface_of", {"10.0.0.9": "eth1", "172.16.0.3": "eth0"}.get)
+    monkeypatch.setattr(world, "address_towards", towards)
+    monkeypatch.setattr(world, "interface_of", {"10.0.0.9": "eth1", "172.16.0.3": "eth0"}.get)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "unset")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME") if before is None else monkeypatch.setenv("GLOO_SOCKET_IFNAME", before)
-    network_interface.choose_interface(master)
+    world.choose_interface(master)
     assert os.environ.get("GLOO_SOCKET_IFNAME") == after
 
 

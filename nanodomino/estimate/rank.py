@@ -6,15 +6,25 @@
     options           what depends on data takes its most even form, for example all experts are chosen equally often
 
 A process can be in only one world. So a dry run must come before the run's own process group, or after it.
+
+A Clock turns the events of a dry run into seconds, on a machine that is given by a few rates (formulas.py):
+
+    operation    moves the clock
+    launch       occupies a wire as soon as it is free: a collective its group's, a copy the one to or from the host.
+                 While a collective is in flight, it takes a share of the GPU from compute
+    wait         moves the clock to the end of the collective. The time that passes is exposed
+
+So what the program overlaps, overlaps here. Messages between stages take no time here: schedules/simulation.py knows
+when they arrive.
 """
 
 import itertools
 import statistics
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from unittest import mock
 
 import torch
@@ -24,7 +34,8 @@ from nanodomino.comm.world import StandIn, kind_of, standing_for
 from nanodomino.data import Batch
 from nanodomino.domino import Domino
 from nanodomino.errors import require
-from nanodomino.estimate.accounts import Accounts, ActionEnd, FusedAttention, Streams, storage
+from nanodomino.estimate.accounts import Accounts, ActionEnd, FusedAttention, Launch, Operation, Streams, storage
+from nanodomino.estimate.formulas import Machine
 from nanodomino.mesh import Mesh, make_mesh
 from nanodomino.schedules import simulation
 from nanodomino.settings.config import Config
@@ -42,7 +53,7 @@ class RankRun:
     peak: int                    # peak bytes
     host: int                    # peak bytes in pinned memory of the host
     traffic: dict                # {(group, kind): (calls, bytes)}
-    events: list                 # what clock.Clock plays
+    events: list                 # what a Clock plays
     ranks_of: dict[str, tuple]   # {group: its ranks}
     layers: tuple[int, ...]      # layers in each chunk
     alive: int                   # peak number of microbatches on the stage
@@ -94,7 +105,7 @@ def dry_run(program, config: Config, rank=0) -> RankRun:
     """Run a step of one rank.
 
     program: has model_builder and train_step, like the module train.py
-    config: resolved, and with its vocabulary. config.device says for which device the run is: "cpu" or "cuda"
+    config: resolved, and with its vocabulary; config.device, "cpu" or "cuda", is the device that meta tensors stand for
     """
     compiles = config.device == "cuda" if config.compile is None else config.compile
     tokens = config.micro_batch_size * config.seq_length
@@ -158,3 +169,56 @@ def state_tensors(model, optimizer) -> dict:
         found[name] = {storage(tensor): tensor for tensor in held if storage(tensor) not in known}.values()
         known |= {*map(storage, held)}
     return found
+
+
+PARTS = {"matmul": "matmuls", **dict.fromkeys(("attention", "attention backward"), "attention"),
+         "memory": "element-wise work"}
+
+
+class Clock:
+    """Plays the events of a RankRun. actions: {kinds of action: {part: seconds}}, medians; after: {part: seconds} of
+    what follows the last action. The parts add up to the time that passes."""
+
+    def __init__(self, run, machine: Machine):
+        self.machine, self.ranks_of = machine, run.ranks_of
+        self.now, self.in_flight_until, self.after = 0.0, 0.0, Counter()
+        self.wires, self.ends, passed = defaultdict(float), {}, []
+        for event in run.events:
+            if type(event) is Operation:
+                self.compute(PARTS[event.kind], machine.operation_seconds(event))
+            elif type(event) is Launch:
+                self.launch(event)
+            elif type(event) is ActionEnd:
+                passed.append((event.kinds, self.after))
+                self.after = Counter()
+            elif event.number in self.ends:
+                group, end = self.ends.pop(event.number)
+                self.after[f"{group} exposed"] += max(0.0, end - self.now)
+                self.now = max(self.now, end)
+        self.parts = {name for _, parts in passed for name in parts} | set(self.after)
+        self.actions = {kinds: Counter({name: statistics.median(parts[name] for same, parts in passed if same == kinds)
+                                        for name in self.parts}) for kinds in {kinds for kinds, _ in passed}}
+
+    def compute(self, part: str, seconds: float):
+        """Move the clock by an operation, which is slower while a collective is in flight."""
+        share = 1.0 - self.machine.overlap_slowdown
+        slow = min(seconds, max(0.0, self.in_flight_until - self.now) * share)
+        passed = slow / share + seconds - slow
+        self.after[part] += passed
+        self.now += passed
+
+    def launch(self, event: Launch):
+        wire, seconds = event.group, 0.0
+        if event.group == "host":
+            wire, seconds = event.kind, event.bytes / self.machine.host_copy_rate
+        elif event.group != "pp":                              # the simulated schedule knows when messages arrive
+            seconds = self.machine.collective_seconds(event.kind, event.bytes, self.ranks_of[event.group])
+        end = self.wires[wire] = max(self.now, self.wires[wire]) + seconds
+        self.ends[event.number] = event.group, end
+        if seconds and event.group != "host":
+            self.in_flight_until = max(self.in_flight_until, end)
+
+
+@lru_cache(maxsize=256)
+def clock_of(run, machine: Machine) -> Clock:
+    return Clock(run, machine)

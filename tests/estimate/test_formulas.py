@@ -8,11 +8,12 @@ from support.harness import tiny
 from support.published_sizes import cluster, machine
 
 import train
-from nanodomino.analysis import formulas
-from nanodomino.estimate.formulas import ATTENTION, KERNEL, START, matmul_seconds
+from nanodomino.estimate import formulas
 from nanodomino.estimate.accounts import Operation
+from nanodomino.estimate.formulas import ATTENTION, KERNEL, START, matmul_seconds
 from nanodomino.estimate.rank import dry_run
 from nanodomino.model import meta_stage
+
 
 X = 3 * 32 * 64 * 2              # bytes of one activation of `small`
 

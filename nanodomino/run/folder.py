@@ -38,15 +38,12 @@ class Run:
 
 def open_run(config: Config) -> Run:
     """Find or make the folder of this run, lock it, and find the checkpoint to start from. Called by rank 0 only.
-
-    Raises UserError if the folder cannot be used, or if the settings do not fit the run or the checkpoint.
-    """
+    Raises UserError if the folder cannot be used, or if the settings do not fit the run or the checkpoint."""
     run_dir = Path(config.run_dir or "runs")
     require(config.run_dir or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0",
             "torchrun's --max-restarts needs --run-dir, or a restart would start a new run; add --run-dir FOLDER")
-    # Check --load before making a folder; an earlier run no longer needs the checkpoint that it started from.
-    exists = config.run_dir and os.path.exists(run_dir)
-    loaded = None if exists else find_checkpoint_to_load(config)
+    if config.run_dir is None or not os.path.exists(run_dir):
+        find_checkpoint_to_load(config)                        # a mistake should show before a folder is made
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         if config.run_dir is None:
@@ -74,7 +71,7 @@ def open_run(config: Config) -> Run:
         check_settings(record, f"--run-dir {run_dir}", config, "model", "positions", "optimizer", "run")
     require(not checkpoints_of(run_dir), f"--run-dir {run_dir} holds only damaged checkpoints, so its run can't be "
             "resumed; restore a checkpoint, or move the folder away to start over")
-    checkpoint = find_checkpoint_to_load(config) if exists else loaded
+    checkpoint = find_checkpoint_to_load(config)
     return starts_from(checkpoint, config, run_dir, loaded=True) if checkpoint else Run(run_dir)
 
 
@@ -115,11 +112,9 @@ def find_checkpoint_to_load(config: Config) -> Path | None:
 
 
 def lock_folder(run_dir: Path):
-    """Lock a folder, so that only one run uses it at a time. Raises UserError if a live run has locked it.
-
-    The file `lock` is never closed, since that would release the lock. The system releases it when this process ends,
-    even if it is killed. After kill -9 of torchrun, its ranks may live on and hold the lock.
-    """
+    """Lock a folder, so that only one run uses it at a time. Raises UserError if a live run has locked it. The file
+    `lock` is never closed, since that would release the lock. The system releases it when this process ends, even if it
+    is killed. After kill -9 of torchrun, its ranks may live on and hold the lock."""
     descriptor = open_descriptor(run_dir / "lock", os.O_CREAT | os.O_RDWR)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
