@@ -31,12 +31,12 @@ import train
 from benchmarks.plain_model import Plain, adamw, mean_loss
 from benchmarks.runner import (CONFIG_FLAGS, GPT2, RandomTokens, Times, about, add_config_flags, compare, config_here,
                                describe, join, ratio_text, ratios, require_same_work, table)
-from nanodomino.checkpoint.tensor_index import slices
+from nanodomino.checkpoint.format import slices
 from nanodomino.domino import Domino
 from nanodomino.errors import UserError, require
 from nanodomino.estimate.formulas import find_peak_flops, flops_per_token, parameter_count
 from nanodomino.huggingface.families import family_of, write_config
-from nanodomino.huggingface.tensor_mapping import map_tensors
+from nanodomino.huggingface.tensors import map_tensors
 from nanodomino.zero import ZeroOptimizer
 
 

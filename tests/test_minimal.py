@@ -11,8 +11,7 @@ from support import ROOT
 from support.runs import make_corpus, metric_points, train_in_pool
 
 from nanodomino import minimal
-from nanodomino.checkpoint.find_checkpoints import checkpoints_of
-from nanodomino.checkpoint.load import full_weights
+from nanodomino.checkpoint.load import checkpoints_of, full_weights
 from nanodomino.schedules.simulation import picture
 from nanodomino.settings.config import Config
 

@@ -13,10 +13,8 @@ from support.huggingface import LENGTH, LLAMA3, change_config, change_tensors, s
 from nanodomino.errors import UserError
 from nanodomino.huggingface import export_model as exporting, families, import_model as importing
 from nanodomino.huggingface.__main__ import main
-from nanodomino.huggingface.export_model import export_model
+from nanodomino.huggingface.convert import INDEX, export_model, import_model
 from nanodomino.huggingface.families import read_config, write_config
-from nanodomino.huggingface.import_model import import_model
-from nanodomino.huggingface.safetensors_files import INDEX
 from nanodomino.settings.config import Config
 
 

@@ -16,11 +16,8 @@ from support.runs import TINY, main_on_rank, make_corpus, metric_points, saved_s
 
 import train
 from data.prepare import prepare
-from nanodomino.checkpoint.find_checkpoints import checkpoints_of, recorded_settings
-from nanodomino.checkpoint.load import restore
-from nanodomino.checkpoint.manifest import write_manifest
-from nanodomino.checkpoint.shards import Box, LocalBox, full_shapes
-from nanodomino.checkpoint.tensor_index import FORMAT, write_boxes
+from nanodomino.checkpoint.format import FORMAT, Box, LocalBox, full_shapes, write_boxes, write_manifest
+from nanodomino.checkpoint.load import checkpoints_of, recorded_settings, restore
 from nanodomino.data import TokenDataset
 from nanodomino.errors import UserError
 from nanodomino.huggingface.families import read_config

@@ -1,7 +1,7 @@
 """No tensor in flight is read or written before its wait(): these tests inspect every operation of a step.
 
 On gloo a result that is read before its wait() is right most of the time, and on NCCL too, until a GPU is busy. Here
-one rank runs alone, as a dry run (nanodomino/dry_run). Each collective, message and copy to or from the host is
+one rank runs alone, as a dry run (nanodomino/estimate). Each collective, message and copy to or from the host is
 recorded at its launch with the memory that it uses, and removed by wait(). In between, memory that is sent may be read;
 all other accesses are errors.
 """

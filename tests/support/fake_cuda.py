@@ -1,4 +1,4 @@
-"""Count what a training step asks of a GPU, in a dry run (nanodomino/dry_run), which needs none.
+"""Count what a training step asks of a GPU, in a dry run (nanodomino/estimate), which needs none.
 
     counts, run = run_under(Counts, gpu_config(model="gpt2", dtype="bfloat16", ...), rank)
 
