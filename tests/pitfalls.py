@@ -40,8 +40,8 @@ import test_zero
 import train
 from nanodomino import domino, model
 from nanodomino.checkpoint import load, save
-from nanodomino.checkpoint.find_checkpoints import newest_intact_checkpoint
-from nanodomino.checkpoint.manifest import file_digest, manifest_text
+from nanodomino.checkpoint.load import newest_intact_checkpoint
+from nanodomino.checkpoint.format import file_digest, manifest_text
 from nanodomino.domino import Domino, LinearPair
 from nanodomino.layers import attention
 from nanodomino.layers.dropout_and_positions import MasksAndPositions, seeded_generator

@@ -14,15 +14,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from nanodomino.checkpoint.find_checkpoints import find_checkpoint
-from nanodomino.checkpoint.load import config_of, load_weights, newest_finite_checkpoint
-from nanodomino.checkpoint.manifest import read_manifest, step_of
+from nanodomino.checkpoint.format import read_manifest, step_of
+from nanodomino.checkpoint.load import config_of, find_checkpoint, load_weights, newest_finite_checkpoint
 from nanodomino.comm.world import LaunchInfo, find_device, start_world
 from nanodomino.config.config import Config
 from nanodomino.config.flags import Parser
 from nanodomino.corpus.documents import text_of
 from nanodomino.corpus.prepared_folder import load_corpus
-from nanodomino.corpus.tokenizer import Tokenizer, build_tokenizer
+from nanodomino.corpus.tokenizers import Tokenizer, build_tokenizer
 from nanodomino.errors import NotFinite, UserError, check_output, require
 from nanodomino.files import read_file
 from nanodomino.generate.printing import write_texts

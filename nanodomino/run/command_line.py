@@ -11,7 +11,7 @@ So `train.py --run-dir runs/mine` alone resumes a run as it was. Some settings m
 import argparse
 from pathlib import Path
 
-from nanodomino.checkpoint.find_checkpoints import recorded_settings
+from nanodomino.checkpoint.load import recorded_settings
 from nanodomino.config.config import Config
 from nanodomino.config.flags import Parser, add_flags, expand_home
 from nanodomino.config.saved_settings import check_record, remembered_settings, taken_over

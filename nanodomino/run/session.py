@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 
 from data.prepare import DEFAULT_CORPUS, check_unchanged, prepare_default_corpus
-from nanodomino.checkpoint.find_checkpoints import recorded_settings
-from nanodomino.checkpoint.load import newest_finite_checkpoint, restore
-from nanodomino.checkpoint.manifest import step_of
+from nanodomino.checkpoint.format import step_of
+from nanodomino.checkpoint.load import newest_finite_checkpoint, recorded_settings, restore
 from nanodomino.checkpoint.save import Saver
 from nanodomino.comm.trace import Trace
 from nanodomino.comm.world import LaunchInfo, find_device, start_world
@@ -42,6 +41,7 @@ from nanodomino.run.signals import StopSignal
 from nanodomino.run.threads import choose_threads
 from nanodomino.run.watchdog import Watchdog
 from nanodomino.timeline.draw import draw_timeline
+
 
 PROMPT_TOKENS = 32       # length of the prompt, taken from the validation text, for the sample at the end
 

@@ -11,16 +11,13 @@ import pytest
 import torch
 from support import ROOT
 from support.checkpoints import train_from
-from support.runs import TINY, main_on_rank, make_corpus, metric_points, saved_steps, train_in_pool
 from support.harness import build, random_data, tiny
+from support.runs import TINY, main_on_rank, make_corpus, metric_points, saved_steps, train_in_pool
 
 import train
 from data.prepare import prepare
-from nanodomino.checkpoint.find_checkpoints import checkpoints_of, recorded_settings
-from nanodomino.checkpoint.tensor_index import FORMAT, write_boxes
-from nanodomino.checkpoint.load import restore
-from nanodomino.checkpoint.manifest import write_manifest
-from nanodomino.checkpoint.shards import Box, LocalBox, full_shapes
+from nanodomino.checkpoint.format import FORMAT, Box, LocalBox, full_shapes, write_boxes, write_manifest
+from nanodomino.checkpoint.load import checkpoints_of, recorded_settings, restore
 from nanodomino.config.config import Config
 from nanodomino.config.flags import Parser, markdown
 from nanodomino.config.saved_settings import check_settings, from_record, to_record

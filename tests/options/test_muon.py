@@ -11,7 +11,7 @@ from support.runs import make_corpus, train_in_pool
 
 import train
 from nanodomino.checkpoint import load, save
-from nanodomino.checkpoint.find_checkpoints import newest_intact_checkpoint
+from nanodomino.checkpoint.load import newest_intact_checkpoint
 from nanodomino.dry_run.rank import dry_run
 from nanodomino.options.muon import orthogonal
 

@@ -29,7 +29,7 @@ from support.runs import TINY, make_corpus
 import data.prepare
 import nanodomino.generate.__main__
 import train
-from nanodomino.checkpoint.manifest import file_digest, manifest_text
+from nanodomino.checkpoint.format import file_digest, manifest_text
 from nanodomino.comm.world import LaunchInfo, read_launch_environment
 from nanodomino.config.config import Config
 from nanodomino.errors import UserError, sentence_and_code

@@ -21,8 +21,8 @@ from support.runs import (TINY, Job, differences, main_on_rank, make_corpus, met
 
 import train
 from nanodomino.checkpoint import save
-from nanodomino.checkpoint.find_checkpoints import checkpoints_of
-from nanodomino.checkpoint.manifest import verify
+from nanodomino.checkpoint.load import checkpoints_of
+from nanodomino.checkpoint.format import verify
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.run.rank_failure import caused_by_peer, unresponsive_ranks
 from nanodomino.run.session import Session

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from nanodomino.checkpoint.load import full_weights
-from nanodomino.checkpoint.manifest import read_manifest
+from nanodomino.checkpoint.format import read_manifest
 from nanodomino.config.config import Config
 from nanodomino.config.saved_settings import from_record
 
