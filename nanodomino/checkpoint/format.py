@@ -1,9 +1,17 @@
-"""Finds which boxes of a full tensor a rank holds, if the rank owns a range of a flat buffer.
+"""Defines the files of a checkpoint: boxes of tensors as raw bytes, the index that locates them, and the manifest.
 
-A box is a rectangular part of a tensor, given by its offset and size. A checkpoint stores boxes, and tensor_index.py
-reads any other boxes from them, whichever rank and layout wrote them. So a rank only has to name its boxes. But the
-range that a rank owns need not begin or end where a row of a matrix does. It may hold the end of one row, some whole
-rows and the start of another row, which makes at most three boxes:
+A box is a rectangular part of a tensor, given by its offset and size. Each rank writes the boxes that it holds, one
+after another, as little-endian numbers and nothing else. A reader on another layout asks for other boxes. They are put
+together from the stored ones, whichever rank wrote them.
+
+    index.json      {"weight.final_norm.weight": {"dtype": "float32", "shape": [8], "boxes": [
+                        ["rank-00000.bin", 0, [0], [5]],        file, first byte, offset in the tensor, size
+                        ["rank-00001.bin", 0, [5], [3]]]}, ...}
+    manifest.json   {"sha256": of the rest of this file, "format", "step", "adam_steps", "skipped_in_a_row",
+                     "loss_scale", "config", "files": {name: {"size", "sha256"}}}
+
+The range of a flat buffer that a rank owns need not begin or end where a row of a matrix does. It may hold the end of
+one row, some whole rows and the start of another row, which makes at most three boxes:
 
     elements 4 .. 19 of a matrix         .  .  .  .  4  5        boxes (offset, size):
     of four rows and six columns         6  7  8  9 10 11            (0, 4), 1 x 2
@@ -12,30 +20,12 @@ rows and the start of another row, which makes at most three boxes:
 
 With tensor parallelism this matrix is a shard, at some offset in the full tensor. SwiGLU's gate and up are stacked in
 one parameter, and each rank holds rows of both. So the full tensor is stored as [2, rows, columns], in which every
-shard is one box. A range of a three-dimensional tensor fills at most five boxes. The experts of a layer are stacked in
-one parameter too, with up to four dimensions.
-
-Stores a checkpoint as boxes, which are rectangular parts of its tensors, in files of raw bytes with an index.
-
-Each rank writes its boxes one after another to one file, as little-endian numbers and nothing else. A reader may ask
-for boxes of other sizes (shards.py). They are put together from the stored boxes, which the index locates:
-
-    index.json      {"weight.final_norm.weight": {"dtype": "float32", "shape": [8], "boxes": [
-                        ["rank-00000.bin", 0, [0], [5]],        file, first byte, offset in the tensor, size
-                        ["rank-00001.bin", 0, [5], [3]]]}, ...}
-
-Whatever the files hold, reading them runs no code. The manifest's checksum shows that the index is as it was written.
-It could still have been written to do harm. So its size is limited, and each box must lie in a file that the manifest
-lists. Memory is allocated only for bytes in that file, and for elements that the reader has asked for.
-
-Writes and checks the manifest, which lists the size and SHA-256 of every other file of a checkpoint.
-
-    step-00000100/manifest.json    {"sha256": of the rest of this file, "format", "step", "adam_steps",
-                                    "skipped_in_a_row", "loss_scale", "config",
-                                    "files": {name: {"size", "sha256"}}}
+shard is one box. The experts of a layer are stacked in one parameter too, with up to four dimensions.
 
 The manifest is written last, when all other files are on the disk. verify() finds any later damage: flipped bits,
-truncated files, missing files.
+truncated files, missing files. Reading a checkpoint runs no code, whatever its files hold. Even a file with the right
+checksum could have been written to do harm. So the size of the index is limited, and each box must lie in a file that
+the manifest lists. Memory is allocated only for bytes in that file, and for elements that the reader has asked for.
 """
 
 import hashlib
@@ -45,7 +35,7 @@ import os
 import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,11 +43,23 @@ import torch
 
 from nanodomino.errors import UserError, require
 from nanodomino.files import file_size, make_folder, open_regular_file, read_file, sha256, write_file
-from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
 from nanodomino.optim.buckets import Bucket
 from nanodomino.settings.presets import DTYPES
 
+FORMAT, INDEX = "nanodomino-checkpoint-2", "index.json"
+STEP_NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")      # matches exactly the names f"step-{step:08d}"
+FILE_NAME = re.compile(r"\w[\w.-]{0,99}")                      # with a / it could lead to any file
+MEASURES = dict(size=file_size, sha256=sha256)                 # in this order, because large files take long to hash
+TYPES = dict(step=int, adam_steps=int, config=dict, files=dict)
+
+
+def check(condition, sentence: str):
+    """Raise UserError with `sentence` and the advice to use another checkpoint, unless the condition holds."""
+    require(condition, f"{sentence}; use another checkpoint")
+
+
+# ---- boxes
 
 class Box(NamedTuple):
     offset: tuple[int, ...]
@@ -75,7 +77,7 @@ class LocalBox(NamedTuple):
 class BucketRange(NamedTuple):
     """A contiguous range of a bucket's weights, or of one of the optimizer's moments for these weights."""
     bucket: Bucket
-    state: str                  # "weight" or the name of a moment: one of ZeroOptimizer.state_names
+    state: str                  # "weight" or the name of a moment: see ZeroOptimizer.states_of
     start: int                  # in elements, counted from the start of the bucket
     values: torch.Tensor        # flat
 
@@ -98,13 +100,13 @@ def boxes_of_range(start: int, end: int, shape) -> list[Box]:
 
 
 def full_shapes(model: GPT) -> dict[str, tuple[int, ...]]:
-    """Return {parameter: shape of its full tensor} of the parameters of a model."""
+    """Return {name of a parameter: shape of its full tensor} for a model."""
     return {name: weight.spec.shape for name, weight in model.named_parameters()}
 
 
 def local_boxes(model: GPT, ranges: list[BucketRange]) -> list[LocalBox]:
-    """Return the boxes of all parameters in these ranges. A box is named without a rank or a stage, so its name is
-    the same on any layout."""
+    """Return the boxes of all parameters in these ranges. The name of a box contains no rank and no stage, so it is the
+    same on any layout."""
     names, found = {weight: name for name, weight in model.named_parameters()}, []
     for bucket, state, start, values in ranges:
         for weight in bucket.parameters:
@@ -118,21 +120,19 @@ def local_boxes(model: GPT, ranges: list[BucketRange]) -> list[LocalBox]:
     return found
 
 
-def range_to_save(bucket: Bucket, mesh: Mesh) -> tuple[int, int]:
-    """Return the range (start, end) of a bucket that this rank saves.
-
-    All ranks that hold the same bucket share the work. These are the replicas and, if the bucket is not cut over tp,
-    also the tp ranks. Each replica saves the part that it owns with ZeRO. Only the first stage saves a tied embedding.
-    """
-    holders, index = mesh.axis(bucket.kind.replicas)
-    if "tp" not in bucket.kind.shards:
-        holders, index = holders * mesh.tp, index * mesh.tp + mesh.tp_rank
-    size = len(bucket.weights) if mesh.is_first_stage or "embedding" not in bucket.kind.addends else 0
-    return size * index // holders, size * (index + 1) // holders
+def intersection(a: Box, b: Box) -> Box | None:
+    """Return the box of the elements that lie in both boxes, or None if there are none."""
+    start = tuple(map(max, a.offset, b.offset))
+    size = tuple(min(x + m, y + n) - first for x, m, y, n, first in zip(*a, *b, start))
+    return Box(start, size) if min(size) > 0 else None
 
 
-FORMAT, INDEX = "nanodomino-checkpoint-2", "index.json"
+def slices(box: Box, start: tuple[int, ...]) -> tuple[slice, ...]:
+    """Return the slices that select the box from a tensor whose first element has the offset `start`."""
+    return tuple(slice(offset - first, offset - first + length) for offset, length, first in zip(*box, start))
 
+
+# ---- the files of the ranks, and their index
 
 class StoredBox(NamedTuple):
     file: str
@@ -152,8 +152,6 @@ class Share(NamedTuple):
     digest: dict                # {"size", "sha256"} of the file
     entries: list               # (tensor, dtype, shape, box as in index.json) for each box
 
-
-# ---- write
 
 def write_boxes(path: Path, boxes: Iterable[LocalBox]) -> Share:
     """Write the values of the boxes to a file and flush it to the disk. Each rank computes the checksum of its own
@@ -175,12 +173,10 @@ def write_boxes(path: Path, boxes: Iterable[LocalBox]) -> Share:
 def index_text(shares: list[Share]) -> str:
     """Return the text of index.json."""
     tensors = {}
-    for name, dtype, shape, stored in chain.from_iterable(share.entries for share in shares):
+    for name, dtype, shape, stored in (entry for share in shares for entry in share.entries):
         tensors.setdefault(name, dict(dtype=dtype, shape=shape, boxes=[]))["boxes"].append(stored)
     return json.dumps(tensors)
 
-
-# ---- read
 
 class Index:
     """The tensors of a checkpoint, {name: StoredTensor}."""
@@ -204,8 +200,7 @@ class Index:
     def find(self, name: str, shape) -> StoredTensor:
         """Return a tensor. Raises UserError if the checkpoint has none with this name and shape."""
         tensor = self.tensors.get(name)
-        require(tensor and tensor.shape == tuple(shape),
-                f"{self.folder} lacks {name} of shape {tuple(shape)}; use another checkpoint")
+        check(tensor and tensor.shape == tuple(shape), f"{self.folder} lacks {name} of shape {tuple(shape)}")
         return tensor
 
     def fill(self, boxes: Iterable[LocalBox]):
@@ -213,8 +208,8 @@ class Index:
         for name, shape, box, values in boxes:
             tensor = self.find(name, shape)
             parts = [(stored, common) for stored in tensor.boxes if (common := intersection(box, stored.box))]
-            require(sum(math.prod(common.size) for _, common in parts) == math.prod(box.size),
-                    f"{self.folder / INDEX} does not list each element of {name} once; use another checkpoint")
+            check(sum(math.prod(common.size) for _, common in parts) == math.prod(box.size),
+                  f"{self.folder / INDEX} does not list each element of {name} once")
             for stored, common in parts:
                 rows = self.read(stored, tensor.dtype, common.offset[0] - stored.box.offset[0], common.size[0])
                 rows_start = common.offset[:1] + stored.box.offset[1:]
@@ -226,8 +221,7 @@ class Index:
         start, length = stored.start + first * row_bytes, count * row_bytes
         try:
             with open_regular_file(path) as file:
-                require(start + length <= os.fstat(file.fileno()).st_size,
-                        f"{path} is too short for what {INDEX} says; use another checkpoint")
+                check(start + length <= os.fstat(file.fileno()).st_size, f"{path} is too short for what {INDEX} says")
                 rows = torch.empty(length, dtype=torch.uint8)
                 file.seek(start)
                 file.readinto(rows.numpy())
@@ -236,32 +230,13 @@ class Index:
         return rows.view(dtype).view(count, *stored.box.size[1:])
 
 
-def intersection(a: Box, b: Box) -> Box | None:
-    """Return the box of the elements that lie in both boxes, or None if there are none."""
-    start = tuple(map(max, a.offset, b.offset))
-    size = tuple(min(x + m, y + n) - first for x, m, y, n, first in zip(*a, *b, start))
-    return Box(start, size) if min(size) > 0 else None
-
-
-def slices(box: Box, start: tuple[int, ...]) -> tuple[slice, ...]:
-    """Return the slices that select the box from a tensor whose first element has the offset `start`."""
-    return tuple(slice(offset - first, offset - first + length)
-                 for offset, length, first in zip(*box, start))
-
-
-STEP_NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")      # matches exactly the names f"step-{step:08d}"
-FILE_NAME = re.compile(r"\w[\w.-]{0,99}")                      # with a / it could lead to any file
-MEASURES = dict(size=file_size, sha256=sha256)                 # in this order, because large files take long to hash
-TYPES = dict(step=int, adam_steps=int, config=dict, files=dict)
-
+# ---- the manifest
 
 def step_of(folder: Path) -> int | None:
     """Return the step in a checkpoint folder's name, such as 12 for step-00000012; None for any other kind of name."""
     found = STEP_NAME.fullmatch(folder.name)
     return int(found[1]) if found else None
 
-
-# ---- checksums
 
 def file_digest(path: Path) -> dict:
     """Return the size and SHA-256 of a file. Raises OSError."""
@@ -274,8 +249,6 @@ def manifest_text(content: dict) -> str:
     digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return json.dumps({"sha256": digest} | body, indent=1) + "\n"
 
-
-# ---- write
 
 def write_manifest(folder: Path, content: dict, shares: list[Share], advice: str):
     """Write the index and the manifest of a checkpoint and flush them to the disk. content: all entries of the manifest
@@ -299,8 +272,6 @@ def flush_folder(folder: Path):
         os.close(descriptor)
 
 
-# ---- read and verify
-
 def read_manifest(folder: Path) -> dict:
     """Return the manifest of a checkpoint. Raises UserError if it is missing, damaged or of another format."""
     path = folder / "manifest.json"
@@ -311,14 +282,13 @@ def read_manifest(folder: Path) -> dict:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{folder} is not a complete checkpoint: its manifest.json can't be read ({error}); "
                         "use another checkpoint") from None
-    require(intact, f"{path} is damaged: its checksum is wrong; use another checkpoint")
+    check(intact, f"{path} is damaged: its checksum is wrong")
     require(content.get("format") == FORMAT, f"{path} has format {str(content.get('format'))[:80]!r}, but this version "
             f"reads {FORMAT!r}; use the version that wrote it")
     wrong = [name for name, kind in TYPES.items() if type(content.get(name)) is not kind]
-    require(not wrong, f"{path} lacks {', '.join(wrong)}; use another checkpoint")
+    check(not wrong, f"{path} lacks {', '.join(wrong)}")
     for name in content["files"]:
-        require(FILE_NAME.fullmatch(name), f"{path} must list files beside it, but has {name[:80]!r}; use another "
-                "checkpoint")
+        check(FILE_NAME.fullmatch(name), f"{path} must list files beside it, but has {name[:80]!r}")
     return content
 
 
@@ -332,8 +302,8 @@ def verify(folder: Path) -> dict:
         for measure, function in MEASURES.items():
             with ThreadPoolExecutor() as pool:                 # hashlib releases the interpreter lock
                 for name, value in zip(files, pool.map(function, [folder / name for name in files])):
-                    require(isinstance(files[name], dict) and files[name].get(measure) == value, f"{folder / name} is "
-                            f"damaged: its {measure} differs from the manifest's; use another checkpoint")
+                    check(isinstance(files[name], dict) and files[name].get(measure) == value,
+                          f"{folder / name} is damaged: its {measure} differs from the manifest's")
     except OSError as error:
         raise UserError(f"{error.filename} can't be read ({error.strerror}); use another checkpoint") from None
     return content

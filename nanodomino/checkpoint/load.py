@@ -1,14 +1,12 @@
-"""Finds the checkpoints of a run, and deletes old ones.
+"""Finds the checkpoints of a run, and fills a model and an optimizer of any layout from one.
 
-    runs/nano-001/config.json                           the settings of the latest launch
-    runs/nano-001/checkpoints/step-00000100/            a checkpoint; only a complete one gets such a name
+    runs/nano-001/config.json                               the settings of the latest launch
+    runs/nano-001/checkpoints/step-00000100/                a checkpoint; only a complete one gets such a name
     runs/nano-001/checkpoints/.step-00000200.unfinished/    a checkpoint that is being written
     runs/nano-001/checkpoints/.step-00000050.discarded/     a checkpoint that is being deleted
 
 A killed process can leave hidden folders behind; the next launch deletes them. Folders with other names, such as a
 user's copy of a checkpoint, are ignored and never deleted.
-
-Fills a model and an optimizer of any layout from a checkpoint.
 
 Each rank reads only the values that it owns, directly into its flat buffers. With ZeRO it owns 1/dp of the parameters
 that it holds. Then the replicas all-gather the weights, exactly as after each step.
@@ -27,12 +25,14 @@ from nanodomino.checkpoint.format import (Box, BucketRange, Index, LocalBox, ful
 from nanodomino.config.config import Config
 from nanodomino.config.saved_settings import from_record
 from nanodomino.errors import UserError, require, sentence_and_code
-from nanodomino.files import delete, read_json
+from nanodomino.files import read_json
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT, meta_model
 from nanodomino.settings.setting import flag_settings
 from nanodomino.zero import ZeroOptimizer
 
+
+# ---- find a checkpoint
 
 def checkpoints_of(run_dir: Path) -> list[Path]:
     """Return the checkpoints in a run's folder, newest first. Raises OSError if the folder can't be read: an unreadable
@@ -85,19 +85,7 @@ def recorded_settings(folder: Path) -> dict | None:
     return None
 
 
-def delete_checkpoint(folder: Path):
-    """Rename a checkpoint, then delete it, so that a half-deleted folder never looks like a checkpoint."""
-    hidden = folder.with_name(f".{folder.name}.discarded")
-    folder.rename(hidden)
-    delete(hidden)
-
-
-def clear_leftovers(run_dir: Path):
-    """Delete the hidden folders that killed processes left; otherwise a full disk would stay full."""
-    for suffix in ("unfinished", "discarded"):
-        for folder in (run_dir / "checkpoints").glob(f".step-*.{suffix}"):
-            delete(folder)
-
+# ---- fill a model
 
 def restore(folder: Path, model: GPT, optimizer: ZeroOptimizer, mesh: Mesh, weights_only=False) -> int:
     """Fill the model and the optimizer, and return the checkpoint's step. All ranks must call this together.
@@ -161,11 +149,10 @@ def open_weights(folder: Path) -> tuple[Index, GPT]:
 
 
 def newest_finite_checkpoint(run_dir: Path, last_step: int) -> Path | None:
-    """Return the newest intact checkpoint of a run, up to `last_step`, whose weights are finite; None if there is none.
-    """
+    """Return a run's newest intact checkpoint, up to `last_step`, whose weights are finite; None if there is none."""
     for folder in checkpoints_of(run_dir):
         with suppress(UserError, OSError):
-            if verify(folder)["step"] <= last_step:
+            if step_of(folder) <= last_step and verify(folder):
                 index, model = open_weights(folder)
                 if all(read_box(f"weight.{name}", shape, index).isfinite().all()
                        for name, shape in full_shapes(model).items()):

@@ -16,9 +16,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanodomino.checkpoint.load import (checkpoints_of, clear_leftovers, find_checkpoint,
-                                                    newest_intact_checkpoint, recorded_settings)
 from nanodomino.checkpoint.format import read_manifest
+from nanodomino.checkpoint.load import (checkpoints_of, find_checkpoint, newest_intact_checkpoint,
+                                        recorded_settings)
+from nanodomino.checkpoint.save import clear_leftovers
 from nanodomino.config.config import Config
 from nanodomino.config.saved_settings import check_record, check_settings, news, taken_over
 from nanodomino.errors import UserError, counted, require

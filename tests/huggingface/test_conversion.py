@@ -25,7 +25,7 @@ from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.data import TokenDataset
 from nanodomino.errors import UserError
 from nanodomino.generate.__main__ import main as generate_main
-from nanodomino.huggingface import export_model as exporting, import_model as importing
+from nanodomino.huggingface import convert
 from nanodomino.huggingface.__main__ import main
 from nanodomino.huggingface.convert import GENERATION, export_model, import_model, special_tokens, split_into_files
 from nanodomino.huggingface.families import FAMILIES, family_of, nearest_preset, read_config, write_config

@@ -12,7 +12,7 @@ from support.huggingface import LENGTH, LLAMA3, change_config, change_tensors, s
 
 from nanodomino.config.config import Config
 from nanodomino.errors import UserError
-from nanodomino.huggingface import export_model as exporting, families, import_model as importing
+from nanodomino.huggingface import convert, families
 from nanodomino.huggingface.__main__ import main
 from nanodomino.huggingface.convert import INDEX, export_model, import_model
 from nanodomino.huggingface.families import read_config, write_config
