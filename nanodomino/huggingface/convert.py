@@ -1,8 +1,11 @@
-"""Reads the headers of safetensors files, and writes folders that are either complete or absent.
+"""Imports a Hugging Face folder as a checkpoint, and exports a checkpoint to a folder that Transformers can load.
 
-Imports a Hugging Face folder as a checkpoint, with one tensor in memory at a time.
+The whole model is never in memory. import_model() reads the tensors of one parameter at a time, joins them, converts
+them to fp32 (fp64 stays), and writes the result. export_model() also converts one parameter at a time, but holds a
+whole weight file: at most 5 GB, unless a single parameter is larger.
 
-Exports a checkpoint to a folder that Transformers can load, with one weight file in memory at a time.
+Names, shapes and dtypes are checked in the files' headers before any tensor is read. The output is written to a hidden
+folder. Only when all of it is there, this folder is renamed to its final name.
 """
 
 import dataclasses
@@ -25,7 +28,7 @@ from nanodomino.files import delete, read_json, write_file
 from nanodomino.huggingface.families import Family, family_of, family_of_json, read_config, write_config
 from nanodomino.huggingface.tensors import TensorMapping, element_count, map_tensors
 from nanodomino.settings.presets import DTYPES
-
+from nanodomino.settings.setting import flag_name
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 *TOKENIZER_FILES, GENERATION = FILES
@@ -34,7 +37,7 @@ STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float1
 
 
 def import_safetensors():
-    """Return the package safetensors. Raises UserError if it can't be imported."""
+    """Import and return the package safetensors. Raises UserError if that fails."""
     try:
         import safetensors.torch
         return safetensors
@@ -42,37 +45,6 @@ def import_safetensors():
         raise UserError("the files of Hugging Face models need the package safetensors, which can't be imported "
                         f"({error}); pip install -r requirements-extra.txt") from None
 
-
-# ---- read
-
-def open_weight_files(folder: Path) -> dict:
-    """Return {tensor's name: the open safetensors file that holds it} of a folder. Only headers are read. A tensor is
-    mapped into memory when it is used. Raises UserError.
-
-    The index of a large model names its files; without an index they are the files model-*.safetensors.
-    match_tensors() finds out whether a tensor is missing.
-    """
-    whole, index, found = folder / WEIGHTS, folder / INDEX, {}
-    paths = [whole] if whole.exists() else sorted(folder.glob("model-*.safetensors"))
-    if not whole.exists() and index.exists():
-        names = read_json(index).get("weight_map")
-        require(isinstance(names, dict), f"{index} has no weight_map {{tensor: file}}; download it again")
-        paths = [folder / name for name in sorted(set(map(str, names.values())))]
-    require(paths, f"{folder} has neither {WEIGHTS} nor model-00001-of-*.safetensors; give a folder in the format that "
-            "save_pretrained(DIR) writes")
-    package = import_safetensors()
-    for path in paths:
-        try:
-            file = package.safe_open(path, framework="pt")
-        except (OSError, package.SafetensorError) as error:
-            raise UserError(f"{path} is damaged or not a safetensors file ({error}); download it again") from None
-        for name in file.keys():
-            require(name not in found, f"{name[:80]} is in {path} and in another file; download the folder again")
-            found[name] = file
-    return found
-
-
-# ---- write
 
 @contextmanager
 def new_folder(final: Path):
@@ -98,9 +70,9 @@ def write_json(path: Path, values: dict):
     write_file(path, (json.dumps(values, indent=2) + "\n").encode())
 
 
-def copy_files(names, source: Path, target: Path) -> list[str]:
-    """Copy those of the named files that exist, and return their names."""
-    found = [name for name in names if (source / name).is_file()]
+def copy_tokenizer(source: Path, target: Path) -> list[str]:
+    """Copy the tokenizer's files that exist in `source`, and return their names."""
+    found = [name for name in FILES if (source / name).is_file()]
     for name in found:
         write_file(target / name, (source / name).read_bytes())
     return found
@@ -110,9 +82,37 @@ def tokenizer_summary(copied: list[str]) -> str:
     return f"with {', '.join(copied)}" if copied else "without a tokenizer, since none was found"
 
 
+# ---- import
+
+def open_weight_files(folder: Path) -> dict:
+    """Return {name of a tensor: the open safetensors file that holds it} for all tensors in a folder. Only headers are
+    read. Raises UserError.
+
+    The index of a large model names its files. Without an index they are the files model-*.safetensors.
+    """
+    whole, index, found = folder / WEIGHTS, folder / INDEX, {}
+    paths = [whole] if whole.exists() else sorted(folder.glob("model-*.safetensors"))
+    if not whole.exists() and index.exists():
+        names = read_json(index).get("weight_map")
+        require(isinstance(names, dict), f"{index} has no weight_map {{tensor: file}}; download it again")
+        paths = [folder / name for name in sorted(set(map(str, names.values())))]
+    require(paths, f"{folder} has neither {WEIGHTS} nor model-00001-of-*.safetensors; give a folder in the format that "
+            "save_pretrained(DIR) writes")
+    package = import_safetensors()
+    for path in paths:
+        try:
+            file = package.safe_open(path, framework="pt")
+        except (OSError, package.SafetensorError) as error:
+            raise UserError(f"{path} is damaged or not a safetensors file ({error}); download it again") from None
+        for name in file.keys():
+            require(name not in found, f"{name[:80]} is in {path} and in another file; download the folder again")
+            found[name] = file
+    return found
+
+
 def match_tensors(mappings: list[TensorMapping], family: Family, config: Config, folder: Path) -> tuple[dict, set]:
     """Return {Hugging Face name: function that loads this tensor} for all tensors of the model, and the names of their
-    dtypes. Raises UserError if a tensor is missing, is unknown, or has the wrong shape or dtype."""
+    dtypes. Raises UserError if a tensor is missing or unknown, or has the wrong shape or dtype."""
     needed = {name: list(shape) for mapping in mappings for name, shape in mapping.hf_shapes.items()}
     (embedding, *_), found, dtypes = mappings[0].hf_shapes, {}, set()
     for stored_name, file in open_weight_files(folder).items():
@@ -159,14 +159,14 @@ def import_model(folder: Path, output: Path) -> str:
     mappings = map_tensors(config, family.modules)
     found, dtypes = match_tensors(mappings, family, config, folder)
     dtype = reduce(torch.promote_types, (STORED_DTYPES[name] for name in dtypes))
-    (dtype_name,) = (name for name, candidate in DTYPES.items() if candidate == dtype)
+    dtype_name = str(dtype).removeprefix("torch.")
     config = dataclasses.replace(config, dtype=dtype_name)
     wide = torch.promote_types(dtype, torch.float32)           # the dtype of a run's master weights
     with new_folder(output) as temporary:
         share = write_boxes(temporary / "rank-00000.bin", (     # a generator: only one tensor is in memory at a time
             LocalBox(f"weight.{one.name}", one.shape, one.box, convert_from_hf(one, found, config, wide))
             for one in mappings))
-        copied = copy_files((*TOKENIZER_FILES, GENERATION), folder, temporary)
+        copied = copy_tokenizer(folder, temporary)
         special = {name: values[name] for name in SPECIAL_TOKENS if values.get(name) is not None}
         if GENERATION not in copied and special:               # a checkpoint has no other place for these ids
             write_json(temporary / GENERATION, special)
@@ -175,6 +175,8 @@ def import_model(folder: Path, output: Path) -> str:
     return (f"{output}: {family.architecture}, {len(mappings)} tensors, {element_count(mappings):,} elements in "
             f"{dtype_name}, {tokenizer_summary(copied)}")
 
+
+# ---- export
 
 def split_into_files(mappings: list[TensorMapping], dtype: torch.dtype, max_bytes: int) -> list[list[TensorMapping]]:
     """Return the mappings in one list per weight file. A file has at most max_bytes, or a single larger parameter."""
@@ -189,8 +191,7 @@ def split_into_files(mappings: list[TensorMapping], dtype: torch.dtype, max_byte
     return files
 
 
-def convert_to_hf(mapping: TensorMapping, index: Index, config: Config,
-                  dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def convert_to_hf(mapping: TensorMapping, index: Index, config: Config, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Read one parameter, or one expert's part, and return {Hugging Face name: tensor}. Raises UserError if a value
     overflows `dtype`."""
     values, tensors = read_box(f"weight.{mapping.name}", mapping.shape, index, mapping.box).view(mapping.size), {}
@@ -212,6 +213,9 @@ def export_model(folder: Path, out: Path, dtype_name: str | None = None, max_byt
     checkpoint = find_checkpoint(folder)
     index, model = open_weights(checkpoint)
     config, left_out = model.config.for_export()
+    masks = [flag_name(name) for name in ("reset_position_ids", "reset_attention_mask") if getattr(config, name)]
+    if masks:
+        left_out += f"; trained with {' and '.join(masks)}, so give Transformers one document at a time"
     dtype_name = dtype_name or config.dtype
     dtype, family, values = DTYPES[dtype_name], family_of(config), write_config(config, dtype_name)
     mappings = map_tensors(config, family.modules)
@@ -232,7 +236,7 @@ def export_model(folder: Path, out: Path, dtype_name: str | None = None, max_byt
                             for mapping in mappings_of_file for hf_name in mapping.hf_shapes}))
         imported = any((checkpoint / name).is_file() for name in TOKENIZER_FILES)       # else take the data folder's
         source = checkpoint if imported or not config.data_path else Path(config.data_path)
-        copied = copy_files((*TOKENIZER_FILES, GENERATION), source, temporary)
+        copied = copy_tokenizer(source, temporary)
         write_json(temporary / "config.json", values | special_tokens(temporary, source / "meta.json"))
     return (f"{out}: {family.architecture}, {counted(len(names), 'weight file')}, "
             f"{element_count(mappings):,} elements in {dtype_name}, {tokenizer_summary(copied)}{left_out}")

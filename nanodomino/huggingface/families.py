@@ -1,16 +1,12 @@
-"""Reads the entries of a config.json, and refuses an entry that might change the logits in an unknown way.
+"""The model families that can be imported and exported, and how their config.json maps to a Config.
+
+A Family is a table. read_config() uses it for import, and write_config() for export. Export chooses the first family
+that fits, so a model that could be a Llama or a Mistral becomes a Llama. Most entries correspond to one setting with
+another name. Functions translate the others, such as the scaling of RoPE: read_x(ConfigReader) returns {setting: value},
+and write_x(Config) returns {entry: value}. Both may raise UserError.
 
 A model that differs a little from the original would load and train without an error, but its losses would be worse. So
 an entry that no family reads must be off (null, false, 0, empty) or match HARMLESS. Otherwise the model is refused.
-
-Most entries correspond to one setting with another name; families.py lists them. The functions below translate the
-others, such as the scaling of RoPE: read_x(ConfigReader) returns {setting: value}, and write_x(Config) returns
-{entry: value}. Both may raise UserError.
-
-The model families that can be imported and exported, and how their config.json maps to a Config.
-
-A Family is a table. read_config() uses it for import, and write_config() for export. Export chooses the first family
-that fits, so a model that could be a Llama or a Mistral becomes a Llama.
 """
 
 import dataclasses
@@ -26,7 +22,6 @@ from nanodomino.huggingface.tensors import GPT2_MODULES, LLAMA_MODULES, MIXTRAL_
 from nanodomino.layers.positions import HIGH_FREQUENCY, LOW_FREQUENCY, ORIGINAL_LENGTH
 from nanodomino.settings.rules import holds
 from nanodomino.settings.setting import MAX_INT, flag_name, flag_settings
-
 
 # Entries for training, generation or bookkeeping.
 HARMLESS = re.compile(
@@ -140,6 +135,8 @@ def read_windows(reader: ConfigReader) -> dict:
     return {}
 
 
+# ---- the families
+
 IMPORTED_SEQ_LENGTH = 1024     # default seq-length of an imported model; less if the model has fewer positions
 HEADS, HEAD_SIZE = (lambda sizes: sizes.num_attention_heads,
                     lambda sizes: None if sizes.hidden_size % sizes.num_attention_heads
@@ -154,14 +151,14 @@ class Family:
     """
     architecture: str           # class name in Transformers
     prefix: str                 # start of all tensor names except lm_head's; some files leave it out
-    modules: dict               # a table of tensor_mapping.py
+    modules: dict               # a table of tensors.py
     ignored_tensors: str        # regular expression of buffers in old files; they are not weights
     sizes: dict                 # {entry: (setting, default or None)}
     epsilon: str                # the entry with the norms' epsilon
     settings: dict              # {setting: value in all models of the family, or a function of the sizes}
     supported: dict             # {entry: supported values}; the first is the default, which export writes
     defaults: dict              # {entry: the value that Transformers assumes if it is missing}
-    read: tuple = ()            # functions of config_rules.py for the other entries
+    read: tuple = ()            # functions that read the other entries
     write: tuple = ()           # their inverses
     aliases: dict = dataclasses.field(default_factory=dict)    # {another name of an entry in Transformers: entry}
 
@@ -236,11 +233,8 @@ TRANSLATED = {"layernorm_epsilon", "untie_embeddings_and_output_weights", "disab
               "use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor",
               "moe_router_pre_softmax", "model", "make_vocab_size_divisible_by", "ffn_hidden_size"}
 
-# {model_type: family}, without families of experts if that option is deleted
-SETTINGS = {field.name for field in dataclasses.fields(Config)}
-FAMILIES = {model_type: family for model_type, family in dict(
-    gpt2=GPT2, llama=LLAMA, mistral=MISTRAL, qwen2=QWEN2, qwen3=QWEN3, mixtral=MIXTRAL, qwen3_moe=QWEN3_MOE).items()
-    if SETTINGS.issuperset(family.settings)}
+# {model_type: family}
+FAMILIES = dict(gpt2=GPT2, llama=LLAMA, mistral=MISTRAL, qwen2=QWEN2, qwen3=QWEN3, mixtral=MIXTRAL, qwen3_moe=QWEN3_MOE)
 
 
 # ---- import
@@ -306,9 +300,9 @@ def nearest_preset(settings: dict) -> str:
 
 def family_of(config: Config) -> Family:
     """Return the first family that fits the model. If none fits, the UserError says what the nearest family needs."""
-    differences, experts = {}, getattr(config, "num_experts", None)
+    differences = {}
     for name, family in FAMILIES.items():
-        if bool(experts) != any(setting == "num_experts" for setting, _ in family.sizes.values()):
+        if bool(config.num_experts) != any(setting == "num_experts" for setting, _ in family.sizes.values()):
             continue
         needed = settings_of_family(family, config)
         actual = {setting: getattr(config, setting) for setting in needed}

@@ -400,12 +400,12 @@ def test_no_model_is_ever_in_memory_as_a_whole(transformers, tmp_path, monkeypat
     model = transformers.AutoModelForCausalLM.from_config(configuration).bfloat16()
     model.save_pretrained(tmp_path / "model")
     seen, before = [], anonymous_bytes()
-    for module, name in ((importing, "convert_from_hf"), (exporting, "convert_to_hf")):
-        def observed(*args, convert=getattr(module, name)):
-            tensors = convert(*args)
+    for name in ("convert_from_hf", "convert_to_hf"):
+        def observed(*args, function=getattr(convert, name)):
+            tensors = function(*args)
             seen.append(anonymous_bytes())
             return tensors
-        monkeypatch.setattr(module, name, observed)
+        monkeypatch.setattr(convert, name, observed)
     import_model(tmp_path / "model", tmp_path / "imported")
     assert len(seen) == 124 and max(seen) - before < 12 * 2**20
     seen.clear()
