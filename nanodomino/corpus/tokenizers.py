@@ -2,13 +2,13 @@
 
     byte    one token per byte, and end-of-text; needs no file and can encode every text
     gpt2    GPT-2's 50,257 tokens; a token is about four bytes of English, so a text has a quarter as many tokens
-    PATH    the folder or the tokenizer.json of a Hugging Face tokenizer, such as Llama 3's (huggingface_tokenizer.py)
+    PATH    the folder or the tokenizer.json of a Hugging Face tokenizer, such as Llama 3's
 
 Byte-pair encoding (BPE; GPT-2's paper, section 2.2) splits a text into words with a regular expression, and each word
 into bytes. Then it merges two neighbouring tokens of the word into one, again and again. The tokenizer has a list of
 all possible merges, and the merge that comes first in the list is done first.
 
-Reads a Hugging Face tokenizer.json with the optional `tokenizers` package. Two kinds of BPE are accepted:
+A tokenizer.json is read with the optional package `tokenizers`. Two kinds of BPE are accepted:
 
     byte-level       GPT-2, Llama 3, Qwen, SmolLM2    the symbols are bytes, spelled as printable characters; space is Ġ
     byte_fallback    Llama 2, Mistral                 the symbols are characters, space is ▁; a character that is not in
@@ -35,7 +35,6 @@ import tiktoken
 
 from nanodomino.errors import UserError, require
 from nanodomino.files import read_file
-
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZERS = ("byte", "gpt2")
@@ -121,6 +120,8 @@ def build_tokenizer(name, special_tokens=False, begin_of_text=False, end_of_text
                         "the folder of GPT-2's tokenizer.json as --tokenizer, or with --tokenizer byte") from None
 
 
+# ---- Hugging Face
+
 # The files of a tokenizer; all but the first are optional.
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
          "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json")
@@ -140,10 +141,10 @@ def bytes_of_characters() -> dict[str, int]:
 
 
 class HuggingFaceTokenizer:
-    """Wraps a tokenizer of the package as a Tokenizer; tokenizer.py explains the other arguments.
+    """Wraps a tokenizer of the package as a Tokenizer.
 
-    path: its tokenizer.json. Raises UserError if the tokenizer is of neither kind above, or does not decode a text's
-    ids to that text.
+    path: its tokenizer.json. The other arguments are those of build_tokenizer(). Raises UserError if the tokenizer is
+    of neither kind above, or if decoding the ids of a text gives another text.
     """
 
     name = "huggingface"
@@ -216,7 +217,7 @@ def errors_of_the_package(action: str):
 
 
 def read_huggingface(path, special_tokens=False, begin_of_text=False, end_of_text=None) -> HuggingFaceTokenizer:
-    """Read a tokenizer.json, or the one in a folder. Raises UserError. See build_tokenizer in tokenizer.py."""
+    """Read a tokenizer.json, or the one in a folder. See build_tokenizer(). Raises UserError."""
     path = Path(path, "tokenizer.json") if Path(path).is_dir() else Path(path)
     require(path.is_file() and path.name != "tokenizer.model", f"there is no {path} (sentencepiece's tokenizer.model "
             "can't be used instead); write one with AutoTokenizer's save_pretrained, or choose another folder")

@@ -148,10 +148,7 @@ def convert_from_hf(mapping: TensorMapping, found: dict, config: Config, dtype: 
 
 
 def import_model(folder: Path, output: Path) -> str:
-    """Import the model in `folder` as the checkpoint `output`, and return a line that describes the result.
-
-    Raises UserError.
-    """
+    """Import the model in `folder` as the checkpoint `output`, and return a line about the result. Raises UserError."""
     import_safetensors()
     values = read_json(folder / "config.json")
     family = family_of_json(values, folder / "config.json")
@@ -204,7 +201,7 @@ def convert_to_hf(mapping: TensorMapping, index: Index, config: Config, dtype: t
 
 
 def export_model(folder: Path, out: Path, dtype_name: str | None = None, max_bytes=5 * 10**9) -> str:
-    """Export the checkpoint in `folder` to `out`, and return a line that describes the result. Raises UserError.
+    """Export the checkpoint in `folder` to `out`, and return a line about the result. Raises UserError.
 
     folder: a checkpoint or a run; dtype_name: a key of DTYPES, or None for the dtype of the run or of the imported
     model; max_bytes: the largest size of a weight file with several parameters.
@@ -223,17 +220,17 @@ def export_model(folder: Path, out: Path, dtype_name: str | None = None, max_byt
     names = [WEIGHTS] if len(files) == 1 else [f"model-{number:05d}-of-{len(files):05d}.safetensors"
                                                for number in range(1, len(files) + 1)]
     with new_folder(out) as temporary:
+        weight_map = {}
         for name, mappings_of_file in zip(names, files):
             tensors = {}
             for mapping in mappings_of_file:
                 tensors |= convert_to_hf(mapping, index, config, dtype)
             package.torch.save_file(tensors, temporary / name, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(tensors, name)
             (temporary / name).chmod(temporary.stat().st_mode & 0o666)         # safetensors lets only its owner read it
         if len(files) > 1:
-            write_json(temporary / INDEX, dict(
-                metadata=dict(total_size=element_count(mappings) * dtype.itemsize),
-                weight_map={hf_name: name for name, mappings_of_file in zip(names, files)
-                            for mapping in mappings_of_file for hf_name in mapping.hf_shapes}))
+            total_size = element_count(mappings) * dtype.itemsize
+            write_json(temporary / INDEX, dict(metadata=dict(total_size=total_size), weight_map=weight_map))
         imported = any((checkpoint / name).is_file() for name in TOKENIZER_FILES)       # else take the data folder's
         source = checkpoint if imported or not config.data_path else Path(config.data_path)
         copied = copy_tokenizer(source, temporary)

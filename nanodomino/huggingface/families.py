@@ -2,8 +2,8 @@
 
 A Family is a table. read_config() uses it for import, and write_config() for export. Export chooses the first family
 that fits, so a model that could be a Llama or a Mistral becomes a Llama. Most entries correspond to one setting with
-another name. Functions translate the others, such as the scaling of RoPE: read_x(ConfigReader) returns {setting: value},
-and write_x(Config) returns {entry: value}. Both may raise UserError.
+another name. Functions translate the others, such as the scaling of RoPE. read_x(ConfigReader) returns
+{setting: value}, and write_x(Config) returns {entry: value}. Both may raise UserError.
 
 A model that differs a little from the original would load and train without an error, but its losses would be worse. So
 an entry that no family reads must be off (null, false, 0, empty) or match HARMLESS. Otherwise the model is refused.
