@@ -22,7 +22,6 @@ A tokenizer must not change a text, except that it may compose characters, as Qw
 texts are in NFC, and stay as they are.
 """
 
-import json
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +33,7 @@ import numpy as np
 import tiktoken
 
 from nanodomino.errors import UserError, require
-from nanodomino.files import read_file
+from nanodomino.files import read_file, read_json
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZERS = ("byte", "gpt2")
@@ -176,7 +175,7 @@ class HuggingFaceTokenizer:
         also replaces an unusual token there. Raises UserError, which ends with the advice `otherwise`."""
         added = {token.content: i for i, token in self.package_tokenizer.get_added_tokens_decoder().items()}
         config = self.files.get("tokenizer_config.json")
-        found = json.loads(read_file(config)).get(key) if config else None
+        found = read_json(config).get(key) if config else None
         found = found.get("content") if isinstance(found, dict) else found
         usual = SPECIAL_TOKENS[key]
         others = usual if not found else SEPARATORS if name is None and found not in usual else ()
