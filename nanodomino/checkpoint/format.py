@@ -170,14 +170,6 @@ def write_boxes(path: Path, boxes: Iterable[LocalBox]) -> Share:
     return Share(path.name, dict(size=start, sha256=digest.hexdigest()), entries)
 
 
-def index_text(shares: list[Share]) -> str:
-    """Return the text of index.json."""
-    tensors = {}
-    for name, dtype, shape, stored in (entry for share in shares for entry in share.entries):
-        tensors.setdefault(name, dict(dtype=dtype, shape=shape, boxes=[]))["boxes"].append(stored)
-    return json.dumps(tensors)
-
-
 class Index:
     """The tensors of a checkpoint, {name: StoredTensor}."""
 
@@ -253,7 +245,10 @@ def manifest_text(content: dict) -> str:
 def write_manifest(folder: Path, content: dict, shares: list[Share], advice: str):
     """Write the index and the manifest of a checkpoint and flush them to the disk. content: all entries of the manifest
     except "files", which is added. Raises UserError with this advice if a file is missing."""
-    write_file(folder / INDEX, index_text(shares).encode(), flush=True)
+    tensors = {}
+    for name, dtype, shape, stored in (entry for share in shares for entry in share.entries):
+        tensors.setdefault(name, dict(dtype=dtype, shape=shape, boxes=[]))["boxes"].append(stored)
+    write_file(folder / INDEX, json.dumps(tensors).encode(), flush=True)
     files = {share.file: share.digest for share in shares}
     missing = [name for name in files if not (folder / name).is_file()]
     require(not missing, f"{folder} lacks {', '.join(missing)}; {advice}")

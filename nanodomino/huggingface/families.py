@@ -23,6 +23,8 @@ from nanodomino.layers.positions import HIGH_FREQUENCY, LOW_FREQUENCY, ORIGINAL_
 from nanodomino.settings.rules import holds
 from nanodomino.settings.setting import MAX_INT, flag_name, flag_settings
 
+# ---- the entries of a config.json
+
 # Entries for training, generation or bookkeeping.
 HARMLESS = re.compile(
     r"architectures|model_type|transformers.*|unsloth.*|.*name_or_path|_commit_hash|(torch_)?dtype|use_cache|.*token_id|"
