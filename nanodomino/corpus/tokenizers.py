@@ -124,7 +124,7 @@ def build_tokenizer(name, special_tokens=False, begin_of_text=False, end_of_text
 # The files of a tokenizer; all but the first are optional.
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
          "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json")
-SEPARATORS = ("<|endoftext|>", "<|end_of_text|>")       # end documents, but not a chat's turns
+SEPARATORS = (END_OF_TEXT, "<|end_of_text|>")       # end documents, but not a chat's turns
 # The usual names of the tokens that tokenizer_config.json may name
 SPECIAL_TOKENS = {"eos_token": (*SEPARATORS, "</s>"), "bos_token": ("<|begin_of_text|>", "<s>")}
 # Each normalizer but NFC changes it; q\u0303 has no composed form

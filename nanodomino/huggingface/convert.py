@@ -70,16 +70,12 @@ def write_json(path: Path, values: dict):
     write_file(path, (json.dumps(values, indent=2) + "\n").encode())
 
 
-def copy_tokenizer(source: Path, target: Path) -> list[str]:
-    """Copy the tokenizer's files that exist in `source`, and return their names."""
+def copy_tokenizer(source: Path, target: Path) -> str:
+    """Copy the tokenizer's files that exist in `source`. Return a phrase about them for the result's line."""
     found = [name for name in FILES if (source / name).is_file()]
     for name in found:
         write_file(target / name, (source / name).read_bytes())
-    return found
-
-
-def tokenizer_summary(copied: list[str]) -> str:
-    return f"with {', '.join(copied)}" if copied else "without a tokenizer, since none was found"
+    return f"with {', '.join(found)}" if found else "without a tokenizer, since none was found"
 
 
 # ---- import
@@ -165,12 +161,12 @@ def import_model(folder: Path, output: Path) -> str:
             for one in mappings))
         copied = copy_tokenizer(folder, temporary)
         special = {name: values[name] for name in SPECIAL_TOKENS if values.get(name) is not None}
-        if GENERATION not in copied and special:               # a checkpoint has no other place for these ids
+        if special and not (temporary / GENERATION).exists():  # a checkpoint has no other place for these ids
             write_json(temporary / GENERATION, special)
         write_manifest(temporary, dict(format=FORMAT, step=0, adam_steps=0, skipped_in_a_row=0, loss_scale=None,
                                        config=to_record(config)), [share], "import it again")
     return (f"{output}: {family.architecture}, {len(mappings)} tensors, {element_count(mappings):,} elements in "
-            f"{dtype_name}, {tokenizer_summary(copied)}")
+            f"{dtype_name}, {copied}")
 
 
 # ---- export
@@ -236,7 +232,7 @@ def export_model(folder: Path, out: Path, dtype_name: str | None = None, max_byt
         copied = copy_tokenizer(source, temporary)
         write_json(temporary / "config.json", values | special_tokens(temporary, source / "meta.json"))
     return (f"{out}: {family.architecture}, {counted(len(names), 'weight file')}, "
-            f"{element_count(mappings):,} elements in {dtype_name}, {tokenizer_summary(copied)}{left_out}")
+            f"{element_count(mappings):,} elements in {dtype_name}, {copied}{left_out}")
 
 
 def special_tokens(folder: Path, meta: Path) -> dict:
