@@ -42,7 +42,7 @@ from typing import NamedTuple
 import torch
 
 from nanodomino.errors import UserError, require
-from nanodomino.files import file_size, make_folder, open_regular_file, read_file, sha256, write_file
+from nanodomino.files import file_size, make_folder, naming, open_regular_file, read_file, sha256, write_file
 from nanodomino.model import GPT
 from nanodomino.optim.buckets import Bucket
 from nanodomino.settings.presets import DTYPES
@@ -158,7 +158,7 @@ def write_boxes(path: Path, boxes: Iterable[LocalBox]) -> Share:
     file, so the ranks share this work. boxes: can be a generator, because only one box is needed at a time."""
     make_folder(path.parent)
     digest, start, entries = hashlib.sha256(), 0, []
-    with open_regular_file(path, "wb") as file:
+    with naming(path), open_regular_file(path, "wb") as file:
         for name, shape, (offset, size), values in boxes:
             data = values.view(torch.uint8).numpy()
             file.write(data)

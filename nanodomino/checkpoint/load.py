@@ -14,6 +14,7 @@ that it holds. Then the replicas all-gather the weights, exactly as after each s
 
 import dataclasses
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -152,20 +153,22 @@ def newest_finite_checkpoint(run_dir: Path, last_step: int) -> Path | None:
     """Return a run's newest intact checkpoint, up to `last_step`, whose weights are finite; None if there is none."""
     for folder in checkpoints_of(run_dir):
         with suppress(UserError, OSError):
-            if step_of(folder) <= last_step and verify(folder):
-                index, model = open_weights(folder)
-                if all(read_box(f"weight.{name}", shape, index).isfinite().all()
-                       for name, shape in full_shapes(model).items()):
-                    return folder
+            if (step_of(folder) <= last_step and verify(folder)
+                    and all(weight.isfinite().all() for _, weight in read_weights(folder))):
+                return folder
     return None
 
 
 def full_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Return {name: full weight} of a checkpoint. Raises UserError."""
+    return dict(read_weights(folder))
+
+
+def read_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name and the full weight of each parameter in a checkpoint. Raises UserError."""
     index, model = open_weights(folder)
-    shapes = full_shapes(model)
-    return {name: read_box(f"weight.{name}", shapes[name], index).view(weight.shape)
-            for name, weight in model.named_parameters()}
+    for name, weight in model.named_parameters():
+        yield name, read_box(f"weight.{name}", weight.spec.shape, index).view(weight.shape)
 
 
 def read_box(name: str, shape, index: Index, box: Box | None = None) -> torch.Tensor:
