@@ -28,10 +28,10 @@ with app.setup:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
     from exercises import figures
-    from nanodomino.analysis.hardware import GPUS
-    from nanodomino.config.config import ALL_PRESETS, ALL_SCHEDULES
+    from nanodomino.estimate.formulas import GPUS
+    from nanodomino.settings.config import ALL_PRESETS, ALL_SCHEDULES
     from nanodomino.errors import UserError
-    from nanodomino.options.recompute.tape_policy import GRANULARITIES
+    from nanodomino.options.recompute import GRANULARITIES
     from nanodomino.settings.presets import DTYPES, PRESETS
 
 

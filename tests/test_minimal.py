@@ -12,7 +12,7 @@ from support.runs import make_corpus, metric_points, train_in_pool
 
 from nanodomino import minimal
 from nanodomino.checkpoint.load import checkpoints_of, full_weights
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.schedules.simulation import picture
 
 

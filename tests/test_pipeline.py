@@ -15,7 +15,7 @@ from support.harness import build, random_data, tiny
 
 import train
 from nanodomino import pipeline
-from nanodomino.config.config import ALL_SCHEDULES
+from nanodomino.settings.config import ALL_SCHEDULES
 from nanodomino.mesh import meta_mesh
 from nanodomino.model import meta_stage, stage_layers
 from nanodomino.schedules import actions, definitions, simulation

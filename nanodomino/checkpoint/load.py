@@ -23,13 +23,13 @@ import torch.distributed as dist
 
 from nanodomino.checkpoint.format import (Box, BucketRange, Index, LocalBox, full_shapes, local_boxes, read_manifest,
                                           step_of, verify)
-from nanodomino.config.config import Config
-from nanodomino.config.saved_settings import from_record
+from nanodomino.settings.config import Config
+from nanodomino.settings.records import from_record
 from nanodomino.errors import UserError, require, sentence_and_code
 from nanodomino.files import read_json
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT, meta_model
-from nanodomino.settings.setting import flag_settings
+from nanodomino.settings.flags import flag_settings
 from nanodomino.zero import ZeroOptimizer
 
 

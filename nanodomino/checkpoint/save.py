@@ -28,8 +28,8 @@ from nanodomino.checkpoint.format import (FORMAT, BucketRange, LocalBox, Share, 
                                           write_boxes, write_manifest)
 from nanodomino.checkpoint.load import checkpoints_of, is_intact
 from nanodomino.comm.world import TIMEOUT
-from nanodomino.config.config import Config
-from nanodomino.config.saved_settings import to_record
+from nanodomino.settings.config import Config
+from nanodomino.settings.records import to_record
 from nanodomino.files import delete
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT

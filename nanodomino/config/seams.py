@@ -10,10 +10,9 @@ from itertools import islice
 
 from nanodomino.domino import LinearPair
 from nanodomino.generate.cache import KeyValueCache
-from nanodomino.layers.mlp import MLP
+from nanodomino.layers.sublayers import MLP
 from nanodomino.mesh import no_more_groups
-from nanodomino.overlap.slice_ops import ReplicatedResidual
-from nanodomino.overlap.slices import NothingBehindHead, WholeTape
+from nanodomino.overlap.slices import NothingBehindHead, ReplicatedResidual, WholeTape
 
 
 class Seams:

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from nanodomino.config.flags import Parser
+from nanodomino.settings.flags import Parser
 from nanodomino.errors import run_command
 from nanodomino.huggingface.convert import export_model, import_model
 from nanodomino.settings.presets import DTYPES

@@ -20,15 +20,15 @@ import torch
 
 from nanodomino.checkpoint.format import FORMAT, Index, LocalBox, write_boxes, write_manifest
 from nanodomino.checkpoint.load import find_checkpoint, open_weights, read_box
-from nanodomino.config.config import Config
-from nanodomino.config.saved_settings import to_record
+from nanodomino.settings.config import Config
+from nanodomino.settings.records import to_record
 from nanodomino.corpus.tokenizers import FILES
 from nanodomino.errors import UserError, counted, require
 from nanodomino.files import delete, read_json, write_file
 from nanodomino.huggingface.families import Family, family_of, family_of_json, read_config, write_config
 from nanodomino.huggingface.tensors import TensorMapping, element_count, map_tensors
 from nanodomino.settings.presets import DTYPES
-from nanodomino.settings.setting import flag_name
+from nanodomino.settings.flags import flag_name
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 *TOKENIZER_FILES, GENERATION = FILES

@@ -16,12 +16,12 @@ import re
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from nanodomino.config.config import ALL_PRESETS, Config
+from nanodomino.settings.config import ALL_PRESETS, Config
 from nanodomino.errors import UserError, require
 from nanodomino.huggingface.tensors import GPT2_MODULES, LLAMA_MODULES, MIXTRAL_MODULES, QWEN3_MOE_MODULES
 from nanodomino.layers.positions import HIGH_FREQUENCY, LOW_FREQUENCY, ORIGINAL_LENGTH
 from nanodomino.settings.rules import holds
-from nanodomino.settings.setting import MAX_INT, flag_name, flag_settings
+from nanodomino.settings.flags import MAX_INT, flag_name, flag_settings
 
 # ---- the entries of a config.json
 

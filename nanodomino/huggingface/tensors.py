@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from nanodomino.checkpoint.format import Box, full_shapes
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.model import meta_model
 
 

@@ -19,7 +19,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from nanodomino.comm.device import has_flash_attention
+from nanodomino.comm.world import has_flash_attention
 from nanodomino.layers.positions import to_device
 
 

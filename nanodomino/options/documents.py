@@ -19,7 +19,7 @@ import torch
 from nanodomino.generate.cache import KeyValueCache
 from nanodomino.layers.positions import to_device
 from nanodomino.layers.varlen import attention_bias, first_of_document, inputs_within_documents
-from nanodomino.settings.setting import data_setting
+from nanodomino.settings.flags import data_setting
 
 
 def document_ids(tokens, end_of_text: int):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from nanodomino.schedules.actions import Backward, Forward
 from nanodomino.schedules.definitions import Schedule
-from nanodomino.settings.setting import layout_setting
+from nanodomino.settings.flags import layout_setting
 
 
 def eager_1f1b(stage: int, stages: int, microbatches: int, chunks=1, look_ahead=1) -> list:

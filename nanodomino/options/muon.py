@@ -23,10 +23,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nanodomino.comm.scatter_and_gather import all_gather
+from nanodomino.comm.collectives import all_gather
 from nanodomino.optim.buckets import Bucket
 from nanodomino.optim.optimizers import OptimizerSpec
-from nanodomino.settings.setting import training_setting
+from nanodomino.settings.flags import training_setting
 
 COEFFICIENTS, ITERATIONS = (3.4445, -4.7750, 2.0315), 5      # Keller Jordan's, for Newton-Schulz
 

@@ -42,9 +42,8 @@ only to its own rows. So each rank has a different addend of their gradients. ze
 
 from dataclasses import dataclass
 
-from nanodomino.overlap.flight import Flight, prepare_all_gather, prepare_reduce_scatter
-from nanodomino.overlap.slice_ops import ReplicatedResidual
-from nanodomino.settings.setting import layout_setting
+from nanodomino.overlap.slices import Flight, ReplicatedResidual, prepare_all_gather, prepare_reduce_scatter
+from nanodomino.settings.flags import layout_setting
 
 
 class ShardedResidual(ReplicatedResidual):

@@ -20,8 +20,8 @@ from nanodomino.checkpoint.format import read_manifest
 from nanodomino.checkpoint.load import (checkpoints_of, find_checkpoint, newest_intact_checkpoint,
                                         recorded_settings)
 from nanodomino.checkpoint.save import clear_leftovers
-from nanodomino.config.config import Config
-from nanodomino.config.saved_settings import check_record, check_settings, news, taken_over
+from nanodomino.settings.config import Config
+from nanodomino.settings.records import check_record, check_settings, news, taken_over
 from nanodomino.errors import UserError, counted, require
 from nanodomino.files import make_folder, open_descriptor
 

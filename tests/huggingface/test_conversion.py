@@ -20,7 +20,7 @@ from support.runs import main_on_rank, make_corpus, metric_points
 from nanodomino.checkpoint.format import verify
 from nanodomino.checkpoint.load import checkpoints_of, load_weights
 from nanodomino.comm.world import LaunchInfo
-from nanodomino.config.config import ALL_PRESETS, Config
+from nanodomino.settings.config import ALL_PRESETS, Config
 from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.data import TokenDataset
 from nanodomino.errors import UserError

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.huggingface import LENGTH, LLAMA3, change_config, change_tensors, same_bits, weights_of
 
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.errors import UserError
 from nanodomino.huggingface import convert, families
 from nanodomino.huggingface.__main__ import main

@@ -51,7 +51,7 @@ from nanodomino.layers.dropout_and_positions import AttentionInputs
 from nanodomino.layers.positions import rotation, to_device
 from nanodomino.layers.varlen import attention_bias, first_of_document, starts_of, uses_varlen, varlen_attention
 from nanodomino.options.context_parallel.places import by_rank, in_order, own_places
-from nanodomino.overlap.flight import prepare_all_gather, prepare_all_to_all, prepare_reduce_scatter
+from nanodomino.overlap.slices import prepare_all_gather, prepare_all_to_all, prepare_reduce_scatter
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from nanodomino.layers.varlen import fits_varlen
 from nanodomino.options.context_parallel import places
 from nanodomino.options.context_parallel.attention import ExchangedHeads, GatheredKeys
 from nanodomino.settings.rules import check_divisible
-from nanodomino.settings.setting import layout_setting
+from nanodomino.settings.flags import layout_setting
 
 ATTENTION = {"all_gather": GatheredKeys, "a2a": ExchangedHeads}
 

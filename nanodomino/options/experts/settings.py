@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 
 from nanodomino.errors import require
 from nanodomino.optim.optimizers import OptimizerSpec, SignUpdate
-from nanodomino.options.experts.moe import MoE, MoEInside
-from nanodomino.options.experts.router import SCORE_FUNCTIONS
+from nanodomino.options.experts import MoE, MoEInside
+from nanodomino.options.router import SCORE_FUNCTIONS
 from nanodomino.settings.presets import LLAMA, LLAMA_FIELDS, PRESET_FIELDS
 from nanodomino.settings.rules import divisors
-from nanodomino.settings.setting import family_setting, layout_setting, model_setting
+from nanodomino.settings.flags import family_setting, layout_setting, model_setting
 
 EXPERTS = "--num-experts"            # what most settings need to have an effect
 # A token passes through as many weights of experts in nano-moe as of MLPs in nano-llama. The other sizes come from the

@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanodomino.layers.norms import Norm
+from nanodomino.layers.sublayers import Norm
 from nanodomino.optim.parameter_spec import parameter
 
 

@@ -7,9 +7,8 @@ from torch import nn
 
 from nanodomino.errors import counted, require
 from nanodomino.layers.positions import to_device
-from nanodomino.options.multi_token_prediction.depths import PredictionDepth
-from nanodomino.options.multi_token_prediction.runner import PredictionDepths
-from nanodomino.settings.setting import model_setting
+from nanodomino.options.multi_token_prediction import PredictionDepth, PredictionDepths
+from nanodomino.settings.flags import model_setting
 
 
 @dataclass(frozen=True)

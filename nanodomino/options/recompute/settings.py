@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from nanodomino.options.recompute.tape_policy import GRANULARITIES, RecomputingTape
-from nanodomino.settings.setting import layout_setting
+from nanodomino.options.recompute import GRANULARITIES, RecomputingTape
+from nanodomino.settings.flags import layout_setting
 
 
 @dataclass(frozen=True)
