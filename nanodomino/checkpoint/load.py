@@ -1,10 +1,20 @@
-"""Fills a model and an optimizer of any layout from a checkpoint.
+"""Finds the checkpoints of a run, and fills a model and an optimizer of any layout from one.
+
+    runs/nano-001/config.json                               the settings of the latest launch
+    runs/nano-001/checkpoints/step-00000100/                a checkpoint; only a complete one gets such a name
+    runs/nano-001/checkpoints/.step-00000200.unfinished/    a checkpoint that is being written
+    runs/nano-001/checkpoints/.step-00000050.discarded/     a checkpoint that is being deleted
+
+A killed process can leave hidden folders behind; the next launch deletes them. Folders with other names, such as a
+user's copy of a checkpoint, are ignored and never deleted.
 
 Each rank reads only the values that it owns, directly into its flat buffers. With ZeRO it owns 1/dp of the parameters
 that it holds. Then the replicas all-gather the weights, exactly as after each step.
 """
 
 import dataclasses
+import os
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 from nanodomino.checkpoint.format import (Box, BucketRange, Index, LocalBox, full_shapes, local_boxes, read_manifest,
-                                          verify)
-from nanodomino.checkpoint.load import checkpoints_of
-from nanodomino.errors import UserError, sentence_and_code
+                                          step_of, verify)
+from nanodomino.errors import UserError, require, sentence_and_code
+from nanodomino.files import read_json
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT, meta_model
 from nanodomino.settings.config import Config
@@ -22,6 +32,61 @@ from nanodomino.settings.flags import flag_settings
 from nanodomino.settings.records import from_record
 from nanodomino.zero import ZeroOptimizer
 
+
+# ---- find a checkpoint
+
+def checkpoints_of(run_dir: Path) -> list[Path]:
+    """Return the checkpoints in a run's folder, newest first. Raises OSError if the folder can't be read: an unreadable
+    folder must not be taken for an empty one."""
+    parent = run_dir / "checkpoints"
+    found = list(parent.iterdir()) if parent.is_dir() else []
+    return sorted((path for path in found if step_of(path) is not None), key=step_of, reverse=True)
+
+
+def newest_intact_checkpoint(run_dir: Path, report=print) -> Path | None:
+    """Return the newest intact checkpoint of a run, or None. Skip damaged checkpoints; report(text) reports each."""
+    return next((folder for folder in checkpoints_of(run_dir) if is_intact(folder, report)), None)
+
+
+def is_intact(folder: Path, report=lambda text: None) -> bool:
+    """Check every byte of a checkpoint. report(text): called with a warning if the checkpoint is damaged."""
+    try:
+        verify(folder)
+        return True
+    except (UserError, OSError) as error:
+        problem = sentence_and_code(error)[0].removesuffix("; use another checkpoint")
+        report(f"warning: {problem}; trying the previous checkpoint")
+        return False
+
+
+def find_checkpoint(folder: Path) -> Path:
+    """Return the checkpoint that --load names: the newest intact one if `folder` is a run's, else `folder` itself.
+    Raises UserError if there is none or it is damaged."""
+    problem = f"{folder} is a file, not a folder" if os.path.lexists(folder) else f"there is no folder {folder}"
+    require(folder.is_dir(), f"{problem} to load from; give a checkpoint or the folder of a run")
+    if not (folder / "checkpoints").is_dir():
+        verify(folder)
+        return folder
+    checkpoint = newest_intact_checkpoint(folder)
+    require(checkpoint, f"{folder / 'checkpoints'} holds no intact checkpoint; give another folder")
+    return checkpoint
+
+
+def recorded_settings(folder: Path) -> dict | None:
+    """Return the settings of a run's latest launch, or of a checkpoint; None if none can be read.
+
+    If config.json can't be read, return the settings of the newest checkpoint.
+    """
+    with suppress(UserError):
+        return read_json(folder / "config.json")
+    with suppress(OSError):                                    # for example, the name is too long
+        for checkpoint in [folder, *checkpoints_of(folder)]:
+            with suppress(UserError):
+                return read_manifest(checkpoint)["config"]
+    return None
+
+
+# ---- fill a model
 
 def restore(folder: Path, model: GPT, optimizer: ZeroOptimizer, mesh: Mesh, weights_only=False) -> int:
     """Fill the model and the optimizer, and return the checkpoint's step. All ranks must call this together.
@@ -85,24 +150,25 @@ def open_weights(folder: Path) -> tuple[Index, GPT]:
 
 
 def newest_finite_checkpoint(run_dir: Path, last_step: int) -> Path | None:
-    """Return the newest intact checkpoint of a run, up to `last_step`, whose weights are finite; None if there is none.
-    """
+    """Return a run's newest intact checkpoint, up to `last_step`, whose weights are finite; None if there is none."""
     for folder in checkpoints_of(run_dir):
         with suppress(UserError, OSError):
-            if verify(folder)["step"] <= last_step:
-                index, model = open_weights(folder)
-                if all(read_box(f"weight.{name}", shape, index).isfinite().all()
-                       for name, shape in full_shapes(model).items()):
-                    return folder
+            if (step_of(folder) <= last_step and verify(folder)
+                    and all(weight.isfinite().all() for _, weight in read_weights(folder))):
+                return folder
     return None
 
 
 def full_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Return {name: full weight} of a checkpoint. Raises UserError."""
+    return dict(read_weights(folder))
+
+
+def read_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name and the full weight of each parameter in a checkpoint. Raises UserError."""
     index, model = open_weights(folder)
-    shapes = full_shapes(model)
-    return {name: read_box(f"weight.{name}", shapes[name], index).view(weight.shape)
-            for name, weight in model.named_parameters()}
+    for name, weight in model.named_parameters():
+        yield name, read_box(f"weight.{name}", weight.spec.shape, index).view(weight.shape)
 
 
 def read_box(name: str, shape, index: Index, box: Box | None = None) -> torch.Tensor:

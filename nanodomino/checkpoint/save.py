@@ -1,6 +1,6 @@
 """Saves checkpoints in the background. Each rank writes its share, and renaming the folder completes the checkpoint.
 
-**Each rank writes its share.** Ranks that hold the same values share the work (shards.range_to_save). So the bytes that
+**Each rank writes its share.** Ranks that hold the same values share the work (range_to_save). So the bytes that
 a rank writes, the host memory for them and the time that training waits for the copy all fall as 1/dp. With AdamW a
 share is 12/dp bytes for each parameter that the rank holds: the fp32 master weight and two fp32 moments.
 
@@ -25,15 +25,29 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nanodomino.checkpoint.format import (FORMAT, BucketRange, LocalBox, Share, flush_folder, local_boxes,
-                                          range_to_save, step_of, write_boxes, write_manifest)
-from nanodomino.checkpoint.load import checkpoints_of, delete_checkpoint, is_intact
+from nanodomino.checkpoint.format import (FORMAT, BucketRange, LocalBox, Share, flush_folder, local_boxes, step_of,
+                                          write_boxes, write_manifest)
+from nanodomino.checkpoint.load import checkpoints_of, is_intact
 from nanodomino.comm.world import TIMEOUT
 from nanodomino.files import delete
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
+from nanodomino.optim.buckets import Bucket
 from nanodomino.settings.config import Config
 from nanodomino.zero import ZeroOptimizer
+
+
+def range_to_save(bucket: Bucket, mesh: Mesh) -> tuple[int, int]:
+    """Return the range (start, end) of a bucket that this rank saves.
+
+    All ranks that hold the same bucket share the work. These are the replicas and, if the bucket is not cut over tp,
+    also the tp ranks. Each replica saves the part that it owns with ZeRO. Only the first stage saves a tied embedding.
+    """
+    holders, index = mesh.axis(bucket.kind.replicas)
+    if "tp" not in bucket.kind.shards:
+        holders, index = holders * mesh.tp, index * mesh.tp + mesh.tp_rank
+    size = len(bucket.weights) if mesh.pp_rank == 0 or "embedding" not in bucket.kind.addends else 0
+    return size * index // holders, size * (index + 1) // holders
 
 
 def allocate_host_copies(optimizer: ZeroOptimizer, mesh: Mesh) -> list[BucketRange]:
@@ -140,6 +154,18 @@ class Saver:
                     delete_checkpoint(folder)
                 elif folder in self.intact or is_intact(folder):
                     kept, self.intact = kept + 1, self.intact | {folder}
+
+
+def delete_checkpoint(folder: Path):
+    """Rename a checkpoint, then delete it, so that a half-deleted folder never looks like a checkpoint."""
+    delete(folder.rename(folder.with_name(f".{folder.name}.discarded")))
+
+
+def clear_leftovers(run_dir: Path):
+    """Delete the hidden folders that killed processes left; otherwise a full disk would stay full."""
+    for suffix in ("unfinished", "discarded"):
+        for folder in (run_dir / "checkpoints").glob(f".step-*.{suffix}"):
+            delete(folder)
 
 
 def attempt(function, *arguments) -> tuple:

@@ -26,6 +26,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 from nanodomino.errors import UserError, require
+from nanodomino.files import LIMIT
 
 CHUNK = 1 << 20                 # characters read at once
 
@@ -99,17 +100,18 @@ def open_input(path: str, key: str) -> Iterator[tuple[str, io.BufferedIOBase, io
         with (open(path, "rb") as stored,
               gzip.open(stored) if stored.peek(2)[:2] == b"\x1f\x8b" else nullcontext(stored) as file):
             kind = "parquet" if file.peek(4)[:4] == b"PAR1" else "JSON lines" if name.endswith(".jsonl") else "text"
-            if kind == "text" and not name.endswith(".txt"):
+            if kind == "text" and not name.endswith(".txt") and b"{" in file.peek(64)[:64]:
                 with suppress(UserError):
-                    text_of(file.readline(CHUNK), key, path)
+                    text_of(file.readline(LIMIT), key, path)
                     kind = "JSON lines"
                 file.seek(0)
             yield kind, file, stored
     except (EOFError, zlib.error, ValueError, OSError) as error:
         if getattr(error, "filename", None):
             raise
-        fault = "not UTF-8 text" if isinstance(error, UnicodeError) else f"damaged ({' '.join(str(error).split())})"
-        raise UserError(f"the input {path} is {fault}; convert or decompress it first") from None
+        fault = ("not UTF-8 text; convert or decompress it first" if isinstance(error, UnicodeError)
+                 else f"damaged ({' '.join(str(error).split())}); replace it by an intact copy")
+        raise UserError(f"the input {path} is {fault}") from None
 
 
 def read_documents(files: list[tuple[str, str, int]], key: str) -> Iterator[Document]:
@@ -142,9 +144,10 @@ def parquet_rows(path: str, file: io.BufferedIOBase, key: str) -> Iterator[dict]
         yield from rows.to_pylist()
 
 
-def text_of(record: bytes | dict, key: str, place: str) -> str:
-    """Return the text of a JSON line or of a row. Raises UserError. place: file and line."""
-    advice = f'; each must look like {{"{key}": "..."}}, and --key names another key'
+def text_of(record: bytes | dict, key: str, place: str, advice=", and --key names another key") -> str:
+    """Return the text of a JSON line or of a row. Raises UserError. place: file and line. advice: how to use another
+    key."""
+    advice = f'; each must look like {{"{key}": "..."}}{advice}'
     try:
         record = json.loads(record) if isinstance(record, bytes) else record
     except (ValueError, RecursionError) as error:

@@ -83,11 +83,12 @@ def read_prompts(path: str) -> list[str]:
     except (OSError, UnicodeError) as error:
         raise UserError(f"--prompts {path} can't be read as UTF-8 text ({getattr(error, 'strerror', error)}); give a "
                         "text file") from None
-    require(any(lines), f"--prompts {path} holds no prompt; write one prompt per line")
+    prompts = [line for line in lines if line]
     if path.endswith(".jsonl"):
-        return [text_of(line.encode(), "text", f"--prompts {path}, line {number}")
-                for number, line in enumerate(lines, 1) if line.strip()]
-    return [line for line in lines if line]
+        prompts = [text_of(line.encode(), "text", f"--prompts {path}, line {number}", advice="")
+                   for number, line in enumerate(lines, 1) if line.strip()]
+    require(prompts, f"--prompts {path} holds no prompt; write one prompt per line")
+    return prompts
 
 
 def find_tokenizer(checkpoint: Path, config: Config, flags: argparse.Namespace) -> Tokenizer:

@@ -9,7 +9,8 @@ from nanodomino.settings.flags import Parser
 from nanodomino.settings.presets import DTYPES
 
 
-def command_line() -> Parser:
+def main(arguments: list[str]):
+    """Run a command, and print a line about the result. Raises UserError."""
     parser = Parser("python -m nanodomino.huggingface", allow_abbrev=False,
                     description="Convert models from and to Hugging Face's format, in one process without a GPU.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="import | export")
@@ -23,17 +24,9 @@ def command_line() -> Parser:
     exporting.add_argument("out", metavar="DIR", type=Path, help="the folder to write, for from_pretrained")
     exporting.add_argument("--dtype", choices=DTYPES,
                            help="dtype of the weights (default: the dtype of the run or of the imported model)")
-    return parser
-
-
-def main(arguments: list[str]) -> int:
-    """Run a command and return its exit code. Raises UserError."""
-    flags = command_line().parse_args(arguments)
-    if flags.command == "import":
-        print(import_model(flags.folder, flags.output))
-    else:
-        print(export_model(flags.folder, flags.out, flags.dtype))
-    return 0
+    flags = parser.parse_args(arguments)
+    print(import_model(flags.folder, flags.output) if flags.command == "import"
+          else export_model(flags.folder, flags.out, flags.dtype))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch
 from support.checkpoints import ONE_RANK, TP2, TP2_DP2, config_for, make_saver, save_steps, write_empty_checkpoint
 from support.harness import build
 
-from nanodomino.checkpoint import save as save_module, tensor_index
+from nanodomino.checkpoint import format as format_module, save as save_module
 from nanodomino.checkpoint.format import local_boxes, read_manifest, step_of, verify
 from nanodomino.checkpoint.load import checkpoints_of, full_weights
 
@@ -26,7 +26,7 @@ def memory_written(config, folder):
             return super().write(data)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor_index, "open_regular_file", Recorder)
+        patch.setattr(format_module, "open_regular_file", Recorder)
         assert save() is None
     return written, [(box.values.data_ptr(), box.values.nbytes) for box in local_boxes(model, saver.copies)]
 
@@ -83,7 +83,7 @@ def save_with_a_full_disk(config, folder, full):
     return failures
 
 
-@pytest.mark.parametrize("full", ["save.write_boxes", "manifest.write_file"])
+@pytest.mark.parametrize("full", ["save.write_boxes", "format.write_file"])
 def test_only_a_complete_checkpoint_replaces_old_ones_and_a_full_disk_is_reported(pool, tmp_path, full):
     """What was written is deleted at once, or the disk would stay full; a user's own folders are never deleted."""
     copies = ["step-00000000.bak", "step-00000001-best", "step-best"]

@@ -195,10 +195,10 @@ def test_a_folder_is_read_in_order_without_hidden_and_binary_files(tmp_path, mon
 LINES, BOM, TWO = b'{"text": "one", "id": 1}\n{"id": 2, "text": "two"}\n', b"\xef\xbb\xbf", ["one", "two"]
 TYPES = [       # (name, content, documents): the name as typed and the first bytes decide
     ("a.jsonl", LINES, TWO), ("a.jsonl.gz", gzip.compress(LINES[:25]) + gzip.compress(LINES[25:]), TWO),
-    ("a.jsonl.gz", LINES, TWO), ("a.json", BOM + LINES, TWO), ("blob", gzip.compress(LINES), TWO),
-    ("a.txt", LINES, [LINES.decode()]), ("a.json", b'{\n"text": "one"\n}', ['{\n"text": "one"\n}']),
-    ("a.md", b"\n" + LINES, ["\n" + LINES.decode()]), ("a.txt.gz", gzip.compress(BOM + LINES), [LINES.decode()]),
-    ("a.md", b"x\r\n", ["x\r\n"])]
+    ("a.jsonl.gz", LINES, TWO), ("a.json", BOM + LINES.replace(b"{", b"{" + (1 << 20) * b" ", 1), TWO),
+    ("blob", gzip.compress(LINES), TWO), ("a.txt", LINES, [LINES.decode()]), ("a.md", b"x\r\n", ["x\r\n"]),
+    ("a.json", b'{\n"text": "one"\n}', ['{\n"text": "one"\n}']), ("a.md", b"\n" + LINES, ["\n" + LINES.decode()]),
+    ("a.txt.gz", gzip.compress(BOM + LINES), [LINES.decode()])]
 
 
 @pytest.mark.parametrize("target", ["a.txt", "a.jsonl", None])

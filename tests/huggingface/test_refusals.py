@@ -11,7 +11,7 @@ import torch
 from support.huggingface import LENGTH, LLAMA3, change_config, change_tensors, same_bits, weights_of
 
 from nanodomino.errors import UserError
-from nanodomino.huggingface import export_model as exporting, families, import_model as importing
+from nanodomino.huggingface import convert, families
 from nanodomino.huggingface.__main__ import main
 from nanodomino.huggingface.convert import INDEX, export_model, import_model
 from nanodomino.huggingface.families import read_config, write_config
@@ -182,15 +182,14 @@ def test_nothing_is_overwritten_and_names_must_fit(saved, tmp_path):
         import_model(saved("gpt2")[1], tmp_path / "file" / "imported")
 
 
-@pytest.mark.parametrize("module, name", [(importing, "convert_from_hf"), (exporting, "convert_to_hf")],
-                         ids=["import", "export"])
-def test_output_is_complete_or_absent(saved, tmp_path, monkeypatch, module, name):
+@pytest.mark.parametrize("name", ["convert_from_hf", "convert_to_hf"])
+def test_output_is_complete_or_absent(saved, tmp_path, monkeypatch, name):
     """A full disk in the middle leaves no folder; the next attempt removes what a killed process left, and succeeds."""
     import_model(saved("gpt2")[1], tmp_path / "imported")
-    convert, calls, out = getattr(module, name), [], tmp_path / "out"
+    function, calls, out = getattr(convert, name), [], tmp_path / "out"
 
     def act():
-        if module is importing:
+        if name == "convert_from_hf":
             return import_model(saved("gpt2")[1], out)
         return export_model(tmp_path / "imported", out)
 
@@ -198,12 +197,12 @@ def test_output_is_complete_or_absent(saved, tmp_path, monkeypatch, module, name
         calls.append(1)
         if len(calls) == 9:
             raise OSError(28, os.strerror(28))
-        return convert(*args)
+        return function(*args)
 
     (tmp_path / ".out.unfinished").mkdir()
     (tmp_path / ".out.unfinished" / "left").write_text("")
     with monkeypatch.context() as patch:
-        patch.setattr(module, name, fail)
+        patch.setattr(convert, name, fail)
         with pytest.raises(UserError, match=r"out can't be written \(No space left on device\); free some space"):
             act()
     assert len(calls) == 9 and not list(tmp_path.glob("*out*"))

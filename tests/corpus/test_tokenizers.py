@@ -342,7 +342,7 @@ def test_missing_and_broken_files_are_named_in_one_sentence(tmp_path, families, 
     for name, message in [
             ("sentencepiece", "sentencepiece/tokenizer.json (sentencepiece's tokenizer.model can't be used instead)"),
             ("sentencepiece/tokenizer.model", "tokenizer.model can't be used instead"),
-            ("broken", "the tokenizers package cannot read"), ("config", "the tokenizers package cannot read"),
+            ("broken", "the tokenizers package cannot read"), ("config", "tokenizer_config.json can't be read ("),
             ("end", "has no added token 'x' as its bos_token; name one in tokenizer_config.json, or leave out"),
             ("nowhere", "try one of byte, gpt2, or the path of a Hugging Face tokenizer's folder")]:
         with pytest.raises(UserError) as caught:

@@ -15,8 +15,8 @@ In nanodomino the rows of qkv are ordered group by group: the r q heads, the k h
 those of group 1, and so on. So a contiguous shard holds whole groups, and each tensor-parallel rank can compute
 attention on its own. GPT-2 computes x W (its Conv1D), the others x W^T; therefore GPT-2's matrices are transposed.
 
-The experts of a layer are stacked in one parameter. In Hugging Face's files each expert has its own tensors, of the
-same shapes as those of an MLP. So an expert is converted like an MLP, and only one expert is in memory at a time.
+The experts of a layer are stacked in one parameter. In Hugging Face's files each expert has its own tensors, with the
+shapes of an MLP's. So an expert is converted like an MLP, and only one expert is in memory at a time.
 """
 
 import re
