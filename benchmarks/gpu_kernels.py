@@ -25,7 +25,7 @@ from nanodomino.estimate.accounts import Accounts
 from nanodomino.estimate.formulas import GPUS
 from nanodomino.layers.attention import fused_attention
 from nanodomino.layers.gradients import add_weight_gradient, run_segment
-from nanodomino.layers.varlen import attention_bias, find_starts, varlen_attention
+from nanodomino.layers.attention_mask import attention_bias, find_starts, varlen_attention
 from nanodomino.options.experts import grouped_linear
 from nanodomino.options.fp8 import FORMATS, RECIPES, Fp8Recipe, Fp8Weight
 

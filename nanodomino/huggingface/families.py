@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 from nanodomino.errors import UserError, require
 from nanodomino.huggingface.tensors import GPT2_MODULES, LLAMA_MODULES, MIXTRAL_MODULES, QWEN3_MOE_MODULES
-from nanodomino.layers.positions import HIGH_FREQUENCY, LOW_FREQUENCY, ORIGINAL_LENGTH
+from nanodomino.layers.attention_mask import HIGH_FREQUENCY, LOW_FREQUENCY, ORIGINAL_LENGTH
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import MAX_INT, flag_name, flag_settings
 from nanodomino.settings.presets import PRESETS

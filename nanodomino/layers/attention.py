@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 from nanodomino.comm.world import on_gpu
 from nanodomino.layers.gradients import add_gradients, run_segment
-from nanodomino.layers.positions import inverse_rotation, rotate
+from nanodomino.layers.attention_mask import inverse_rotation, rotate
 from nanodomino.layers.residual import drop
 from nanodomino.layers.sublayers import Norm, Sublayer
 from nanodomino.parallel import ColumnParallelLinear, RowParallelLinear

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from nanodomino.layers.gradients import wide_dtype
-from nanodomino.layers.positions import rotation
+from nanodomino.layers.attention_mask import rotation
 from nanodomino.layers.residual import seeded_generator
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from nanodomino.comm.world import has_flash_attention
-from nanodomino.layers.positions import to_device
+from nanodomino.layers.attention_mask import to_device
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ from torch import nn
 from nanodomino.domino import Domino
 from nanodomino.errors import counted
 from nanodomino.layers.sublayers import Norm
-from nanodomino.layers.positions import to_device
+from nanodomino.layers.attention_mask import to_device
 from nanodomino.model import GPT, Chunk
 from nanodomino.optim.parameter_spec import parameter
 from nanodomino.options.documents import goes_on

@@ -13,12 +13,11 @@ from itertools import islice
 import torch
 
 from nanodomino.generate.cache import KeyValueCache
+from nanodomino.layers.attention_mask import fits_varlen, inputs_within_documents
 from nanodomino.layers.sublayers import MLP
-from nanodomino.layers.varlen import fits_varlen, inputs_within_documents
 from nanodomino.optim.optimizers import OPTIMIZERS
 from nanodomino.options import experts, recompute
-from nanodomino.options.context_parallel import places
-from nanodomino.options.context_parallel.attention import ATTENTION
+from nanodomino.options.context_parallel import ATTENTION, places
 from nanodomino.options.documents import DocumentCache, mark_documents
 from nanodomino.options.fp8 import FORMATS, RECIPES, Fp8Recipe, Fp8Weight, check_gpu
 from nanodomino.options.multi_token_prediction import MultiTokenPrediction

@@ -28,7 +28,7 @@ from operator import attrgetter
 import torch
 
 from nanodomino.errors import require, run_command
-from nanodomino.layers.positions import POSITION_EMBEDDING_TYPES
+from nanodomino.layers.attention_mask import POSITION_EMBEDDING_TYPES
 from nanodomino.layers.sublayers import NORMALIZATIONS
 from nanodomino.optim.learning_rate import LR_DECAY_STYLES
 from nanodomino.optim.loss_scale import LOSS_SCALE_LIMIT, SMALLEST_LOSS_SCALE
