@@ -26,7 +26,7 @@ from nanodomino.errors import require
 from nanodomino.layers.attention import fused_attention
 from nanodomino.layers.autograd_segment import run_segment
 from nanodomino.layers.main_grad import add_weight_gradient
-from nanodomino.layers.varlen import attention_bias, find_starts, varlen_attention
+from nanodomino.layers.attention_mask import attention_bias, find_starts, varlen_attention
 from nanodomino.options.experts.moe import grouped_linear
 from nanodomino.options.fp8 import FORMATS, RECIPES, Fp8Recipe, Fp8Weight
 

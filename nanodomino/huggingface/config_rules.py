@@ -14,7 +14,7 @@ import re
 
 from nanodomino.config.config import Config
 from nanodomino.errors import require
-from nanodomino.layers.positions import HIGH_FREQUENCY, LOW_FREQUENCY, ORIGINAL_LENGTH
+from nanodomino.layers.attention_mask import HIGH_FREQUENCY, LOW_FREQUENCY, ORIGINAL_LENGTH
 from nanodomino.settings.setting import MAX_INT
 
 # Entries for training, generation or bookkeeping.

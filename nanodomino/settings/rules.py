@@ -10,7 +10,7 @@ import re
 import torch
 
 from nanodomino.errors import counted, require
-from nanodomino.layers.positions import rotary_size
+from nanodomino.layers.attention_mask import rotary_size
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.settings.setting import flag_name, flag_settings
 

@@ -14,7 +14,7 @@ from support.harness import FAMILIES, build, check_against_reference, count_docu
 
 import train
 from nanodomino.comm.device import StandIn, standing_for
-from nanodomino.layers.varlen import find_starts, fits_varlen, uses_varlen
+from nanodomino.layers.attention_mask import find_starts, fits_varlen, uses_varlen
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanodomino.layers.norms import Norm
-from nanodomino.layers.positions import to_device
+from nanodomino.layers.attention_mask import to_device
 from nanodomino.optim.parameter_spec import parameter
 from nanodomino.options.documents import goes_on
 
