@@ -44,12 +44,13 @@ from nanodomino.checkpoint.find_checkpoints import newest_intact_checkpoint
 from nanodomino.checkpoint.manifest import file_digest, manifest_text
 from nanodomino.domino import Domino, LinearPair
 from nanodomino.layers import attention
+from nanodomino.layers import dropout_and_positions
 from nanodomino.layers.dropout_and_positions import MasksAndPositions, seeded_generator
 from nanodomino.optim import parameter_spec
 from nanodomino.optim.buckets import Bucket
 from nanodomino.optim.loss_scale import LossScale
 from nanodomino.options import fp8
-from nanodomino.options.context_parallel import attention as context_parallel
+from nanodomino.options import context_parallel
 from nanodomino.options.experts import moe
 from nanodomino.options.experts.router import SCORE_FUNCTIONS, Router
 from nanodomino.config.choices import Choices
@@ -757,7 +758,7 @@ def scales_of_rows(right, config, self, x, to_8_bits):
 SHARED = dict(context_parallel_size=2, micro_batch_size=12)
 
 
-@pitfall("Context parallelism: RoPE rotates by a token's index on its rank", context_parallel, "rotation", **SHARED,
+@pitfall("Context parallelism: RoPE rotates by a token's index on its rank", dropout_and_positions, "rotation", **SHARED,
          position_embedding_type="rope", kv_channels=4)
 def rotated_by_own_index(right, _, config, positions, s, device):
     return right(config, None, s, device)

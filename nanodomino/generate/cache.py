@@ -70,8 +70,7 @@ class KeyValueCache:
         return AttentionInputs(None, self.rotary, bias, extend_cache=partial(self.extend, sublayer.site, first))
 
     def extend(self, site, first, k, v):
-        """Store k and v [1, query groups/t, m, d] of the new tokens. Return k and v of all tokens from place `first` on.
-        """
+        """Store k and v [1, query groups/t, m, d] of the new tokens. Return k and v of all tokens from `first` on."""
         keys, values = self.keys_and_values[site]
         end = self.length + k.size(2)
         keys[:, :, self.length:end], values[:, :, self.length:end] = k, v

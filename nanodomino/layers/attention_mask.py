@@ -191,7 +191,7 @@ class Runs:
     starts: torch.Tensor                     # [runs + 1] int32; the last number is that of all queries
     longest: int                             # the number of queries of the longest run
     window: int | None                       # how many tokens before itself a query sees; None: all of the run's keys
-    key_starts: torch.Tensor | None = None   # [runs + 1] int32 for the keys; None: a run's keys are those of its queries
+    key_starts: torch.Tensor | None = None   # [runs + 1] int32 for keys; None: a run's keys are its queries'
     longest_keys: int = 0
     keys: torch.Tensor | None = None         # [1, keys of all runs], where each of the keys is stored
 
