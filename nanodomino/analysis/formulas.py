@@ -64,14 +64,15 @@ def flops_per_token(config: Config) -> float:
     """Return the training FLOPs per token: 6 N + 12 L n d s (PaLM, 2204.02311, appendix B; nanoGPT).
 
     N: active parameters without learned position embeddings; L: layers; n heads of size d. Attention counts all pairs
-    of tokens, although a causal mask needs only half of them. Each layer behind the head multiplies by the head once
-    more.
+    of tokens, although a causal mask needs only half of them, and with a window at most its tokens for each query. Each
+    layer behind the head multiplies by the head once more.
     """
     learned = config.position_embedding_type == "learned_absolute"
     parameters = active_parameter_count(config) - learned * config.max_position_embeddings * config.hidden_size
     parameters += config.mtp_num_layers * config.vocab_size * config.hidden_size
-    layers = config.num_layers + config.mtp_num_layers
-    return 6 * parameters + 12 * layers * config.num_attention_heads * config.kv_channels * config.seq_length
+    windows = map(config.attention_window, range(config.num_layers + config.mtp_num_layers))
+    keys = sum(config.seq_length if window is None else min(window + 1, config.seq_length) for window in windows)
+    return 6 * parameters + 12 * keys * config.num_attention_heads * config.kv_channels
 
 
 def mfu(config: Config, seconds: float, peak: float) -> float:

@@ -117,13 +117,35 @@ def read_biases(reader: ConfigReader) -> dict:
 
 
 def read_windows(reader: ConfigReader) -> dict:
-    """Require that no layer has a sliding window, or only one that is as long as the longest sequence. Mistral has a
-    window unless the entry is null; Qwen has one only with use_sliding_window."""
+    """Read which layers have a sliding window. Its length counts the token itself, but --window-size does not.
+
+    Mistral has a window in all layers unless the entry is null. Qwen has one only with use_sliding_window: in Qwen2 and
+    Qwen3 from layer max_window_layers on, or where layer_types says so. A window as long as the longest sequence is none.
+    """
     used = reader.get("use_sliding_window") if "use_sliding_window" in reader.defaults else True
+    layers, full = reader.get("num_hidden_layers"), reader.get("max_window_layers") or 0
     types, window, longest = map(reader.get, ("layer_types", "sliding_window", "max_position_embeddings"))
-    full = isinstance(types, list | None) and all(type_ == "full_attention" for type_ in types or ())
-    require(full and (not used or window is None or type(window) is int and window >= longest),
-            f"{reader.source} has sliding_window {shown(window)}, max_position_embeddings {shown(longest)} and "
-            f"layer_types {shown(types)}, but nanodomino's attention sees all previous tokens; import another model, "
-            "or lower max_position_embeddings to the window")
-    return {}
+    window = window if used else None
+    if types is not None:
+        full = types.count("full_attention") if isinstance(types, list) else 0
+        require(types == ["full_attention"] * full + ["sliding_attention"] * (layers - full)
+                and (window is not None or full == layers),
+                f"{reader.source} has layer_types {shown(types)} and sliding_window {shown(window)}, but nanodomino "
+                "supports only windows in all layers from some layer on; import another model")
+    require(window is None or type(window) is int and window > 1 and type(full) is int and full >= 0,
+            f"{reader.source} has sliding_window {shown(window)} and max_window_layers {shown(full)}, but they must be "
+            "whole numbers, and the window above 1; correct it")
+    if window is None or window >= longest or full >= layers:
+        return {}
+    return dict(window_size=window - 1, full_attention_layers=full)
+
+
+def write_windows(config: Config) -> dict:
+    """Return sliding_window and, if a model of this family need not have one, use_sliding_window. A model without a
+    window needs no entry: Qwen has none by default, and a Mistral without one is exported as a Llama."""
+    return {} if config.window_size is None else dict(sliding_window=config.window_size + 1)
+
+
+def write_qwen_windows(config: Config) -> dict:
+    return {} if config.window_size is None else write_windows(config) | dict(
+        use_sliding_window=True, max_window_layers=config.full_attention_layers)

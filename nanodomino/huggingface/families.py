@@ -12,7 +12,8 @@ from types import SimpleNamespace
 from nanodomino.config.config import Config
 from nanodomino.settings.presets import PRESETS
 from nanodomino.errors import UserError, require
-from nanodomino.huggingface.config_rules import ConfigReader, read_biases, read_rope, read_windows, shown, write_rope
+from nanodomino.huggingface.config_rules import (ConfigReader, read_biases, read_rope, read_windows, shown,
+                                                  write_qwen_windows, write_rope, write_windows)
 from nanodomino.huggingface.tensor_mapping import GPT2_MODULES, LLAMA_MODULES, MIXTRAL_MODULES, QWEN3_MOE_MODULES
 from nanodomino.settings.rules import holds
 from nanodomino.settings.setting import flag_name, flag_settings
@@ -41,6 +42,7 @@ class Family:
     read: tuple = ()            # functions of config_rules.py for the other entries
     write: tuple = ()           # their inverses
     aliases: dict = dataclasses.field(default_factory=dict)    # {another name of an entry in Transformers: entry}
+    translated: frozenset = frozenset()    # settings that only this family's functions read and write
 
 
 GPT2 = Family(
@@ -73,14 +75,17 @@ LLAMA = Family(
     read=(read_rope, read_biases), write=(write_rope, lambda config: dict.fromkeys(
         ("attention_bias", "mlp_bias"), not config.disable_bias_linear)))
 MISTRAL = dataclasses.replace(
-    LLAMA, architecture="MistralForCausalLM", read=(read_rope, read_windows), write=(write_rope,),
+    LLAMA, architecture="MistralForCausalLM", read=(read_rope, read_windows), write=(write_rope, write_windows),
+    translated=frozenset({"window_size"}),
     settings=LLAMA.settings | dict(disable_bias_linear=True),
     defaults=LLAMA.defaults | {"num_key_value_heads": 8, "sliding_window": 4096})
 QWEN2 = dataclasses.replace(
-    MISTRAL, architecture="Qwen2ForCausalLM", settings=MISTRAL.settings | dict(add_qkv_bias=True),
-    defaults=MISTRAL.defaults | {"num_key_value_heads": 32, "use_sliding_window": False})
+    MISTRAL, architecture="Qwen2ForCausalLM", write=(write_rope, write_qwen_windows),
+    translated=MISTRAL.translated | {"full_attention_layers"}, settings=MISTRAL.settings | dict(add_qkv_bias=True),
+    defaults=MISTRAL.defaults | {"num_key_value_heads": 32, "use_sliding_window": False,
+                                 "max_window_layers": 28})
 QWEN3 = dataclasses.replace(
-    MISTRAL, architecture="Qwen3ForCausalLM", settings=MISTRAL.settings | dict(qk_layernorm=True),
+    QWEN2, architecture="Qwen3ForCausalLM", settings=MISTRAL.settings | dict(qk_layernorm=True),
     defaults=QWEN2.defaults | {"head_dim": 128})
 EXPERTS = dict(moe_layer_freq=1, moe_router_score_function="softmax",
                moe_router_topk_scaling_factor=1.0, moe_router_enable_expert_bias=False,
@@ -103,7 +108,8 @@ QWEN3_MOE = dataclasses.replace(
                          "num_experts_per_tok": ("moe_router_topk", None)},
     settings=QWEN3.settings | EXPERTS,
     supported=QWEN3.supported | {"decoder_sparse_step": (1,), "norm_topk_prob": (False, True)},
-    defaults=QWEN3.defaults | {"num_key_value_heads": 4, "head_dim": None, "moe_intermediate_size": 768,
+    translated=MISTRAL.translated,
+    defaults=QWEN3.defaults | {"max_window_layers": None, "num_key_value_heads": 4, "head_dim": None, "moe_intermediate_size": 768,
                                "num_experts": 128, "num_experts_per_tok": 8},
     aliases={"num_local_experts": "num_experts"})
 
@@ -200,7 +206,7 @@ def family_of(config: Config) -> Family:
 
 def unnamed_settings(family: Family, config: Config) -> list:
     """Return the settings that change this model, and that neither the family nor TRANSLATED names."""
-    named = TRANSLATED | family.settings.keys() | {setting for setting, _ in family.sizes.values()}
+    named = TRANSLATED | family.translated | family.settings.keys() | {setting for setting, _ in family.sizes.values()}
     return [setting for setting in flag_settings(config)
             if setting.metadata["affects"] in ("model", "positions") and setting.name not in named
             and getattr(config, setting.name) and all(holds(need, config) for need in setting.metadata["needs"])]

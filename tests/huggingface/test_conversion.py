@@ -36,7 +36,8 @@ from support.huggingface import (GPT2_SIZES, LENGTH, LLAMA3, MODELS, VOCABULARY,
 from support.runs import main_on_rank, make_corpus, metric_points
 
 LARGE = 10**9            # bytes, above the size of any model here
-BY_DEFAULT = ("gpt2", "llama 3.1", "qwen2", "qwen3", "mixtral", "qwen3-moe")
+BY_DEFAULT = ("gpt2", "llama 3.1", "qwen2", "qwen3", "mixtral", "qwen3-moe", "mistral with a window",
+              "qwen2 with a window", "qwen3 with a window", "mixtral with a window", "qwen3-moe with a window")
 SOME_MODELS = [*BY_DEFAULT, *(pytest.param(name, marks=pytest.mark.exhaustive)
                               for name in MODELS if name not in BY_DEFAULT)]
 LAYOUTS = {"one": {}, "tp2-columns": dict(tensor_model_parallel_size=2, columns=3),
@@ -46,7 +47,8 @@ LAYOUTS = {"one": {}, "tp2-columns": dict(tensor_model_parallel_size=2, columns=
            "tp2-ep2": dict(tensor_model_parallel_size=2, data_parallel_size=2, expert_model_parallel_size=2,
                            micro_batch_size=2)}
 DEFAULT_COMBINATIONS = (("llama tied", "tp4"), ("qwen3", "tp2-pp2-cut"), ("qwen2", "tp2-columns"), ("gpt2", "pp2"),
-                        ("mixtral", "tp2-ep2"), ("qwen3-moe", "one"), ("qwen3-moe unnormalized", "tp2-ep2"))
+                        ("mixtral", "tp2-ep2"), ("qwen3-moe", "one"), ("qwen3-moe unnormalized", "tp2-ep2"), ("mistral with a window", "pp2"),
+                        ("qwen2 with a window", "tp2-pp2-cut"))
 
 
 def random_tokens(*shape, seed=1):
