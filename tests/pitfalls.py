@@ -758,8 +758,8 @@ def scales_of_rows(right, config, self, x, to_8_bits):
 SHARED = dict(context_parallel_size=2, micro_batch_size=12)
 
 
-@pitfall("Context parallelism: RoPE rotates by a token's index on its rank", dropout_and_positions, "rotation", **SHARED,
-         position_embedding_type="rope", kv_channels=4)
+@pitfall("Context parallelism: RoPE rotates by a token's index on its rank", dropout_and_positions, "rotation",
+         **SHARED, position_embedding_type="rope", kv_channels=4)
 def rotated_by_own_index(right, _, config, positions, s, device):
     return right(config, None, s, device)
 

@@ -120,24 +120,24 @@ def read_windows(reader: ConfigReader) -> dict:
     """Read which layers have a sliding window. Its length counts the token itself, but --window-size does not.
 
     Mistral has a window in all layers unless the entry is null. Qwen has one only with use_sliding_window: in Qwen2 and
-    Qwen3 from layer max_window_layers on, or where layer_types says so. A window as long as the longest sequence is none.
+    Qwen3 from layer max_window_layers on, or where layer_types says so. A window of the longest sequence is none.
     """
     used = reader.get("use_sliding_window") if "use_sliding_window" in reader.defaults else True
-    layers, full = reader.get("num_hidden_layers"), reader.get("max_window_layers") or 0
-    types, window, longest = map(reader.get, ("layer_types", "sliding_window", "max_position_embeddings"))
-    window = window if used else None
-    if types is not None:
-        full = types.count("full_attention") if isinstance(types, list) else 0
-        require(types == ["full_attention"] * full + ["sliding_attention"] * (layers - full)
-                and (window is not None or full == layers),
-                f"{reader.source} has layer_types {shown(types)} and sliding_window {shown(window)}, but nanodomino "
-                "supports only windows in all layers from some layer on; import another model")
-    require(window is None or type(window) is int and window > 1 and type(full) is int and full >= 0,
+    by_layer, longest = "max_window_layers" in reader.defaults, reader.get("max_position_embeddings")
+    layers, types, window = map(reader.get, ("num_hidden_layers", "layer_types", "sliding_window"))
+    full = reader.get("max_window_layers") if by_layer else 0
+    require(not used or window is None or type(window) is int and window > 1 and type(full) is int and full >= 0,
             f"{reader.source} has sliding_window {shown(window)} and max_window_layers {shown(full)}, but they must be "
             "whole numbers, and the window above 1; correct it")
-    if window is None or window >= longest or full >= layers:
-        return {}
-    return dict(window_size=window - 1, full_attention_layers=full)
+    full = layers if not used or window is None or window >= longest else min(full, layers)
+    if types is not None:
+        given = types.count("full_attention") if isinstance(types, list) else 0
+        require(types == ["full_attention"] * given + ["sliding_attention"] * (layers - given)
+                and (given == full or by_layer and full < layers),
+                f"{reader.source} has layer_types {shown(types)} and sliding_window {shown(window)}, but nanodomino "
+                "supports only windows in all layers from some layer on; import another model")
+        full = given
+    return {} if full == layers else dict(window_size=window - 1, full_attention_layers=full)
 
 
 def write_windows(config: Config) -> dict:

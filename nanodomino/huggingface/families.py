@@ -108,9 +108,9 @@ QWEN3_MOE = dataclasses.replace(
                          "num_experts_per_tok": ("moe_router_topk", None)},
     settings=QWEN3.settings | EXPERTS,
     supported=QWEN3.supported | {"decoder_sparse_step": (1,), "norm_topk_prob": (False, True)},
-    translated=MISTRAL.translated,
-    defaults=QWEN3.defaults | {"max_window_layers": None, "num_key_value_heads": 4, "head_dim": None, "moe_intermediate_size": 768,
-                               "num_experts": 128, "num_experts_per_tok": 8},
+    translated=MISTRAL.translated,                             # all layers have a window, or none
+    defaults=MISTRAL.defaults | {"use_sliding_window": False, "num_key_value_heads": 4, "head_dim": None,
+                                 "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8},
     aliases={"num_local_experts": "num_experts"})
 
 # The settings of a model that read and write functions translate, or that do not change what a family's model computes.

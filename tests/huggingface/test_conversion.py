@@ -47,8 +47,8 @@ LAYOUTS = {"one": {}, "tp2-columns": dict(tensor_model_parallel_size=2, columns=
            "tp2-ep2": dict(tensor_model_parallel_size=2, data_parallel_size=2, expert_model_parallel_size=2,
                            micro_batch_size=2)}
 DEFAULT_COMBINATIONS = (("llama tied", "tp4"), ("qwen3", "tp2-pp2-cut"), ("qwen2", "tp2-columns"), ("gpt2", "pp2"),
-                        ("mixtral", "tp2-ep2"), ("qwen3-moe", "one"), ("qwen3-moe unnormalized", "tp2-ep2"), ("mistral with a window", "pp2"),
-                        ("qwen2 with a window", "tp2-pp2-cut"))
+                        ("mixtral", "tp2-ep2"), ("qwen3-moe", "one"), ("qwen3-moe unnormalized", "tp2-ep2"),
+                        ("mistral with a window", "pp2"), ("qwen2 with a window", "tp2-pp2-cut"))
 
 
 def random_tokens(*shape, seed=1):

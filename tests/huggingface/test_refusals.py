@@ -29,6 +29,7 @@ def assert_import_refused(folder, tmp_path, message, names=""):
 ROPE = "original_max_position_embeddings"
 ONLY, WHOLE, POSITIVE = "but nanodomino supports only", ", but it must be a positive whole number", "must be a positive"
 UNKNOWN = "which may change the logits and which nanodomino does not know; import another model, or remove the entry"
+FULL = ["full_attention"] * 2
 CONFIGS = [      # (model, changes of config.json, error)
     ("gpt2", dict(activation_function="gelu"), f'activation_function "gelu", {ONLY} "gelu_new" or "gelu_pytorch_tanh"'),
     ("gpt2", dict(scale_attn_weights=False), f"has scale_attn_weights false, {ONLY} true"),
@@ -49,8 +50,8 @@ CONFIGS = [      # (model, changes of config.json, error)
     ("llama", {"rope_scaling": LLAMA3, ROPE: 4096}, f"has {ROPE} 4096, {ONLY} null or 8192"),
     ("llama", dict(rope_parameters=dict(rope_type="default", attention_factor=2.0)), f"_factor 2.0, {UNKNOWN}"),
     ("mistral", dict(sliding_window=1), "has sliding_window 1 and max_window_layers 0, but they must be whole numbers"),
-    ("qwen2", dict(layer_types=["full_attention"] * 2 + ["sliding_attention"]), "and sliding_window null, but nanodomino"),
-    ("qwen2", dict(use_sliding_window=True, sliding_window=4, layer_types=["sliding_attention"] + ["full_attention"] * 2),
+    ("qwen2", dict(layer_types=FULL + ["sliding_attention"]), "and sliding_window null, but nanodomino"),
+    ("qwen2", dict(use_sliding_window=True, sliding_window=4, layer_types=["sliding_attention"] + FULL),
      "supports only windows in all layers from some layer on; import another model"),
     ("qwen3-moe", dict(decoder_sparse_step=2), f"has decoder_sparse_step 2, {ONLY} 1; import another model"),
     ("qwen3-moe", dict(mlp_only_layers=[0]), rf"has mlp_only_layers \[0\], {UNKNOWN}"),

@@ -69,14 +69,15 @@ def flash_on_cpu():
                 alibi_slopes=None, block_table=None, num_splits=None, **windows):
         n, m = lengths_of(q, k, v, starts, starts_k, longest, longest_k, dropout, is_causal, windows)
         sequences.append(n)
-        out = torch.cat([attend(*document, windows["window_size_left"]) for document in zip(q.split(n), k.split(m), v.split(m))])
+        before = windows["window_size_left"]
+        out = torch.cat([attend(*document, before) for document in zip(q.split(n), k.split(m), v.split(m))])
         return out, q.new_zeros(q.size(1), len(q)), q.new_zeros(2), q.new_zeros(0), q.new_zeros(0)
 
     def backward(gradient, q, k, v, out, logsumexp, starts, starts_k, longest, longest_k, dropout, is_causal, rng_state,
                  unused, **windows):
         n, m = lengths_of(q, k, v, starts, starts_k, longest, longest_k, dropout, is_causal, windows)
-        documents = zip(gradient.split(n), q.split(n), k.split(m), v.split(m))
-        return tuple(map(torch.cat, zip(*(attend_backward(*document, windows["window_size_left"]) for document in documents))))
+        before, documents = windows["window_size_left"], zip(gradient.split(n), q.split(n), k.split(m), v.split(m))
+        return tuple(map(torch.cat, zip(*(attend_backward(*document, before) for document in documents))))
 
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_flash_attention_forward", forward, "CPU")
