@@ -129,11 +129,12 @@ def read_windows(reader: ConfigReader) -> dict:
     require(not used or window is None or type(window) is int and window > 1 and type(full) is int and full >= 0,
             f"{reader.source} has sliding_window {shown(window)} and max_window_layers {shown(full)}, but they must be "
             "whole numbers, and the window above 1; correct it")
-    full = layers if not used or window is None or window >= longest else min(full, layers)
+    limits = bool(used) and window is not None and window < longest
+    full = min(full, layers) if limits else layers
     if types is not None:
         given = types.count("full_attention") if isinstance(types, list) else 0
         require(types == ["full_attention"] * given + ["sliding_attention"] * (layers - given)
-                and (given == full or by_layer and full < layers),
+                and (given == full or by_layer and limits),
                 f"{reader.source} has layer_types {shown(types)} and sliding_window {shown(window)}, but nanodomino "
                 "supports only windows in all layers from some layer on; import another model")
         full = given
