@@ -174,8 +174,9 @@ class AttentionMask:
                     to_device(index.unsqueeze(0), device))
 
     def inputs(self, config, device: torch.device) -> dict:
-        """Return the fields of AttentionInputs with which attention obeys this mask, for queries in training."""
-        if self.causal:
+        """Return the fields of AttentionInputs with which attention obeys this mask, for queries in training. With
+        documents, every batch takes the same kernel, which the warm-up has loaded."""
+        if self.causal and not config.reset_attention_mask:
             return {}
         if uses_varlen(config, device):
             runs = self.runs(device)
