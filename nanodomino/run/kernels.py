@@ -11,8 +11,8 @@ must choose the same, or their copies of a parameter would drift apart (check_co
 **Attention.** On an H100 torch prefers cuDNN's attention to flash attention. With an attention bias, the backward of
 cuDNN's attention can return NaN if the sequence length modulo 128 is 64 (github.com/pytorch/pytorch/issues/196678).
 Even there, attention within documents and windows (attention_mask.py) and generation use flash attention: torch's own,
-which is version 2, or version 3 if its package is installed. Deterministic mode stays with version 2, because the gradients of
-version 3 may not always have the same bits (github.com/Dao-AILab/flash-attention/issues/2244).
+which is version 2, or version 3 if its package is installed. Deterministic mode stays with version 2, because the
+gradients of version 3 may not always have the same bits (github.com/Dao-AILab/flash-attention/issues/2244).
 """
 
 import os
