@@ -25,14 +25,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))       # `python -I` and
 
 from nanodomino import pipeline
 from nanodomino.comm.world import LaunchInfo
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.corpus.prepared_folder import Corpus
 from nanodomino.data import Batch, TokenDataset, sample_ids_of
 from nanodomino.domino import Domino, run_to_end
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
 from nanodomino.optim.learning_rate import learning_rate
-from nanodomino.run.rank_failure import run_rank
+from nanodomino.run.failures import run_rank
 from nanodomino.run.session import Session, open_session
 from nanodomino.schedules.placement_and_messages import Timetable
 from nanodomino.zero import StepResult, ZeroOptimizer

@@ -23,10 +23,10 @@ from benchmarks.gpu_kernels import Run
 from benchmarks.runner import BENCH
 from benchmarks.slow_network import exit_on_signals
 from nanodomino.comm.world import start_world
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.errors import require
 from nanodomino.files import make_folder, open_regular_file, read_file, write_file
-from nanodomino.run.kernels import choose_kernels
+from nanodomino.run.determinism import choose_kernels
 
 ROUNDS = False               # no --repeats: a check gives --repeats to the questions that it asks
 GRACE = 45                   # seconds from SIGTERM to SIGKILL; torchrun gives its ranks 30

@@ -36,20 +36,20 @@ import torch.nn.functional as F
 from torch import nn
 
 import train
+from benchmarks.plain_model import Plain
 from benchmarks.runner import (Figure, RandomTokens, about, add_config_flags, compare, config_here, describe, gathered,
                                join, ratio_text, ratios, require_same_work, table)
-from benchmarks.plain_model import Plain
 from nanodomino.comm.trace import Trace
-from nanodomino.config.config import Config
 from nanodomino.domino import Domino
 from nanodomino.errors import counted, require
 from nanodomino.mesh import Mesh
 from nanodomino.schedules.definitions import SCHEDULES
-from nanodomino.schedules.placement_and_messages import Placement, Timetable
-from nanodomino.schedules.placement_and_messages import stage_layers
+from nanodomino.schedules.placement_and_messages import Placement, Timetable, stage_layers
 from nanodomino.schedules.simulation import simulate, step_time
+from nanodomino.settings.config import Config
 from nanodomino.timeline.merged_trace import actions, difference, spans_of, union
 from nanodomino.zero import ZeroOptimizer
+
 
 RECORDED_ROUNDS = 3          # at most; they measure the idle times
 TORCH_CLASSES = {"1f1b": "Schedule1F1B", "gpipe": "ScheduleGPipe", "interleaved": "ScheduleInterleaved1F1B",

@@ -42,14 +42,14 @@ from tqdm import tqdm
 import train
 from benchmarks.slow_network import exit_on_signals, slow_wire
 from nanodomino.comm.world import LaunchInfo, find_device, read_launch_environment, start_world
-from nanodomino.config.config import Config
-from nanodomino.config.flags import Parser, add_flags
 from nanodomino.data import Batch
 from nanodomino.errors import UserError, counted, require
 from nanodomino.mesh import Mesh, make_mesh
-from nanodomino.run.estimates import require_memory
+from nanodomino.estimate.stages import require_memory
+from nanodomino.settings.config import Config
+from nanodomino.settings.flags import Parser, add_flags, flag_settings
 from nanodomino.settings.rules import check_needs
-from nanodomino.settings.setting import flag_settings
+
 
 GPT2 = 50304     # GPT-2's vocabulary size, 50257, rounded up as in nanoGPT
 MOST_PROCESSES = 64      # that bench.py starts itself

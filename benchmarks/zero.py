@@ -52,9 +52,9 @@ from benchmarks.runner import (RandomTokens, Times, about, add_config_flags, byt
                                gathered, join, ratio_text, ratios, require_same_work, table)
 from benchmarks.plain_model import adamw
 from benchmarks.throughput import COMPARED_STEPS, OurTraining, PlainTraining, plain
-from nanodomino.analysis.formulas import parameter_count, state_bytes_per_parameter
-from nanodomino.config.config import Config
-from nanodomino.dry_run.rank import state_tensors
+from nanodomino.estimate.formulas import parameter_count, state_bytes_per_parameter
+from nanodomino.settings.config import Config
+from nanodomino.estimate.rank import state_tensors
 from nanodomino.errors import require
 
 FLAGS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "micro_batch_size",

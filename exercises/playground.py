@@ -28,11 +28,11 @@ with app.setup:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
     from exercises import figures
-    from nanodomino.analysis.hardware import GPUS
+    from nanodomino.estimate.formulas import GPUS
     from nanodomino.schedules.definitions import SCHEDULES
     from nanodomino.settings.presets import PRESETS
     from nanodomino.errors import UserError
-    from nanodomino.options.recompute.tape_policy import GRANULARITIES
+    from nanodomino.options.recompute import GRANULARITIES
     from nanodomino.settings.presets import DTYPES
 
 

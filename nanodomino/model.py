@@ -22,7 +22,7 @@ of the model. domino.py runs the same sublayers in another order, and tests comp
 
 Model families differ in norm, positions, activation, biases, and in whether the head is tied to the word embedding.
 This file handles learned positions and the tied head. The files in layers/ implement the other choices. Options may
-replace a layer's MLP, or add modules behind the head (config/choices.py).
+replace a layer's MLP, or add modules behind the head (settings/choices.py).
 
 Sources: GPT-2; GPT-3 (2005.14165); Megatron-LM (1909.08053, section 3); Llama (2302.13971).
 """
@@ -37,9 +37,8 @@ from torch import nn
 from nanodomino.layers.attention import Attention
 from nanodomino.layers.cross_entropy import vocab_parallel_cross_entropy
 from nanodomino.layers.dropout_and_positions import MasksAndPositions, drop, seeded_generator
-from nanodomino.layers.main_grad import add_gradients, wide_dtype
-from nanodomino.layers.norms import Norm
-from nanodomino.layers.sublayer import Sublayer
+from nanodomino.layers.gradients import add_gradients, wide_dtype
+from nanodomino.layers.sublayers import Norm, Sublayer
 from nanodomino.mesh import Mesh, meta_mesh
 from nanodomino.optim.parameter_spec import local_shard, parameter
 from nanodomino.parallel import VocabParallelEmbedding, copy_to_tensor_parallel, gather_logits

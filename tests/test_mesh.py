@@ -13,16 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import ROOT
-from support.runs import TINY, make_corpus
-from support.runs import main_on_rank
+from support.runs import TINY, main_on_rank, make_corpus
 from torch.distributed.distributed_c10d import _world
 
 from nanodomino import mesh
 from nanodomino.comm import world
 from nanodomino.comm.world import LaunchInfo, start_world
-from nanodomino.config.config import Config
 from nanodomino.errors import UserError
 from nanodomino.mesh import make_mesh, meta_mesh
+from nanodomino.settings.config import Config
+
 
 FAULTS = """
 import ctypes, resource, sys, torch

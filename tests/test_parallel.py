@@ -12,7 +12,7 @@ import torch.distributed as dist
 from support.harness import Outcome, build, full_tensors, random_data, shard_spec, tiny
 
 from nanodomino import parallel
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.mesh import meta_mesh
 from nanodomino.parallel import ReduceFromTensorParallel
 

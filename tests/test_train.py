@@ -23,10 +23,10 @@ from support.reference import random_weights
 
 import train
 from data.prepare import prepare
-from nanodomino.analysis.hardware import find_peak_flops
+from nanodomino.estimate.formulas import find_peak_flops
 from nanodomino.comm.world import LaunchInfo
-from nanodomino.config.config import Config
-from nanodomino.config.saved_settings import news
+from nanodomino.settings.config import Config
+from nanodomino.settings.records import news
 from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.domino import run_to_end
 from nanodomino.errors import UserError
@@ -34,7 +34,7 @@ from nanodomino.model import GPT
 from nanodomino.optim.learning_rate import LR_DECAY_STYLES
 from nanodomino.pipeline import Totals
 from nanodomino.run import session
-from nanodomino.run.command_line import from_command_line
+from nanodomino.run.session import from_command_line
 
 SHALLOW = "--num-layers", 2             # everything else is the default
 

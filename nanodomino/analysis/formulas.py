@@ -33,7 +33,7 @@ A test compares these with a dry run.
 
 from collections import Counter
 
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.model import meta_model
 from nanodomino.parallel import VocabParallelEmbedding
 

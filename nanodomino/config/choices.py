@@ -16,21 +16,20 @@ from nanodomino.domino import LinearPair
 from nanodomino.errors import counted
 from nanodomino.generate.cache import KeyValueCache
 from nanodomino.layers.attention_mask import fits_varlen
-from nanodomino.layers.mlp import MLP
+from nanodomino.layers.sublayers import MLP
 from nanodomino.optim.optimizers import OPTIMIZERS
 from nanodomino.options import context_parallel
 from nanodomino.options.context_parallel import ATTENTION
 from nanodomino.options.documents import DocumentCache, mark_documents
-from nanodomino.options.experts.moe import MoE, MoEInside, sign_updates
-from nanodomino.options.experts.router import SCORE_FUNCTIONS
+from nanodomino.options.experts import MoE, MoEInside, sign_updates
 from nanodomino.options.fp8 import FORMATS, RECIPES, Fp8Recipe, Fp8Weight, check_gpu
-from nanodomino.options.multi_token_prediction.depths import PredictionDepth, add_depths
-from nanodomino.options.multi_token_prediction.runner import PredictionDepths
+from nanodomino.options.multi_token_prediction import PredictionDepth, PredictionDepths, add_depths
 from nanodomino.options.muon import MUON
-from nanodomino.options.recompute.tape_policy import GRANULARITIES, RecomputingTape
+from nanodomino.options.recompute import GRANULARITIES, RecomputingTape
+from nanodomino.options.router import SCORE_FUNCTIONS
 from nanodomino.options.sequence_parallel import ShardedResidual
-from nanodomino.overlap.slice_ops import ReplicatedResidual
-from nanodomino.overlap.slices import NothingBehindHead, WholeTape
+from nanodomino.overlap.slices import NothingBehindHead, ReplicatedResidual, WholeTape
+
 
 # {setting: its values} of the settings that choose from a table of an option
 ALLOWED = dict(optimizer=OPTIMIZERS | {"muon": MUON}, cp_comm_type=ATTENTION, moe_router_score_function=SCORE_FUNCTIONS,

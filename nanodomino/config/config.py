@@ -4,7 +4,7 @@ Each setting is declared once, in one line of Config; setting.py explains these 
 steps:
 
     flags, a run's config.json  ->  Config  ->  resolve(world_size)  ->  with_vocabulary(size)  ->  the run
-    run/command_line.py                         presets, layout,         the data's vocabulary,
+    run/session.py                         presets, layout,         the data's vocabulary,
                                                 checks (rules.py)        padded
 
 Every step is a pure function of the flags, the files that they name, the world size and the data folder. So all ranks
@@ -28,9 +28,9 @@ from operator import attrgetter
 
 import torch
 
-from nanodomino.config.choices import ALLOWED, Choices
+from nanodomino.settings.choices import ALLOWED, Choices
 from nanodomino.errors import require
-from nanodomino.layers.norms import NORMALIZATIONS
+from nanodomino.layers.sublayers import NORMALIZATIONS
 from nanodomino.layers.attention_mask import POSITION_EMBEDDING_TYPES
 from nanodomino.optim.learning_rate import LR_DECAY_STYLES
 from nanodomino.optim.loss_scale import LOSS_SCALE_LIMIT, SMALLEST_LOSS_SCALE
@@ -40,7 +40,7 @@ from nanodomino.schedules.placement_and_messages import Placement, Timetable, ti
 from nanodomino.settings.presets import (DEFAULT_LAYOUTS, DTYPES, FINETUNE_BATCH_SIZE, FINETUNE_LR_DIVISOR,
                                        PRESETS)
 from nanodomino.settings.rules import check_divisible, check_rules, default_ffn_hidden_size, default_schedule
-from nanodomino.settings.setting import (check_values, data_setting, family_setting, layout_setting, machine_setting,
+from nanodomino.settings.flags import (check_values, data_setting, family_setting, layout_setting, machine_setting,
                                        model_setting, run_setting, training_setting)
 
 

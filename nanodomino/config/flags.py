@@ -5,7 +5,7 @@ import dataclasses
 import os
 
 from nanodomino.errors import UserError, require
-from nanodomino.settings.setting import flag_name, flag_settings
+from nanodomino.settings.flags import flag_name, flag_settings
 
 
 class Parser(argparse.ArgumentParser):

@@ -6,11 +6,11 @@ record lacks has its default.
 
 import dataclasses
 
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.errors import require
 from nanodomino.optim.learning_rate import learning_rate
 from nanodomino.settings.rules import holds
-from nanodomino.settings.setting import flag_settings, names_affecting
+from nanodomino.settings.flags import flag_settings, names_affecting
 
 
 def check_record(record: dict, source) -> dict:
@@ -47,7 +47,7 @@ def remembered_settings(record: dict) -> dict:
 
 
 def taken_over(record: dict, finetune: bool) -> dict:
-    """Return the settings of a record that --load takes over; see settings/setting.py."""
+    """Return the settings of a record that --load takes over; see settings/flags.py."""
     own = {setting.name for setting in flag_settings(Config, "The layout", "The machine")} | {"load", "finetune"}
     names = {*names_affecting(Config, "model", "positions", "run")} - {"data_sha256"}
     names |= set() if finetune else remembered_settings(record).keys() - own

@@ -14,24 +14,21 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from nanodomino.checkpoint.find_checkpoints import find_checkpoint
-from nanodomino.checkpoint.load import config_of, load_weights, newest_finite_checkpoint
-from nanodomino.checkpoint.manifest import read_manifest, step_of
-from nanodomino.comm.world import LaunchInfo, find_device, start_world
-from nanodomino.config.config import Config
-from nanodomino.config.flags import Parser
+from nanodomino.checkpoint.format import read_manifest, step_of
+from nanodomino.checkpoint.load import config_of, find_checkpoint, load_weights, newest_finite_checkpoint
+from nanodomino.comm.world import LaunchInfo, find_device, from_rank_0, start_world
 from nanodomino.corpus.documents import text_of
 from nanodomino.corpus.prepared_folder import load_corpus
-from nanodomino.corpus.tokenizer import Tokenizer, build_tokenizer
+from nanodomino.corpus.tokenizers import Tokenizer, build_tokenizer
 from nanodomino.errors import NotFinite, UserError, check_output, require
 from nanodomino.files import read_file
 from nanodomino.generate.printing import write_texts
 from nanodomino.mesh import make_mesh
 from nanodomino.model import GPT
-from nanodomino.run.agreement import from_rank_0
-from nanodomino.run.rank_failure import run_rank
-from nanodomino.run.threads import choose_threads
-from nanodomino.settings.setting import check_range, flag_name
+from nanodomino.run.determinism import choose_threads
+from nanodomino.run.failures import run_rank
+from nanodomino.settings.config import Config
+from nanodomino.settings.flags import Parser, check_range, flag_name
 
 
 def command_line(arguments: list[str]) -> argparse.Namespace:

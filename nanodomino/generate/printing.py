@@ -12,7 +12,7 @@ from itertools import product
 
 import torch.distributed as dist
 
-from nanodomino.corpus.tokenizer import Tokenizer
+from nanodomino.corpus.tokenizers import Tokenizer
 from nanodomino.errors import counted
 from nanodomino.generate.generation import generate
 from nanodomino.mesh import Mesh

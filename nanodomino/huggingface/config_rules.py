@@ -12,10 +12,10 @@ import json
 import math
 import re
 
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.errors import require
 from nanodomino.layers.attention_mask import HIGH_FREQUENCY, LOW_FREQUENCY, ORIGINAL_LENGTH
-from nanodomino.settings.setting import MAX_INT
+from nanodomino.settings.flags import MAX_INT
 
 # Entries for training, generation or bookkeeping.
 HARMLESS = re.compile(

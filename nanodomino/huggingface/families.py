@@ -9,14 +9,14 @@ import math
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.settings.presets import PRESETS
 from nanodomino.errors import UserError, require
-from nanodomino.huggingface.config_rules import (ConfigReader, read_biases, read_rope, read_windows, shown,
+from nanodomino.huggingface.families import (ConfigReader, read_biases, read_rope, read_windows, shown,
                                                   write_qwen_windows, write_rope, write_windows)
-from nanodomino.huggingface.tensor_mapping import GPT2_MODULES, LLAMA_MODULES, MIXTRAL_MODULES, QWEN3_MOE_MODULES
+from nanodomino.huggingface.tensors import GPT2_MODULES, LLAMA_MODULES, MIXTRAL_MODULES, QWEN3_MOE_MODULES
 from nanodomino.settings.rules import holds
-from nanodomino.settings.setting import flag_name, flag_settings
+from nanodomino.settings.flags import flag_name, flag_settings
 
 IMPORTED_SEQ_LENGTH = 1024     # default seq-length of an imported model; less if the model has fewer positions
 HEADS, HEAD_SIZE = (lambda sizes: sizes.num_attention_heads,

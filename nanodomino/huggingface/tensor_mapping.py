@@ -25,8 +25,8 @@ from dataclasses import dataclass
 
 import torch
 
-from nanodomino.checkpoint.shards import Box, full_shapes
-from nanodomino.config.config import Config
+from nanodomino.checkpoint.format import Box, full_shapes
+from nanodomino.settings.config import Config
 from nanodomino.model import meta_model
 
 

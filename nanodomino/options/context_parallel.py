@@ -44,7 +44,7 @@ import torch
 
 from nanodomino.domino import LinearPair
 from nanodomino.layers.attention_mask import AttentionInputs
-from nanodomino.overlap.flight import prepare_all_gather, prepare_all_to_all, prepare_reduce_scatter
+from nanodomino.overlap.slices import prepare_all_gather, prepare_all_to_all, prepare_reduce_scatter
 
 
 # ---- which tokens a rank holds

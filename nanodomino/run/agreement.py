@@ -5,7 +5,7 @@ import socket
 
 import torch.distributed as dist
 
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.errors import require
 
 

@@ -5,19 +5,18 @@ Each setting comes from the first of these sources that has it:
     flags  >  --config FILE  >  config.json of the resumed run  >  what --load takes over  >  defaults
 
 So `train.py --run-dir runs/mine` alone resumes a run as it was. Some settings must not change when a run is resumed
-(EFFECTS in settings/setting.py). run_folder.py checks them, once it has found the checkpoint.
+(EFFECTS in settings/flags.py). run_folder.py checks them, once it has found the checkpoint.
 """
 
 import argparse
 from pathlib import Path
 
-from nanodomino.checkpoint.find_checkpoints import recorded_settings
-from nanodomino.config.config import Config
-from nanodomino.config.flags import Parser, add_flags, expand_home
-from nanodomino.config.saved_settings import check_record, remembered_settings, taken_over
+from nanodomino.checkpoint.load import recorded_settings
 from nanodomino.files import read_json
+from nanodomino.settings.config import Config
+from nanodomino.settings.flags import Parser, add_flags, expand_home, flag_settings, names_affecting
+from nanodomino.settings.records import check_record, remembered_settings, taken_over
 from nanodomino.settings.rules import check_needs
-from nanodomino.settings.setting import flag_settings, names_affecting
 
 
 def command_line_parser() -> Parser:

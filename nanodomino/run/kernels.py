@@ -20,8 +20,8 @@ from importlib.util import find_spec
 
 import torch
 
-from nanodomino.comm.device import capability_of
-from nanodomino.config.config import Config
+from nanodomino.comm.world import capability_of
+from nanodomino.settings.config import Config
 
 
 def choose_kernels(config: Config, device: torch.device):

@@ -12,7 +12,7 @@ import torch
 from nanodomino.errors import counted, require
 from nanodomino.layers.attention_mask import rotary_size
 from nanodomino.schedules.definitions import SCHEDULES
-from nanodomino.settings.setting import flag_name, flag_settings
+from nanodomino.settings.flags import flag_name, flag_settings
 
 # The most forwards that all stages together may run in a step. Every rank lists them all, with their backwards, before
 # the first step. For this many that takes a few seconds and a few hundred megabytes.

@@ -19,7 +19,7 @@ from benchmarks.runner import Figure, Times, compare, ratios, require_same_work
 from benchmarks.overlap import figures_of
 from benchmarks.slow_network import LARGEST_PACKET, parse_rate, slow_wire
 from nanodomino.errors import UserError
-from nanodomino.options.recompute.tape_policy import GRANULARITIES
+from nanodomino.options.recompute import GRANULARITIES
 
 TINY = ["--num-layers", "2", "--hidden-size", "32", "--seq-length", "16"]
 

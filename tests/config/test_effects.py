@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from nanodomino.comm.trace import Trace
-from nanodomino.config.config import Config
-from nanodomino.settings.setting import flag_settings
+from nanodomino.settings.config import Config
+from nanodomino.settings.flags import flag_settings
 
 ALONE = dict(num_layers=1, global_batch_size=4, micro_batch_size=4, lr_warmup_fraction=0.2)
 EIGHT = dict(num_layers=2, global_batch_size=16, micro_batch_size=4, tensor_model_parallel_size=2,

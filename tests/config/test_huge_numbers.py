@@ -10,14 +10,14 @@ import torch
 import bench
 import train
 from nanodomino.comm.world import LaunchInfo
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.errors import UserError
-from nanodomino.run.command_line import from_command_line
-from nanodomino.run.estimates import require_memory
+from nanodomino.run.session import from_command_line
+from nanodomino.estimate.stages import require_memory
 from nanodomino.schedules.placement_and_messages import timetable
 from nanodomino.schedules.simulation import picture, receives_to_post
 from nanodomino.settings.rules import MAX_FORWARDS
-from nanodomino.settings.setting import flag_name, flag_settings
+from nanodomino.settings.flags import flag_name, flag_settings
 
 HUGE = (10**6, 10**9, 10**12)
 LIMIT = 60.0         # seconds of this process, so that the load of the machine does not count: the slowest takes 11

@@ -7,9 +7,9 @@ import pytest
 from support.harness import EXPERTS, check_against_reference, tiny
 
 import train
-from nanodomino.dry_run.rank import dry_run
-from nanodomino.options.experts.router import SCORE_FUNCTIONS
-from nanodomino.options.recompute.tape_policy import GRANULARITIES
+from nanodomino.estimate.rank import dry_run
+from nanodomino.options.router import SCORE_FUNCTIONS
+from nanodomino.options.recompute import GRANULARITIES
 
 STEPS = 2                # the second step sees the weights, moments and expert biases that the first step wrote
 SIGMOID, PRE_SOFTMAX = dict(moe_router_score_function="sigmoid"), dict(moe_router_pre_softmax=True)

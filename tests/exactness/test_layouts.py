@@ -20,8 +20,8 @@ from support.reference import ReferenceGPT, masked_loss, random_weights
 
 import train
 from nanodomino.corpus.prepared_folder import Corpus
-from nanodomino.layers.norms import NORMALIZATIONS
-from nanodomino.options.recompute.tape_policy import GRANULARITIES
+from nanodomino.layers.sublayers import NORMALIZATIONS
+from nanodomino.options.recompute import GRANULARITIES
 from nanodomino.schedules.definitions import SCHEDULES
 
 STEPS = 2                # the second step sees the weights, moments and expert biases that the first step wrote

@@ -8,11 +8,11 @@ import pytest
 import torch
 from answers import ANSWERS
 
-from exercises import __main__ as command_line
-from exercises import beyond, fake_ranks, grade, workbook
+from exercises import __main__ as command_line, beyond, fake_ranks, grade, workbook
 from exercises.predict import TASKS
-from nanodomino.options.experts.router import Router
+from nanodomino.options.router import Router
 from nanodomino.schedules.definitions import SCHEDULES
+
 
 def with_answer(number, answer):
     """Put an answer of answers.py into the text of the exercise's file."""

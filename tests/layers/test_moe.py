@@ -9,14 +9,14 @@ from support.harness import build, random_data, tiny, train_rank, weights_and_da
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from nanodomino.comm.device import StandIn, standing_for
+from nanodomino.comm.world import StandIn, standing_for
 from nanodomino.comm.trace import Trace
 from nanodomino.domino import run_to_end
 from nanodomino.errors import UserError
 from nanodomino.mesh import meta_mesh
 from nanodomino.model import meta_stage
 from nanodomino.options.experts import moe
-from nanodomino.options.experts.router import Router
+from nanodomino.options.router import Router
 
 
 def microbatch(config, training=True):

@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train
 from nanodomino.comm.trace import Trace
 from nanodomino.domino import LinearPair
-from nanodomino.dry_run.rank import dry_run
+from nanodomino.estimate.rank import dry_run
 from nanodomino.layers.dropout_and_positions import MasksAndPositions
-from nanodomino.options.recompute import host_offload
-from nanodomino.options.recompute.tape_policy import GRANULARITIES, RecomputingTape
+from nanodomino.options.recompute import GRANULARITIES, RecomputingTape, host_offload
 from nanodomino.schedules.definitions import SCHEDULES
+
 
 DROPOUT = dict(hidden_dropout=0.2, attention_dropout=0.3)
 EIGHT = dict(micro_batch_size=4, global_batch_size=8, num_layers=2)          # two microbatches of four samples

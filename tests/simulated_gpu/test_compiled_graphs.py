@@ -15,7 +15,7 @@ from support.harness import EXPERTS, FAMILIES, build, random_data, tiny
 import train
 from nanodomino.domino import Domino
 from nanodomino.layers.cross_entropy import max_and_sum_exp_of_rows, scaled_exp_of_rows
-from nanodomino.options.recompute.tape_policy import GRANULARITIES
+from nanodomino.options.recompute import GRANULARITIES
 
 # residual + norm: at the stage's start, after a sublayer; its backward: below the head, of a sublayer, at the start;
 # cross entropy: forward, backward

@@ -19,9 +19,9 @@ import torch
 from support.reference import ReferenceGPT, Sizes, dropout_masks, masked_loss, random_weights, train_reference
 
 import train
-from nanodomino.comm.scatter_and_gather import all_gather
+from nanodomino.comm.collectives import all_gather
 from nanodomino.comm.trace import NO_TRACE
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.corpus.prepared_folder import Corpus
 from nanodomino.data import Batch
 from nanodomino.domino import Domino
@@ -29,7 +29,7 @@ from nanodomino.mesh import make_mesh
 from nanodomino.optim.parameter_spec import local_shard
 from nanodomino.run.report import Report
 from nanodomino.run.session import write_sample
-from nanodomino.settings.setting import names_affecting
+from nanodomino.settings.flags import names_affecting
 from nanodomino.zero import ZeroOptimizer
 
 VOCABULARY = 29          # padded to 32, so that the last rank owns fewer words; padded to 64, it owns none

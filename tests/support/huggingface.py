@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from nanodomino.checkpoint.load import full_weights
-from nanodomino.checkpoint.manifest import read_manifest
-from nanodomino.config.config import Config
-from nanodomino.config.saved_settings import from_record
+from nanodomino.checkpoint.format import read_manifest
+from nanodomino.settings.config import Config
+from nanodomino.settings.records import from_record
 
 VOCABULARY, LENGTH = 300, 24
 SIZES = dict(vocab_size=VOCABULARY, hidden_size=48, intermediate_size=104, num_hidden_layers=3, num_attention_heads=4,

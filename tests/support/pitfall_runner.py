@@ -20,9 +20,9 @@ from support.harness import (FixedData, Outcome, count_depth_masks, full_tensors
 from support.reference import random_weights
 
 from nanodomino import model
-from nanodomino.config.config import Config
+from nanodomino.settings.config import Config
 from nanodomino.mesh import meta_mesh
-from nanodomino.settings.setting import names_affecting
+from nanodomino.settings.flags import names_affecting
 
 TOLERANCE = 1e-9         # largest relative error of any number, in float64
 CHECKED = 2              # steps in a test: the second step sees the weights that the first step wrote

@@ -1,7 +1,7 @@
 """Configurations of published size and ideal machines, for estimates."""
 
-from nanodomino.analysis.machine import Machine
-from nanodomino.config.config import Config
+from nanodomino.estimate.formulas import Machine
+from nanodomino.settings.config import Config
 
 
 def cluster(world_size, **changes) -> Config:

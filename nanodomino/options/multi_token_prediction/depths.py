@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanodomino.layers.norms import Norm
+from nanodomino.layers.sublayers import Norm
 from nanodomino.layers.attention_mask import to_device
 from nanodomino.optim.parameter_spec import parameter
 from nanodomino.options.documents import goes_on

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 from nanodomino.domino import Domino
 from nanodomino.model import Chunk
-from nanodomino.overlap.residual_norm import SavedResidualNorm
+from nanodomino.overlap.ends import SavedResidualNorm
 from nanodomino.overlap.slices import NothingBehindHead, Slice
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanodomino.comm.device import streams_of
+from nanodomino.comm.world import streams_of
 
 
 @dataclass
