@@ -23,9 +23,9 @@ from benchmarks.runner import parse
 from nanodomino.errors import require
 from nanodomino.estimate.accounts import Accounts
 from nanodomino.estimate.formulas import GPUS
-from nanodomino.layers.attention import fused_attention
+from nanodomino.layers.attention import fused_attention, varlen_attention
+from nanodomino.layers.attention_mask import AttentionMask, document_begins
 from nanodomino.layers.gradients import add_weight_gradient, run_segment
-from nanodomino.layers.attention_mask import attention_bias, find_starts, varlen_attention
 from nanodomino.options.experts import grouped_linear
 from nanodomino.options.fp8 import FORMATS, RECIPES, Fp8Recipe, Fp8Weight
 
@@ -154,8 +154,9 @@ def attention(run: Run):
     if run.cuda and torch.cuda.get_device_capability(run.device) >= (8, 0):
         ends = torch.rand(2, 128, generator=torch.Generator().manual_seed(1)) < 0.3
         numbers = F.pad(ends, (1, -1)).long().cumsum(1)         # many documents have one token
-        bias = attention_bias(numbers.to(run.device), torch.float64)
-        cases += [(partial(varlen_attention, documents=find_starts(numbers, run.device)),
+        mask = AttentionMask(torch.arange(128), document_begins(numbers), None, 128)
+        bias = mask.bias(torch.float64, run.device)
+        cases += [(partial(varlen_attention, runs=mask.runs(run.device)),
                    partial(F.scaled_dot_product_attention, attn_mask=bias, enable_gqa=True), sizes)
                   for sizes in ((2, 128, 4, 4, 64), (2, 128, 8, 2, 64))]
     for function, definition, (b, s, heads, groups, d) in cases:

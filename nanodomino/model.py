@@ -52,7 +52,7 @@ class Layer(nn.Module):
     def __init__(self, config, mesh: Mesh, number: int):
         super().__init__()
         self.number, site = number, config.layer_site(number)
-        self.attention = Attention(config, mesh, f"{site}.attention")
+        self.attention = Attention(config, mesh, f"{site}.attention", config.attention_window(number))
         self.mlp = config.mlp_class(number)(config, mesh, f"{site}.mlp")
 
     def forward(self, x, masks_and_positions):

@@ -45,13 +45,13 @@ from nanodomino.checkpoint.load import newest_intact_checkpoint
 from nanodomino.checkpoint.format import file_digest, manifest_text
 from nanodomino.domino import Domino
 from nanodomino.layers import attention
+from nanodomino.layers import dropout_and_positions
 from nanodomino.layers.dropout_and_positions import MasksAndPositions
 from nanodomino.layers.residual import seeded_generator
 from nanodomino.optim import parameter_spec
 from nanodomino.optim.buckets import Bucket
 from nanodomino.optim.loss_scale import LossScale
-from nanodomino.options import experts, fp8
-from nanodomino.options.context_parallel import attention as context_parallel
+from nanodomino.options import context_parallel, experts, fp8
 from nanodomino.options.multi_token_prediction import MultiTokenPrediction, PredictionDepths
 from nanodomino.options.router import SCORE_FUNCTIONS, Router
 from nanodomino.overlap import ends, slices
@@ -761,8 +761,8 @@ def scales_of_rows(right, config, self, x, to_8_bits):
 SHARED = dict(context_parallel_size=2, micro_batch_size=12)
 
 
-@pitfall("Context parallelism: RoPE rotates by a token's index on its rank", context_parallel, "rotation", **SHARED,
-         position_embedding_type="rope", kv_channels=4)
+@pitfall("Context parallelism: RoPE rotates by a token's index on its rank", dropout_and_positions, "rotation",
+         **SHARED, position_embedding_type="rope", kv_channels=4)
 def rotated_by_own_index(right, _, config, positions, s, device):
     return right(config, None, s, device)
 

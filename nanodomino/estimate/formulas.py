@@ -101,8 +101,9 @@ def flops_per_token(config: Config) -> float:
     learned = config.position_embedding_type == "learned_absolute"
     parameters = active_parameter_count(config) - learned * config.max_position_embeddings * config.hidden_size
     parameters += config.behind_head.layers * config.vocab_size * config.hidden_size
-    layers = config.num_layers + config.behind_head.layers
-    return 6 * parameters + 12 * layers * config.num_attention_heads * config.kv_channels * config.seq_length
+    windows = map(config.attention_window, range(config.num_layers + config.behind_head.layers))
+    keys = sum(config.seq_length if window is None else min(window + 1, config.seq_length) for window in windows)
+    return 6 * parameters + 12 * keys * config.num_attention_heads * config.kv_channels
 
 
 def mfu(config: Config, seconds: float, peak: float) -> float:

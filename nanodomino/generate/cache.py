@@ -14,8 +14,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from nanodomino.layers.dropout_and_positions import AttentionInputs
-from nanodomino.layers.attention_mask import rotation
+from nanodomino.layers.attention_mask import AttentionInputs, AttentionMask, rotation, to_device
 from nanodomino.model import GPT, Chunk
 
 
@@ -38,15 +37,16 @@ class KeyValueCache:
             for chunk in model.chunks for sublayer in chunk.sublayers if sublayer.attends}
 
     def start(self, tokens):
-        """Compute the positions and the attention bias of the new tokens [1, m]. Unless the cache is empty, m is 1."""
-        self.positions, self.first_visible, self.bias = self.look_around(tokens)
+        """Compute the positions of the new tokens [1, m], and forget the masks of the tokens before."""
+        places = torch.arange(self.length, self.length + tokens.size(1))
+        positions, self.begins = self.look_around(tokens, places)
+        self.places, self.masks, self.positions = places, {}, to_device(positions, tokens.device)
         self.rotary = rotation(self.model.config, self.positions, tokens.size(1), tokens.device)
 
-    def look_around(self, tokens):
-        """Return (the positions [1, m] of the new tokens, the index of the first cached token that they see, an
-        attention bias or None)."""
-        positions = torch.arange(self.length, self.length + tokens.size(1), device=tokens.device).unsqueeze(0)
-        return positions, 0, None
+    def look_around(self, tokens, places):
+        """Return (the positions, the first visible place without a window) of the new tokens, both [1, m], in the
+        host's memory. places: [m]"""
+        return places.unsqueeze(0), torch.zeros_like(places).unsqueeze(0)
 
     def finish(self, tokens):
         """Count the new tokens [1, m] as cached. Call this after all chunks have run."""
@@ -60,14 +60,21 @@ class KeyValueCache:
         """Return the AttentionInputs of the new tokens, with a function that caches their k and v; None for an MLP."""
         if not sublayer.attends:
             return None
-        return AttentionInputs(None, self.rotary, self.bias, partial(self.extend, sublayer.site))
+        if sublayer.window not in self.masks:
+            mask = AttentionMask(self.places, self.begins, sublayer.window, self.length + len(self.places))
+            first, bias = int(mask.first.min()), None
+            if len(self.places) > 1 and not mask.causal:       # a single token sees all keys from the first on
+                bias = mask.bias(self.model.config.params_dtype, x.device)[..., first:]
+            self.masks[sublayer.window] = first, bias
+        first, bias = self.masks[sublayer.window]
+        return AttentionInputs(None, self.rotary, bias, extend_cache=partial(self.extend, sublayer.site, first))
 
-    def extend(self, site, k, v):
-        """Store k and v [1, query groups/t, m, d] of the new tokens; return k and v of all tokens visible to them."""
+    def extend(self, site, first, k, v):
+        """Store k and v [1, query groups/t, m, d] of the new tokens. Return k and v of all tokens from `first` on."""
         keys, values = self.keys_and_values[site]
         end = self.length + k.size(2)
         keys[:, :, self.length:end], values[:, :, self.length:end] = k, v
-        return keys[:, :, self.first_visible:end], values[:, :, self.first_visible:end]
+        return keys[:, :, first:end], values[:, :, first:end]
 
     def hidden_states(self, chunk: Chunk, tokens, hidden):
         """Run the layers of a chunk on new tokens [1, m], or on hidden [1, m, h] from the previous chunk.

@@ -127,16 +127,39 @@ def read_biases(reader: ConfigReader) -> dict:
 
 
 def read_windows(reader: ConfigReader) -> dict:
-    """Require that no layer has a sliding window, or only one that is as long as the longest sequence. Mistral has a
-    window unless the entry is null; Qwen has one only with use_sliding_window."""
+    """Read which layers have a sliding window. Its length counts the token itself, but --window-size does not.
+
+    Mistral has a window in all layers unless the entry is null. Qwen has one only with use_sliding_window: in Qwen2 and
+    Qwen3 from layer max_window_layers on, or where layer_types says so. A window of the longest sequence is none.
+    """
     used = reader.get("use_sliding_window") if "use_sliding_window" in reader.defaults else True
-    types, window, longest = map(reader.get, ("layer_types", "sliding_window", "max_position_embeddings"))
-    full = isinstance(types, list | None) and all(type_ == "full_attention" for type_ in types or ())
-    require(full and (not used or window is None or type(window) is int and window >= longest),
-            f"{reader.source} has sliding_window {shown(window)}, max_position_embeddings {shown(longest)} and "
-            f"layer_types {shown(types)}, but nanodomino's attention sees all previous tokens; import another model, "
-            "or lower max_position_embeddings to the window")
-    return {}
+    by_layer, longest = "max_window_layers" in reader.defaults, reader.get("max_position_embeddings")
+    layers, types, window = map(reader.get, ("num_hidden_layers", "layer_types", "sliding_window"))
+    full = reader.get("max_window_layers") if by_layer else 0
+    require(not used or window is None or type(window) is int and window > 1 and type(full) is int and full >= 0,
+            f"{reader.source} has sliding_window {shown(window)} and max_window_layers {shown(full)}, but they must be "
+            "whole numbers, and the window above 1; correct it")
+    limits = bool(used) and window is not None and window < longest
+    full = min(full, layers) if limits else layers
+    if types is not None:
+        given = types.count("full_attention") if isinstance(types, list) else 0
+        require(types == ["full_attention"] * given + ["sliding_attention"] * (layers - given)
+                and (given == full or by_layer and limits),
+                f"{reader.source} has layer_types {shown(types)} and sliding_window {shown(window)}, but nanodomino "
+                "supports only windows in all layers from some layer on; import another model")
+        full = given
+    return {} if full == layers else dict(window_size=window - 1, full_attention_layers=full)
+
+
+def write_windows(config: Config) -> dict:
+    """Return sliding_window and, if a model of this family need not have one, use_sliding_window. A model without a
+    window needs no entry: Qwen has none by default, and a Mistral without one is exported as a Llama."""
+    return {} if config.window_size is None else dict(sliding_window=config.window_size + 1)
+
+
+def write_qwen_windows(config: Config) -> dict:
+    return {} if config.window_size is None else write_windows(config) | dict(
+        use_sliding_window=True, max_window_layers=config.full_attention_layers)
 
 
 # ---- the families
@@ -165,6 +188,7 @@ class Family:
     read: tuple = ()            # functions that read the other entries
     write: tuple = ()           # their inverses
     aliases: dict = dataclasses.field(default_factory=dict)    # {another name of an entry in Transformers: entry}
+    translated: frozenset = frozenset()    # settings that only this family's functions read and write
 
 
 GPT2 = Family(
@@ -197,14 +221,17 @@ LLAMA = Family(
     read=(read_rope, read_biases), write=(write_rope, lambda config: dict.fromkeys(
         ("attention_bias", "mlp_bias"), not config.disable_bias_linear)))
 MISTRAL = dataclasses.replace(
-    LLAMA, architecture="MistralForCausalLM", read=(read_rope, read_windows), write=(write_rope,),
+    LLAMA, architecture="MistralForCausalLM", read=(read_rope, read_windows), write=(write_rope, write_windows),
+    translated=frozenset({"window_size"}),
     settings=LLAMA.settings | dict(disable_bias_linear=True),
     defaults=LLAMA.defaults | {"num_key_value_heads": 8, "sliding_window": 4096})
 QWEN2 = dataclasses.replace(
-    MISTRAL, architecture="Qwen2ForCausalLM", settings=MISTRAL.settings | dict(add_qkv_bias=True),
-    defaults=MISTRAL.defaults | {"num_key_value_heads": 32, "use_sliding_window": False})
+    MISTRAL, architecture="Qwen2ForCausalLM", write=(write_rope, write_qwen_windows),
+    translated=MISTRAL.translated | {"full_attention_layers"}, settings=MISTRAL.settings | dict(add_qkv_bias=True),
+    defaults=MISTRAL.defaults | {"num_key_value_heads": 32, "use_sliding_window": False,
+                                 "max_window_layers": 28})
 QWEN3 = dataclasses.replace(
-    MISTRAL, architecture="Qwen3ForCausalLM", settings=MISTRAL.settings | dict(qk_layernorm=True),
+    QWEN2, architecture="Qwen3ForCausalLM", settings=MISTRAL.settings | dict(qk_layernorm=True),
     defaults=QWEN2.defaults | {"head_dim": 128})
 EXPERTS = dict(moe_layer_freq=1, moe_router_score_function="softmax",
                moe_router_topk_scaling_factor=1.0, moe_router_enable_expert_bias=False,
@@ -227,8 +254,9 @@ QWEN3_MOE = dataclasses.replace(
                          "num_experts_per_tok": ("moe_router_topk", None)},
     settings=QWEN3.settings | EXPERTS,
     supported=QWEN3.supported | {"decoder_sparse_step": (1,), "norm_topk_prob": (False, True)},
-    defaults=QWEN3.defaults | {"num_key_value_heads": 4, "head_dim": None, "moe_intermediate_size": 768,
-                               "num_experts": 128, "num_experts_per_tok": 8},
+    translated=MISTRAL.translated,                             # all layers have a window, or none
+    defaults=MISTRAL.defaults | {"use_sliding_window": False, "num_key_value_heads": 4, "head_dim": None,
+                                 "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8},
     aliases={"num_local_experts": "num_experts"})
 
 # The settings of a model that read and write functions translate, or that do not change what a family's model computes.
@@ -324,7 +352,7 @@ def family_of(config: Config) -> Family:
 
 def unnamed_settings(family: Family, config: Config) -> list:
     """Return the settings that change this model, and that neither the family nor TRANSLATED names."""
-    named = TRANSLATED | family.settings.keys() | {setting for setting, _ in family.sizes.values()}
+    named = TRANSLATED | family.translated | family.settings.keys() | {setting for setting, _ in family.sizes.values()}
     return [setting for setting in flag_settings(config)
             if setting.metadata["affects"] in ("model", "positions") and setting.name not in named
             and getattr(config, setting.name) and all(holds(need, config) for need in setting.metadata["needs"])]

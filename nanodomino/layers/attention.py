@@ -10,7 +10,8 @@ into t contiguous parts gives each rank whole groups:
     [ q q k v | q q k v | q q k v | q q k v ]      4 groups of 2 query heads; every letter is d rows
       rank 0              rank 1                   (all q, then all k, then all v would give rank 0 only queries)
 
-Then q and k may each be normalized (qk_layernorm) and rotated by their positions (positions.py).
+Then q and k may each be normalized (qk_layernorm) and rotated by their positions. attention_mask.py explains the
+rotation, and which keys a query sees.
 
 Without attention dropout, torch's fused kernel never writes the [s, s] probabilities to memory. With dropout they are
 computed explicitly, because the fused kernel would draw its own mask, and that mask would depend on the layout.
@@ -26,8 +27,8 @@ import torch
 import torch.nn.functional as F
 
 from nanodomino.comm.world import on_gpu
+from nanodomino.layers.attention_mask import Runs, inverse_rotation, rotate
 from nanodomino.layers.gradients import add_gradients, run_segment
-from nanodomino.layers.attention_mask import inverse_rotation, rotate
 from nanodomino.layers.residual import drop
 from nanodomino.layers.sublayers import Norm, Sublayer
 from nanodomino.parallel import ColumnParallelLinear, RowParallelLinear
@@ -37,8 +38,9 @@ class Attention(Sublayer):
     """Attention over this rank's heads: `groups` groups of `group_size` query heads, each of size `head_dim`."""
     attends = True
 
-    def __init__(self, config, mesh, site: str):
+    def __init__(self, config, mesh, site: str, window: int | None):
         super().__init__(config, mesh, site)
+        self.window = window                                   # how many tokens before itself a token sees; None: all
         has_bias, width = not config.disable_bias_linear, config.num_attention_heads * config.kv_channels
         self.groups, self.head_dim = config.num_query_groups // mesh.tp, config.kv_channels
         self.group_size, self.rope = config.num_attention_heads // config.num_query_groups, config.rope
@@ -65,19 +67,19 @@ class Attention(Sublayer):
 
     def attend(self, q, k, v, inputs):
         """Return the attention output [b, heads, s, d] for q [b, heads, s, d], k and v [b, groups, s, d]."""
-        if inputs.attend is not None:
-            return inputs.attend(q, k, v)
+        if inputs.runs is not None:
+            return varlen_attention(q, k, v, inputs.runs)
         if inputs.dropout_mask is None:
-            return fused_attention(q, k, v, inputs.attention_bias)
+            return fused_attention(q, k, v, inputs.bias)
         s = q.size(2)
         k, v = repeat_kv(q, k, v)
         scale = self.head_dim ** -0.5          # applied inside the matmul, because unscaled scores may overflow fp16
         scores = torch.baddbmm(q.new_empty(()), q.flatten(0, 1), k.flatten(0, 1).mT, beta=0, alpha=scale)
         scores = scores.view(inputs.dropout_mask.shape)
-        if inputs.attention_bias is None:
+        if inputs.bias is None:
             scores = scores.masked_fill(torch.ones(s, s, dtype=torch.bool, device=q.device).triu(1), -torch.inf)
         else:
-            scores = scores + inputs.attention_bias
+            scores = scores + inputs.bias
         return drop(scores.softmax(dim=-1), inputs.dropout_mask) @ v
 
     def core(self, qkv, inputs):
@@ -153,6 +155,20 @@ def fused_attention(q, k, v, bias):
     return F.scaled_dot_product_attention(
         query=q, key=k, value=v, attn_mask=bias, is_causal=bias is None and q.size(2) == k.size(2),
         enable_gqa=k.size(1) < q.size(1))
+
+
+def varlen_attention(q, k, v, runs: Runs):
+    """Return the attention output [b, heads, m, d] for q [b, heads, m, d]. k and v [b, groups, s, d] hold the keys of
+    the runs one after the other."""
+    from torch.nn.attention.varlen import varlen_attn          # imported here, because this import takes a second
+
+    b, grouped = q.size(0), k.size(1) < q.size(1)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))         # [b m, heads, d], without a copy
+    keys = (runs.starts, runs.longest) if runs.key_starts is None else (runs.key_starts, runs.longest_keys)
+    before = -1 if runs.window is None else runs.window
+    context = varlen_attn(q, k, v, runs.starts, keys[0], runs.longest, keys[1],
+                          window_size=(before, 0), enable_gqa=grouped)     # 0: no key after the query
+    return context.unflatten(0, (b, -1)).transpose(1, 2)
 
 
 def repeat_kv(q, k, v):

@@ -1,4 +1,4 @@
-"""What a sublayer needs besides the residual stream: dropout masks, rotary positions, the attention bias.
+"""What a sublayer needs besides the residual stream: dropout masks, rotary positions, the attention mask.
 
 All three depend only on the samples in a slice, not on anything that ran earlier. On a given type of device, a dropout
 mask is a pure function of (seed, sample, site), where a site is a name such as "layers.3.mlp". So results don't depend
@@ -11,40 +11,27 @@ A sample is identified by its number in the data order. So a different slicing, 
 the same mask again.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 
+from nanodomino.layers.attention_mask import AttentionInputs, AttentionMask, document_begins, rotation
 from nanodomino.layers.gradients import wide_dtype
-from nanodomino.layers.attention_mask import rotation
 from nanodomino.layers.residual import seeded_generator
 
 
-@dataclass(frozen=True)
-class AttentionInputs:
-    """Holds what attention needs besides q, k and v. Each field may be None."""
-    dropout_mask: torch.Tensor | None        # [b, heads/t, s, s], for the attention probabilities
-    rotary: torch.Tensor | None              # (cos, sin), see rotation() in positions.py
-    attention_bias: torch.Tensor | None = None     # [b, 1, s, s], added to the scores; None: plain causal attention
-    extend_cache: Callable | None = None     # in generation: k, v of new tokens -> k, v of all tokens
-    attend: Callable | None = None           # computes attention from q, k, v in place of torch's fused kernel
-
-
 class MasksAndPositions:
-    """Makes the masks, rotary angles and attention bias of one slice.
+    """Makes the dropout masks, rotary angles and attention masks of one slice.
 
     sample_ids: the numbers of the b samples in the data order; None (in evaluation): no dropout
     keep: cache the residual-stream masks, because backward needs each of them once more
     stream: how tp ranks share the residual stream (overlap/slices.py); None: every rank holds all rows
-    positions: [b, s], see positions.py; None: each sample has positions 0 .. s - 1
+    positions: [b, s], see attention_mask.py; None: each sample has positions 0 .. s - 1
     extras: what options have added to the batch; see data.Batch
     """
 
     def __init__(self, config, mesh, sample_ids=None, keep=False, stream=None, positions=None, extras=None):
         self.config, self.mesh, self.sample_ids, self.keep, self.kept = config, mesh, sample_ids, keep, {}
         self.stream, self.positions, self.extras = stream, positions, extras or {}
-        self.shared = None                                     # fields of AttentionInputs that all layers share
+        self.shared = {}                 # {window: fields of AttentionInputs that all layers with this window share}
 
     def draw_masks(self, site, shape, probability, like):
         """Draw a mask [b, *shape] of 0 and 1/(1 - probability). Return None if nothing is dropped.
@@ -75,15 +62,24 @@ class MasksAndPositions:
         heads = self.config.num_attention_heads
         return self.draw_masks(site + ".core", (heads, s, s), self.config.attention_dropout, like)
 
-    def attention_inputs(self, sublayer, x) -> AttentionInputs | None:
-        """Return the AttentionInputs for this rank's heads; None for an MLP. x [b, s, ..] has all s tokens."""
+    def attention_inputs(self, sublayer, x, own_part=None, own_queries=None, ranks=1) -> AttentionInputs | None:
+        """Return the AttentionInputs for this rank's heads and queries; None for an MLP. x: [b, s/ranks, ..].
+
+        own_part: takes the dropout mask of all heads, and returns this rank's part; None: of all s queries
+        own_queries: returns the fields places and stored of an AttentionMask for (b, s); None: all s tokens
+        ranks: the number of ranks that share the s tokens of a sample
+        """
         if not sublayer.attends:
             return None
-        s = x.size(1)
+        s, mesh = x.size(1) * ranks, self.mesh
         mask = self.attention_dropout_mask(sublayer.site, s, x)
         if mask is not None:                                   # clone: a view would keep the masks of all heads alive
-            mask = mask.chunk(self.mesh.tp, dim=1)[self.mesh.tp_rank].clone()
-        if self.shared is None:
-            self.shared = dict(rotary=rotation(self.config, self.positions, s, x.device),
-                               **self.config.attention_extras(self.extras, x.device))
-        return AttentionInputs(mask, **self.shared)
+            mask = own_part(mask) if own_part else mask.chunk(mesh.tp, dim=1)[mesh.tp_rank].clone()
+        if sublayer.window not in self.shared:
+            places, stored = own_queries(x.size(0), s) if own_queries else (torch.arange(s), None)
+            documents = self.extras.get("documents")
+            begins = torch.zeros(x.size(0), s, dtype=torch.int64) if documents is None else document_begins(documents)
+            visible = AttentionMask(places, begins[:, places], sublayer.window, s, stored)
+            self.shared[sublayer.window] = dict(rotary=rotation(self.config, self.positions, x.size(1), x.device),
+                                                **visible.inputs(self.config, x.device))
+        return AttentionInputs(mask, **self.shared[sublayer.window])

@@ -15,7 +15,7 @@ With --eod-mask-loss, the loss does not count where the label is an end-of-text 
 import torch
 
 from nanodomino.generate.cache import KeyValueCache
-from nanodomino.layers.attention_mask import attention_bias, first_of_document, to_device
+from nanodomino.layers.attention_mask import document_begins, to_device
 
 
 def document_ids(tokens, end_of_text: int):
@@ -26,8 +26,7 @@ def document_ids(tokens, end_of_text: int):
 
 def positions_within_documents(documents):
     """Return each token's position within its own document, [b, s], for the document numbers [b, s]."""
-    positions = torch.arange(documents.size(1), device=documents.device).expand_as(documents)
-    return positions - positions.where(first_of_document(documents), 0).cummax(dim=1).values
+    return torch.arange(documents.size(1), device=documents.device) - document_begins(documents)
 
 
 class DocumentCache(KeyValueCache):
@@ -37,17 +36,13 @@ class DocumentCache(KeyValueCache):
     """
     document_start = 0
 
-    def look_around(self, tokens):
-        """Return what KeyValueCache does. Unless the cache is empty, all tokens must belong to one document."""
-        (positions, first_visible, bias), config = super().look_around(tokens), self.model.config
+    def look_around(self, tokens, places):
+        positions, begins = super().look_around(tokens, places)
         if self.end_of_text is None:
-            return positions, first_visible, bias
-        if self.length > 0:
-            return (positions - self.document_start * config.reset_position_ids,
-                    self.document_start * config.reset_attention_mask, bias)
-        documents = document_ids(tokens, self.end_of_text)
-        return (positions_within_documents(documents) if config.reset_position_ids else positions, first_visible,
-                attention_bias(documents, config.params_dtype) if config.reset_attention_mask else bias)
+            return positions, begins
+        config, documents = self.model.config, document_ids(tokens.cpu(), self.end_of_text)
+        starts = torch.where(documents == 0, self.document_start, self.length + document_begins(documents))
+        return positions - starts * config.reset_position_ids, starts * config.reset_attention_mask
 
     def finish(self, tokens):
         ends = [i for i, token in enumerate(tokens[0].tolist(), self.length) if token == self.end_of_text]

@@ -13,11 +13,11 @@ from itertools import islice
 import torch
 
 from nanodomino.generate.cache import KeyValueCache
-from nanodomino.layers.attention_mask import fits_varlen, inputs_within_documents
+from nanodomino.layers.attention_mask import fits_varlen
 from nanodomino.layers.sublayers import MLP
 from nanodomino.optim.optimizers import OPTIMIZERS
-from nanodomino.options import experts, recompute
-from nanodomino.options.context_parallel import ATTENTION, places
+from nanodomino.options import context_parallel, experts, recompute
+from nanodomino.options.context_parallel import ATTENTION
 from nanodomino.options.documents import DocumentCache, mark_documents
 from nanodomino.options.fp8 import FORMATS, RECIPES, Fp8Recipe, Fp8Weight, check_gpu
 from nanodomino.options.multi_token_prediction import MultiTokenPrediction
@@ -46,6 +46,10 @@ class Choices:
     def mlp_class(self, layer: int) -> type:
         """Return the class of a layer's second sublayer."""
         return experts.MoE if self.has_experts(layer) else MLP
+
+    def attention_window(self, layer: int) -> int | None:
+        """Return how many tokens before itself a token sees in this layer, counted from 0; None: all."""
+        return None if layer < self.full_attention_layers else self.window_size
 
     def layer_site(self, layer: int) -> str:
         """Return the name of a layer, which seeds its initial weights and dropout masks. Layers behind the head are
@@ -120,14 +124,14 @@ class Choices:
 
     def own_places(self, whole, mesh, dim=1):
         """Return this rank's tokens of `whole` [b, s, ..]. dim: the dimension of s."""
-        return whole if self.cp == 1 else places.own_places(whole, mesh, dim)
+        return whole if self.cp == 1 else context_parallel.own_places(whole, mesh, dim)
 
     def own_part(self, batch, mesh):
         """Return the batch with this rank's tokens of each sample. Documents stay whole: attention needs all of them.
         """
         if self.cp == 1:
             return batch
-        own = {name: places.own_places(getattr(batch, name), mesh)
+        own = {name: context_parallel.own_places(getattr(batch, name), mesh)
                for name in ("tokens", "labels", "loss_mask", "positions")}
         extras = {name: self.own_part(value, mesh) if isinstance(value, type(batch)) else value
                   for name, value in batch.extras.items()}
@@ -138,15 +142,11 @@ class Choices:
         """Whether chunks without embedding and head need the tokens."""
         return self.cp > 1 or self.uses_document_boundaries
 
-    def attention_extras(self, extras: dict, device) -> dict:
-        """Return further fields of AttentionInputs. extras: what prepare_batch() has added to the batch."""
-        return inputs_within_documents(self, extras["documents"], device) if "documents" in extras else {}
-
     @property
     def uses_attention_bias(self) -> bool:
         """Whether attention may need a bias."""
         gathers = self.cp > 1 and self.cp_comm_type == "all_gather"
-        return self.reset_attention_mask or gathers and not fits_varlen(self)
+        return bool(self.reset_attention_mask or self.window_size) or gathers and not fits_varlen(self)
 
     # ---- ranks and parameters
 

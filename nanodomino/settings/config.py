@@ -103,6 +103,11 @@ class Config(Choices):
         0.0, "dropout rate for the embeddings and for each sublayer's output", below=1.0, affects="losses")
     attention_dropout: float = model_setting(
         0.0, "dropout rate for the attention probabilities", below=1.0, affects="losses")
+    window_size: int = model_setting(
+        None, "number of tokens before itself that a token attends to; Megatron-LM's N,0 (default: all)")
+    full_attention_layers: int = model_setting(
+        0, "number of layers, from the first on, that ignore --window-size", at_least=0, at_most=4096,
+        needs="--window-size")
     init_method_std: float = model_setting(
         None, "standard deviation of the initial weights (default: the preset's)", affects="run", needs="no --load")
 

@@ -18,7 +18,6 @@ from nanodomino.estimate.stages import Stage, fullest_rank_bytes, stage_memory, 
 from nanodomino.schedules.definitions import SCHEDULES
 
 
-
 PEAK = 0.01              # relative
 (TP2, TP4), (PP2, PP4), (CP2, CP4), (EP2, EP4) = (
     [{f"{axis}_parallel_size": size} for size in (2, 4)]

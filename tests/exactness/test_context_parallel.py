@@ -7,13 +7,21 @@ import pytest
 import torch
 from support.harness import count_documents, tiny
 
+from nanodomino.layers.attention_mask import AttentionMask, document_begins
 from nanodomino.layers.dropout_and_positions import MasksAndPositions
 from nanodomino.mesh import meta_mesh
-from nanodomino.options.context_parallel import ExchangedHeads, bias_and_keys, by_rank, in_order, queries_and_keys
+from nanodomino.options.context_parallel import ExchangedHeads, by_rank, gathered_places, in_order, own_places
 
 
 def mesh_of(ranks, rank):
     return meta_mesh(1, 1, 1, inner_axes=dict(cp=ranks), cp=rank)
+
+
+def mask_of(documents, ranks, rank, window=None):
+    """Return the mask of a rank's queries of samples with these documents [b, s]."""
+    places = own_places(torch.arange(documents.size(1)), mesh_of(ranks, rank), dim=0)
+    return AttentionMask(places, document_begins(documents)[:, places], window, documents.size(1),
+                         gathered_places(*documents.shape, ranks))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -23,9 +31,9 @@ def test_every_rank_computes_as_many_scores_and_reads_as_many_keys(ranks):
     assert len({int((1 + part[0]).sum()) for part in own}) == 1
     assert torch.equal(in_order(own), places)
     for rank in range(ranks):
-        found = queries_and_keys(tiny(1), torch.zeros_like(places), mesh_of(ranks, rank),
-                                 torch.device("cpu"))
-        assert found["keys"].numel() == 2 * (24 + 24 // (2 * ranks))
+        found = mask_of(torch.zeros_like(places), ranks, rank).runs(torch.device("cpu"))
+        middle = rank == ranks - 1                             # its two parts are neighbours, so they are one run
+        assert found.keys.numel() == 2 * (12 + 24 // (2 * ranks) if middle else 24 + 24 // (2 * ranks))
 
 
 def test_sequences_of_queries_and_their_keys_are_those_counted_by_hand():
@@ -34,20 +42,20 @@ def test_sequences_of_queries_and_their_keys_are_those_counted_by_hand():
     assert documents.tolist() == [[0, 1, 1, 1, 2, 2, 2, 2]]
     expected = [([0], [1], [6, 7], [0, 1, 4, 5, 6, 7]), ([2, 3], [4, 5], [], [1, 2, 3, 4, 5])]
     for rank, (*sequences, keys) in enumerate(expected):
-        found = queries_and_keys(tiny(1), documents, mesh_of(2, rank), torch.device("cpu"))
-        starts = found["attend"].keywords["documents"]
-        assert starts.starts.diff().tolist() == [len(queries) for queries in sequences if queries]
-        assert starts.longest == 2 and starts.keys.longest == [4, 3][rank]
-        assert starts.keys.starts.tolist() == [[0, 1, 2, 6], [0, 3, 5]][rank]
+        found = mask_of(documents, 2, rank).runs(torch.device("cpu"))
+        assert found.starts.diff().tolist() == [len(queries) for queries in sequences if queries]
+        assert found.longest == 2 and found.longest_keys == [4, 3][rank]
+        assert found.key_starts.tolist() == [[0, 1, 2, 6], [0, 3, 5]][rank]
         gathered = torch.tensor([0, 1, 6, 7, 2, 3, 4, 5])               # the places of rank 0, then of rank 1
-        assert gathered[found["keys"]].tolist() == [keys]
+        assert gathered[found.keys].tolist() == [keys]
+    windowed = mask_of(documents, 2, 0, window=1).runs(torch.device("cpu"))
+    assert gathered[windowed.keys].tolist() == [[0, 1, 5, 6, 7]] and windowed.window == 1
 
 
 @pytest.mark.table
 @pytest.mark.parametrize("documents, biases", [([[0] * 8, [0] * 8], 1), ([[0] * 8, [0] * 4 + [1] * 4], 2)])
 def test_one_bias_serves_all_samples_only_if_each_is_one_document(documents, biases):
-    found = bias_and_keys(tiny(1), torch.tensor(documents), mesh_of(2, 0), torch.device("cpu"))
-    assert len(found["attention_bias"]) == biases
+    assert len(mask_of(torch.tensor(documents), 2, 0).bias(torch.float64, torch.device("cpu"))) == biases
 
 
 @pytest.mark.table
@@ -57,7 +65,8 @@ def test_after_an_all_to_all_each_rank_drops_scores_of_its_own_heads():
     for tp_rank in range(2):
         for rank in range(2):
             mesh = meta_mesh(1, 1, 2, tp_rank=tp_rank, inner_axes=dict(cp=2), cp=rank)
-            inside = SimpleNamespace(config=config, mesh=mesh, ranks=2, site="layers.0.attention")
+            sublayer = SimpleNamespace(attends=True, window=None, site="layers.0.attention")
+            inside = SimpleNamespace(mesh=mesh, ranks=2, sublayer=sublayer)
             shared = MasksAndPositions(config, mesh, [7])
             masks.append(ExchangedHeads.inputs(inside, shared, torch.zeros(1, 4, 1)).dropout_mask)
     assert torch.equal(torch.cat(masks, dim=1), shared.attention_dropout_mask("layers.0.attention", 8, masks[0]))

@@ -27,6 +27,7 @@ def assert_import_refused(folder, tmp_path, message, names=""):
 ROPE = "original_max_position_embeddings"
 ONLY, WHOLE, POSITIVE = "but nanodomino supports only", ", but it must be a positive whole number", "must be a positive"
 UNKNOWN = "which may change the logits and which nanodomino does not know; import another model, or remove the entry"
+FULL = ["full_attention"] * 2
 CONFIGS = [      # (model, changes of config.json, error)
     ("gpt2", dict(activation_function="gelu"), f'activation_function "gelu", {ONLY} "gelu_new" or "gelu_pytorch_tanh"'),
     ("gpt2", dict(scale_attn_weights=False), f"has scale_attn_weights false, {ONLY} true"),
@@ -46,10 +47,10 @@ CONFIGS = [      # (model, changes of config.json, error)
     ("llama", dict(rope_scaling=LLAMA3 | {ROPE: 4096}), f"has {ROPE} 4096, {ONLY} 8192"),
     ("llama", {"rope_scaling": LLAMA3, ROPE: 4096}, f"has {ROPE} 4096, {ONLY} null or 8192"),
     ("llama", dict(rope_parameters=dict(rope_type="default", attention_factor=2.0)), f"_factor 2.0, {UNKNOWN}"),
-    ("mistral", dict(sliding_window=23), f"has sliding_window 23, max_position_embeddings {LENGTH} and"),
-    ("mistral", dict(sliding_window=..., max_position_embeddings=8192), "sliding_window 4096, max_.* 8192 and"),
-    ("qwen2", dict(use_sliding_window=True, sliding_window=4), "has sliding_window 4, max_position_embeddings"),
-    ("qwen2", dict(layer_types=["full_attention", "sliding_attention"]), "but nanodomino's attention sees all pre"),
+    ("mistral", dict(sliding_window=1), "has sliding_window 1 and max_window_layers 0, but they must be whole numbers"),
+    ("qwen2", dict(layer_types=FULL + ["sliding_attention"]), "and sliding_window null, but nanodomino"),
+    ("qwen2", dict(use_sliding_window=True, sliding_window=4, layer_types=["sliding_attention"] + FULL),
+     "supports only windows in all layers from some layer on; import another model"),
     ("qwen3-moe", dict(decoder_sparse_step=2), f"has decoder_sparse_step 2, {ONLY} 1; import another model"),
     ("qwen3-moe", dict(mlp_only_layers=[0]), rf"has mlp_only_layers \[0\], {UNKNOWN}"),
 ]
@@ -65,7 +66,10 @@ def test_a_config_json_that_changes_the_model_is_refused(folder, tmp_path, model
 
 def test_a_sliding_window_may_be_as_long_as_the_longest_sequence(saved):
     values = json.loads((saved("mistral")[1] / "config.json").read_text())
-    assert read_config(values | dict(sliding_window=LENGTH, max_position_embeddings=LENGTH), "config.json")
+    for window, expected in ((LENGTH, None), (LENGTH - 1, LENGTH - 2), (..., None)):
+        given = {name: value for name, value in (values | dict(sliding_window=window)).items() if value is not ...}
+        assert read_config(given, "config.json").window_size == expected
+    assert read_config(given | dict(max_position_embeddings=8192), "config.json").window_size == 4095    # the default
 
 
 NAME = "transformer.h.1.mlp.c_fc.weight"

@@ -10,7 +10,7 @@ from support.fake_world import fake_world
 from support.harness import build, random_data, tiny
 
 import train
-from nanodomino.layers.dropout_and_positions import AttentionInputs
+from nanodomino.layers.attention_mask import AttentionInputs
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from support.harness import (END_OF_TEXT, FAMILIES, build, count_depth_masks, co
 
 from nanodomino.data import Batch
 from nanodomino.domino import run_to_end
-from nanodomino.layers.attention_mask import attention_bias, rotary_frequencies, rotation
+from nanodomino.layers.attention_mask import AttentionMask, document_begins, rotary_frequencies, rotation
 from nanodomino.options.documents import document_ids, positions_within_documents
 
 
@@ -59,7 +59,8 @@ def test_documents_and_positions_are_those_counted_by_hand():
     positions, expected = count_documents(drawn)
     assert torch.equal(document_ids(drawn, END_OF_TEXT), expected)
     assert torch.equal(positions_within_documents(expected), positions)
-    seen = attention_bias(documents, torch.float64)[0, 0].exp()
+    mask = AttentionMask(torch.arange(8), document_begins(documents), None, 8)
+    seen = mask.bias(torch.float64, torch.device("cpu"))[0, 0].exp()
     assert seen.sum(dim=1).tolist() == [1, 2, 3, 4, 1, 2, 3, 1] and not seen.triu(1).any()
 
 

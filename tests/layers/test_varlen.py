@@ -14,17 +14,23 @@ from support.harness import FAMILIES, build, check_against_reference, count_docu
 
 import train
 from nanodomino.comm.world import StandIn, standing_for
-from nanodomino.layers.attention_mask import find_starts, fits_varlen, uses_varlen
+from nanodomino.layers.attention_mask import AttentionMask, document_begins, fits_varlen, uses_varlen
+
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
+def find_starts(documents, window=None):
+    s = documents.size(1)
+    return AttentionMask(torch.arange(s), document_begins(documents), window, s).runs(CPU)
+
+
 def test_the_starts_of_documents_are_those_counted_by_hand():
-    found = find_starts(torch.tensor([[0, 0, 0, 1], [0, 0, 0, 0], [0, 1, 2, 2]]), CPU)
+    found = find_starts(torch.tensor([[0, 0, 0, 1], [0, 0, 0, 0], [0, 1, 2, 2]]))
     assert found.starts.tolist() == [0, 3, 4, 8, 9, 10, 12] and found.longest == 4 and found.starts.dtype == torch.int32
     _, documents = count_documents(torch.randint(0, 5, (20, 30), generator=torch.Generator().manual_seed(1)))
     lengths = [len(list(tokens)) for row in documents.tolist() for _, tokens in itertools.groupby(row)]
-    found = find_starts(documents, CPU)
+    found = find_starts(documents)
     assert found.starts.diff().tolist() == lengths and found.longest == max(lengths)
 
 
@@ -41,7 +47,13 @@ DOCUMENTS = dict(reset_position_ids=True, reset_attention_mask=True)
     dict(FAMILIES["qwen3"], tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True,
          **DOCUMENTS),
     dict(FAMILIES["llama"], context_parallel_size=2, tensor_model_parallel_size=2, seq_length=16, **DOCUMENTS),
-    dict(FAMILIES["llama"], context_parallel_size=4, seq_length=24)], ids=["tp2-pp2", "cp2-tp2", "cp4-no-documents"])
+    dict(FAMILIES["llama"], context_parallel_size=4, seq_length=24),
+    dict(FAMILIES["llama"], tensor_model_parallel_size=2, pipeline_model_parallel_size=2, window_size=3),
+    dict(FAMILIES["llama"], context_parallel_size=2, tensor_model_parallel_size=2, seq_length=16, window_size=5,
+         full_attention_layers=1, **DOCUMENTS),
+    dict(FAMILIES["llama"], context_parallel_size=4, cp_comm_type="a2a", num_query_groups=4, seq_length=16,
+         window_size=2, **DOCUMENTS)],
+    ids=["tp2-pp2", "cp2-tp2", "cp4-no-documents", "window", "window-cp2-tp2", "window-cp4-a2a"])
 def test_training_equals_one_plain_process(pool, layout):
     """The other side is a plain model with a mask. Evaluation and recomputation take the same kernel. With context
     parallelism by all_gather, attention takes it without documents too."""

@@ -81,7 +81,8 @@ OPTION_SIZES = dict(
     shared_width="moe_shared_expert_intermediate_size", score_function="moe_router_score_function",
     pre_softmax="moe_router_pre_softmax", scaling="moe_router_topk_scaling_factor",
     expert_bias="moe_router_enable_expert_bias", bias_rate="moe_router_bias_update_rate",
-    aux_coefficient="moe_aux_loss_coeff", z_coefficient="moe_z_loss_coeff", depths="mtp_num_layers",
+    aux_coefficient="moe_aux_loss_coeff", z_coefficient="moe_z_loss_coeff", window="window_size",
+    full_layers="full_attention_layers", depths="mtp_num_layers",
     depth_factor="mtp_loss_scaling_factor")
 
 

@@ -33,6 +33,13 @@ MODELS = {       # name: (model_type, its configuration, the first position)
     "llama interpolated": ("llama", SIZES | dict(rope_parameters=LINEAR), 0),
     "llama with biases": ("llama", SIZES | dict(attention_bias=True, mlp_bias=True), 0),
     "mistral": ("mistral", SIZES | dict(sliding_window=LENGTH, head_dim=14), 0),
+    "mistral with a window": ("mistral", SIZES | dict(sliding_window=5), 0),
+    "qwen2 with a window": ("qwen2", SIZES | dict(use_sliding_window=True, sliding_window=7, max_window_layers=1), 0),
+    "qwen3 with a window": ("qwen3", SIZES | dict(use_sliding_window=True, sliding_window=2, max_window_layers=2), 0),
+    "mixtral with a window": ("mixtral", SIZES | dict(
+        num_local_experts=4, num_experts_per_tok=2, head_dim=12, sliding_window=6), 0),
+    "qwen3-moe with a window": ("qwen3_moe", SIZES | EXPERTS | dict(
+        use_sliding_window=True, sliding_window=3, norm_topk_prob=True), 0),
     "qwen2": ("qwen2", SIZES | dict(tie_word_embeddings=True), 0),
     "qwen3": ("qwen3", SIZES | dict(head_dim=20), 0),
     "mixtral": ("mixtral", SIZES | dict(num_local_experts=4, num_experts_per_tok=2, head_dim=14), 0),

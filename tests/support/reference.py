@@ -84,6 +84,8 @@ class Sizes:
     bias_rate: float = 0.0
     aux_coefficient: float = 0.0
     z_coefficient: float = 0.0
+    window: int = 0  # tokens before itself that a token sees; 0: all
+    full_layers: int = 0  # layers without the window, from the first on
     depths: int = 0  # of multi-token prediction
     depth_factor: float = 0.0
 
@@ -167,9 +169,9 @@ def dropout_masks(seed, samples, hidden, attention):
 class Attention(nn.Module):
     """Causal self-attention, written out so that a dropout mask can be applied to the probabilities."""
 
-    def __init__(self, sizes, site):
+    def __init__(self, sizes, site, window):
         super().__init__()
-        self.site = site
+        self.site, self.window = site, window
         self.sizes, self.head_dim = sizes, sizes.head_dim
         self.norm = sizes.norm()
         heads, groups = sizes.num_attention_heads * self.head_dim, sizes.num_query_groups * self.head_dim
@@ -192,6 +194,9 @@ class Attention(nn.Module):
         hidden = torch.ones(s, s, dtype=torch.bool, device=x.device).triu(diagonal=1).expand(b, s, s)
         if documents is not None:
             hidden = hidden | (documents[:, :, None] != documents[:, None, :])
+        if self.window:
+            place = torch.arange(s, device=x.device)
+            hidden = hidden | (place[:, None] - place[None, :] > self.window)
         probabilities = torch.softmax(scores.masked_fill(hidden[:, None], -math.inf), dim=-1)
         probabilities = apply_mask(mask, f"{self.site}.core", probabilities)
         y = self.dense((probabilities @ v).transpose(1, 2).reshape(b, s, -1))
@@ -310,7 +315,7 @@ class Layer(nn.Module):
     def __init__(self, sizes, i, site):
         super().__init__()
         has_experts = sizes.num_experts and i % sizes.layer_freq == 0
-        self.attention = Attention(sizes, f"{site}.attention")
+        self.attention = Attention(sizes, f"{site}.attention", sizes.window if i >= sizes.full_layers else 0)
         self.mlp = Experts(sizes, f"{site}.mlp") if has_experts else MLP(sizes, f"{site}.mlp", sizes.ffn_hidden_size)
 
     def forward(self, x, mask, positions, documents):  # [b, s, h] -> [b, s, h]

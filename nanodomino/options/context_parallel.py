@@ -1,7 +1,7 @@
-"""Computes attention when c ranks share the tokens of each sample (context parallelism, --context-parallel-size).
+"""Context parallelism (--context-parallel-size): c ranks share the tokens of each sample.
 
 The activations of a sample grow with its length, and tensor parallelism can cut them over only a few ranks. So c ranks
-share a sample: each holds s/c of its tokens (places.py says which). Norms, MLPs, embedding and loss treat each token by
+share a sample: each holds s/c of its tokens. Norms, MLPs, embedding and loss treat each token by
 itself, and all gradients are sums over tokens. So outside attention, c ranks with parts of a sample are like c replicas
 with shorter samples. (One exception: router.py sums the experts' counts over them.) Attention needs the tokens of other
 ranks. --cp-comm-type chooses one of two ways:
@@ -27,38 +27,47 @@ gradient of W2 hides the first collective of backward, and --schedule paired can
 **Recomputation** of the core repeats the collectives of its forward, because keeping all keys and values would cost
 what context parallelism saves. The received numbers are the same, so the gradients have the same bits.
 
-**The causal mask.** With all_gather, a rank's queries are two separate parts of a sample, so its i-th query is not the
-i-th token of the sample. On CPUs, in fp32, or with attention dropout, the rank's rows of an attention bias, [s/c, s],
-say what each query attends to. On GPUs in 16 bits, varlen.py's kernel needs no bias: if a sequence has more keys than
-queries, it aligns their *ends*. So a document's tokens in one of the rank's parts become a sequence of queries. The
-keys of this sequence run from the document's start to the last of these queries. For c = 2 and one document:
+**Which tokens a rank holds.** A token's *place* is its index in the sample. A token attends to places up to its own. If
+rank r held the r-th of c equal parts, the last rank would compute about 2 c - 1 times as many scores as the first. So
+the sample is cut into 2 c parts, and rank r holds parts r and 2 c - 1 - r (Llama 3, 2407.21783, section 3.3.2). For c =
+2:
 
-    rank 0    queries 0 1    keys 0 1              rank 1    queries 2 3    keys 0 1 2 3
-              queries 6 7    keys 0 1 .. 7                   queries 4 5    keys 0 1 .. 5
+    place    0  1 | 2  3 | 4  5 | 6  7         rank 0 computes 1 + 2 + 7 + 8 = 18 scores,
+    rank     0  0 | 1  1 | 1  1 | 0  0         rank 1 computes 3 + 4 + 5 + 6 = 18
 
-The kernel takes the keys of one sequence after the other, so keys that two sequences need are copied. A rank reads
-s + s/(2c) keys of a sample, whichever parts it holds.
+With all_gather, a rank's i-th query is therefore not the i-th token of the sample. The rank tells the AttentionMask
+(attention_mask.py) the places of its queries, and where the gathered tensor holds each key. With a2a, the mask is that
+of whole samples.
 """
 
-from dataclasses import dataclass
-from functools import partial
-
 import torch
-import torch.nn.functional as F
 
-from nanodomino.layers.attention_mask import (attention_bias, first_of_document, rotation, starts_of, to_device,
-                                              uses_varlen, varlen_attention)
-from nanodomino.layers.dropout_and_positions import AttentionInputs
-from nanodomino.options.context_parallel import by_rank, in_order, own_places
+from nanodomino.layers.attention_mask import AttentionInputs
 from nanodomino.overlap.linear_pair import LinearPair
 from nanodomino.overlap.slices import prepare_all_gather, prepare_all_to_all, prepare_reduce_scatter
 
 
-@dataclass(frozen=True)
-class GatheredInputs(AttentionInputs):
-    """The AttentionInputs for this rank's queries and all keys."""
-    keys: torch.Tensor | None = None         # which of the gathered keys attention reads
+# ---- which tokens a rank holds
 
+def by_rank(whole, ranks: int, dim=1) -> list[torch.Tensor]:
+    """Cut `whole` [b, s, ..] into each rank's places: a list of c tensors [b, s/c, ..]. dim: the dimension of s."""
+    parts = whole.chunk(2 * ranks, dim)
+    return [torch.cat(both, dim) for both in zip(parts[:ranks], reversed(parts[ranks:]))]
+
+
+def in_order(own_of_each) -> torch.Tensor:
+    """Undo by_rank(): join the places of each rank, c tensors [b, s/c, ..], to whole samples [b, s, ..]."""
+    first, second = zip(*(own.chunk(2, dim=1) for own in own_of_each))
+    return torch.cat([*first, *reversed(second)], dim=1)
+
+
+def own_places(whole, mesh, dim=1) -> torch.Tensor:
+    """Return this rank's places of `whole` [b, s, ..]."""
+    ranks, rank = mesh.axis("cp")
+    return by_rank(whole, ranks, dim)[rank]
+
+
+# ---- what ranks exchange for attention
 
 class SharedSampleAttention(LinearPair):
     """Runs attention of samples that the ranks of the cp group share."""
@@ -99,47 +108,22 @@ class GatheredKeys(SharedSampleAttention):
         own = yield from ops.yield_then_wait(slice, self.site, flights)
         return attention.prepare_backward(self.backward_kernel, q, *own.split(1, dim=3), saved)
 
-    def inputs(self, masks_and_positions, c) -> GatheredInputs:
+    def inputs(self, masks_and_positions, c) -> AttentionInputs:
         """Return the AttentionInputs for this rank's queries and all keys. c [b, s/c, ..]: the output of W1."""
-        config, mesh, this = self.config, self.mesh, masks_and_positions
-        b, s = c.size(0), c.size(1) * self.ranks
-        mask = this.attention_dropout_mask(self.site, s, c)
-        if mask is not None:
-            mask = own_places(mask.chunk(mesh.tp, dim=1)[mesh.tp_rank], mesh, dim=2)
-        if this.shared is None:
-            documents = this.extras.get("documents", torch.zeros(b, s, dtype=torch.int64))
-            find = queries_and_keys if uses_varlen(config, c.device) else bias_and_keys
-            this.shared = dict(rotary=rotation(config, this.positions, c.size(1), c.device),
-                               **find(config, documents, mesh, c.device))
-        return GatheredInputs(mask, **this.shared)
+        mesh = self.mesh
+
+        def own_queries(b, s):
+            return own_places(torch.arange(s), mesh, dim=0), gathered_places(b, s, self.ranks)
+
+        def own_rows(mask):
+            return own_places(mask.chunk(mesh.tp, dim=1)[mesh.tp_rank], mesh, dim=2)
+
+        return masks_and_positions.attention_inputs(self.sublayer, c, own_rows, own_queries, self.ranks)
 
 
 def gathered_places(b: int, s: int, ranks: int):
     """Return the index [b, s] of each place of each sample in the gathered tensor [c, b, s/c], in the host's memory."""
     return in_order(torch.arange(b * s).view(ranks, b, -1))
-
-
-def bias_and_keys(config, documents, mesh, device) -> dict:
-    """Return the fields of AttentionInputs for attention with a bias. documents [b, s], in the host's memory."""
-    different = documents if documents.any() else documents[:1]                    # one bias serves all samples
-    bias = attention_bias(to_device(different, device), config.params_dtype)
-    return dict(attention_bias=own_places(bias, mesh, dim=2),
-                keys=to_device(gathered_places(*documents.shape, mesh.axis("cp")[0]), device))
-
-
-def queries_and_keys(config, documents, mesh, device) -> dict:
-    """Return the fields of AttentionInputs for varlen attention. documents [b, s], in the host's memory."""
-    places = torch.arange(documents.numel()).view(documents.shape)
-    first = places.where(first_of_document(documents), 0).cummax(dim=1).values     # the first place of the document
-    documents, last, first = (own_places(x, mesh).reshape(2 * len(x), -1) for x in (documents, places, first))
-    begins = F.pad(first_of_document(documents).flatten().nonzero().flatten(), (0, 1), value=documents.numel())
-    first, last = first.flatten()[begins[:-1]], last.flatten()[begins[1:] - 1]     # each sequence's first and last key
-    lengths = last + 1 - first
-    starts = F.pad(lengths.cumsum(0), (1, 0))
-    keys = torch.arange(starts[-1]) + (first - starts[:-1]).repeat_interleave(lengths)
-    keys = gathered_places(*places.shape, mesh.axis("cp")[0]).flatten()[keys].unsqueeze(0)
-    return dict(attend=partial(varlen_attention, documents=starts_of(begins, device, keys=starts_of(starts, device))),
-                keys=to_device(keys, device))
 
 
 class ExchangedHeads(SharedSampleAttention):
@@ -176,15 +160,12 @@ class ExchangedHeads(SharedSampleAttention):
     def inputs(self, masks_and_positions, c) -> AttentionInputs:
         """Return the AttentionInputs for whole samples; the rotary angles are for this rank's places. c [b, s/c, ..].
         """
-        config, mesh, this = self.config, self.mesh, masks_and_positions
-        rank = mesh.axis("cp")[1]
-        mask = this.attention_dropout_mask(self.site, c.size(1) * self.ranks, c)
-        if mask is not None:
-            mask = mask.chunk(mesh.tp * self.ranks, dim=1)[mesh.tp_rank * self.ranks + rank].clone()
-        if this.shared is None:
-            this.shared = dict(rotary=rotation(config, this.positions, c.size(1), c.device),
-                               **config.attention_extras(this.extras, c.device))
-        return AttentionInputs(mask, **this.shared)
+        mesh, ranks, (_, rank) = self.mesh, self.ranks, self.mesh.axis("cp")
+
+        def own_heads(mask):
+            return mask.chunk(mesh.tp * ranks, dim=1)[mesh.tp_rank * ranks + rank].clone()
+
+        return masks_and_positions.attention_inputs(self.sublayer, c, own_heads, ranks=ranks)
 
 
 ATTENTION = {"all_gather": GatheredKeys, "a2a": ExchangedHeads}        # --cp-comm-type
