@@ -21,7 +21,6 @@ import torch
 from nanodomino.checkpoint.format import FORMAT, Index, LocalBox, write_boxes, write_manifest
 from nanodomino.checkpoint.load import find_checkpoint, open_weights, read_box
 from nanodomino.settings.config import Config
-from nanodomino.settings.records import to_record
 from nanodomino.corpus.tokenizers import FILES
 from nanodomino.errors import UserError, counted, require
 from nanodomino.files import delete, read_json, write_file
@@ -164,7 +163,7 @@ def import_model(folder: Path, output: Path) -> str:
         if special and not (temporary / GENERATION).exists():  # a checkpoint has no other place for these ids
             write_json(temporary / GENERATION, special)
         write_manifest(temporary, dict(format=FORMAT, step=0, adam_steps=0, skipped_in_a_row=0, loss_scale=None,
-                                       config=to_record(config)), [share], "import it again")
+                                       config=dataclasses.asdict(config)), [share], "import it again")
     return (f"{output}: {family.architecture}, {len(mappings)} tensors, {element_count(mappings):,} elements in "
             f"{dtype_name}, {copied}")
 

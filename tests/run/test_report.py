@@ -21,7 +21,8 @@ from support.harness import report_without_a_run, tiny
 from support.runs import make_corpus, metrics, saved_steps, train_in_pool
 
 import train
-from nanodomino.checkpoint.load import checkpoints_of, delete_checkpoint
+from nanodomino.checkpoint.load import checkpoints_of
+from nanodomino.checkpoint.save import delete_checkpoint
 from nanodomino.errors import UserError
 from nanodomino.estimate.formulas import flops_per_token, parameter_count
 from nanodomino.estimate.stages import require_memory
