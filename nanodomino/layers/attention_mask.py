@@ -115,7 +115,7 @@ def inverse_rotation(rotary):
 
 def to_device(x, device: torch.device):
     """Copy a tensor from the host's memory to `device`: to a GPU from pinned memory, so that the host does not wait."""
-    return x.pin_memory().to(device, non_blocking=True) if kind_of(device) == "cuda" else x
+    return x.pin_memory().to(device, non_blocking=True) if kind_of(device) == "cuda" else x.to(device)
 
 
 # ---- which tokens a token sees
@@ -125,7 +125,7 @@ class AttentionMask:
     """Says which keys each query sees. All tensors are in the host's memory.
 
     places: [m], the place of each query in its sample
-    begins: [b, m], the place where the document of each query begins; 0 if attention ignores documents
+    begins: [b, m], the place where the document of each query begins; [1, m] of zeros if attention ignores documents
     window: how many tokens before itself a query sees; None: all
     keys: the number of keys of a sample; queries see no key after the last one
     stored: [b, keys], where each key lies in the tensor [.., s, ..] of all keys; None: sample by sample, in order
@@ -138,7 +138,7 @@ class AttentionMask:
 
     @property
     def first(self):
-        """The place of the first key that each query sees, [b, m]."""
+        """The place of the first key that each query sees, [b or 1, m]."""
         return self.begins if self.window is None else self.begins.maximum(self.places - self.window)
 
     @property
@@ -147,23 +147,23 @@ class AttentionMask:
         return self.stored is None and len(self.places) == self.keys and not (self.first > 0).any()
 
     def bias(self, dtype, device: torch.device):
-        """Return what is added to the scores, [b, 1, m, keys]: 0 where a query sees a key, else -inf. If all samples
-        are alike, b is 1."""
-        first = self.first if (self.first != self.first[:1]).any() else self.first[:1]
-        first, places = to_device(first, device)[:, None, :, None], to_device(self.places, device)[:, None]
+        """Return what is added to the scores, [b, 1, m, keys]: 0 where a query sees a key, else -inf. If attention
+        ignores documents, all samples are alike, and b is 1."""
+        first, places = to_device(self.first, device)[:, None, :, None], to_device(self.places, device)[:, None]
         keys = torch.arange(self.keys, device=device)
         seen = (first <= keys) & (keys <= places)
         return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
 
-    def runs(self, device: torch.device) -> "Runs":
-        """Return the runs of consecutive queries of a document, and the keys that they see."""
-        b, m = self.begins.shape
+    def runs(self, device: torch.device, samples: int | None = None) -> "Runs":
+        """Return the runs of consecutive queries of a document, and the keys that they see. samples: b, if begins is
+        that of all samples."""
+        b, m = samples or len(self.begins), len(self.places)
         starts = torch.ones(b, m, dtype=torch.bool)
         starts[:, 1:] = (self.places.diff() != 1) | (self.begins.diff(dim=1) != 0)
         starts = F.pad(starts.flatten().nonzero().flatten(), (0, 1), value=b * m)
         if self.stored is None and m == self.keys:                                 # each run sees only its own keys
             return Runs(to_device(starts.int(), device), int(starts.diff().max()), self.window)
-        first = self.first.flatten()[starts[:-1]]
+        first = self.first.expand(b, m).flatten()[starts[:-1]]
         lengths = self.places.repeat(b)[starts[1:] - 1] + 1 - first
         key_starts = F.pad(lengths.cumsum(0), (1, 0))
         samples = starts[:-1].div(m, rounding_mode="floor") * self.keys
@@ -173,13 +173,13 @@ class AttentionMask:
                       for x in (starts, int(starts.diff().max()), self.window, key_starts, int(lengths.max()))),
                     to_device(index.unsqueeze(0), device))
 
-    def inputs(self, config, device: torch.device) -> dict:
-        """Return the fields of AttentionInputs with which attention obeys this mask, for queries in training. With
-        documents, every batch takes the same kernel, which the warm-up has loaded."""
-        if self.causal and not config.reset_attention_mask:
+    def inputs(self, config, samples: int, device: torch.device) -> dict:
+        """Return the fields of AttentionInputs with which attention obeys this mask, for queries in training. samples:
+        b. With documents, every batch takes the same kernel, which the warm-up has loaded."""
+        if not config.reset_attention_mask and self.causal:
             return {}
         if uses_varlen(config, device):
-            runs = self.runs(device)
+            runs = self.runs(device, samples)
             return dict(runs=runs, keys=runs.keys)
         return dict(bias=self.bias(config.params_dtype, device),
                     keys=None if self.stored is None else to_device(self.stored, device))

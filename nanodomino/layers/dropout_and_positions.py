@@ -78,8 +78,9 @@ class MasksAndPositions:
         if sublayer.window not in self.shared:
             places, stored = own_queries(x.size(0), s) if own_queries else (torch.arange(s), None)
             documents = self.extras.get("documents")
-            begins = torch.zeros(x.size(0), s, dtype=torch.int64) if documents is None else document_begins(documents)
+            begins = torch.zeros(1, s, dtype=torch.int64) if documents is None else document_begins(documents)
+            places = places.to(begins.device)                  # the host's memory, except in a dry run
             visible = AttentionMask(places, begins[:, places], sublayer.window, s, stored)
             self.shared[sublayer.window] = dict(rotary=rotation(self.config, self.positions, x.size(1), x.device),
-                                                **visible.inputs(self.config, x.device))
+                                                **visible.inputs(self.config, x.size(0), x.device))
         return AttentionInputs(mask, **self.shared[sublayer.window])

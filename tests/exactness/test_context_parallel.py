@@ -53,12 +53,6 @@ def test_sequences_of_queries_and_their_keys_are_those_counted_by_hand():
 
 
 @pytest.mark.table
-@pytest.mark.parametrize("documents, biases", [([[0] * 8, [0] * 8], 1), ([[0] * 8, [0] * 4 + [1] * 4], 2)])
-def test_one_bias_serves_all_samples_only_if_each_is_one_document(documents, biases):
-    assert len(mask_of(torch.tensor(documents), 2, 0).bias(torch.float64, torch.device("cpu"))) == biases
-
-
-@pytest.mark.table
 def test_after_an_all_to_all_each_rank_drops_scores_of_its_own_heads():
     """Tensor parallelism cuts the heads first, and the exchange cuts each part."""
     config, masks = tiny(4, tensor_model_parallel_size=2, attention_dropout=0.5, num_attention_heads=8), []
