@@ -42,9 +42,8 @@ from nanodomino.estimate.rank import Clock, kinds_of
 from nanodomino.estimate.stages import (add_up, extrapolate, fullest_rank_bytes, layers_of, message_seconds, small_run,
                                         step_seconds)
 from nanodomino.schedules import simulation
-from nanodomino.schedules.actions import Backward
-from nanodomino.schedules.definitions import SCHEDULES
-from nanodomino.schedules.placement_and_messages import timetable
+from nanodomino.schedules.definitions import SCHEDULES, Backward
+from nanodomino.schedules.simulation import timetable
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import flag_name
 from nanodomino.settings.rules import check_needs

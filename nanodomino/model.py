@@ -41,9 +41,9 @@ from nanodomino.layers.gradients import add_gradients, wide_dtype
 from nanodomino.layers.residual import drop, seeded_generator
 from nanodomino.layers.sublayers import Norm, Sublayer
 from nanodomino.mesh import Mesh, meta_mesh
-from nanodomino.optim.parameter_spec import local_shard, parameter
+from nanodomino.optim.buckets import local_shard, parameter
 from nanodomino.parallel import VocabParallelEmbedding, copy_to_tensor_parallel, gather_logits
-from nanodomino.schedules.placement_and_messages import stage_layers
+from nanodomino.schedules.simulation import stage_layers
 
 
 class Layer(nn.Module):

@@ -50,7 +50,7 @@ from nanodomino.layers.dropout_and_positions import MasksAndPositions
 from nanodomino.layers.residual import seeded_generator
 from nanodomino.optim import parameter_spec
 from nanodomino.optim.buckets import Bucket
-from nanodomino.optim.loss_scale import LossScale
+from nanodomino.optim.optimizers import LossScale
 from nanodomino.options import context_parallel, experts, fp8
 from nanodomino.options.multi_token_prediction import MultiTokenPrediction, PredictionDepths
 from nanodomino.options.router import SCORE_FUNCTIONS, Router

@@ -18,10 +18,9 @@ from nanodomino import pipeline
 from nanodomino.mesh import meta_mesh
 from nanodomino.model import meta_stage, stage_layers
 from nanodomino.schedules import actions, definitions, simulation
-from nanodomino.schedules.actions import Backward, Forward, Pair
-from nanodomino.schedules.definitions import SCHEDULES
-from nanodomino.schedules.placement_and_messages import Placement, Timetable, message_received, message_sent, timetable
-from nanodomino.schedules.simulation import bubble, busy_time, peak_microbatches, receives_to_post, simulate, step_time
+from nanodomino.schedules.definitions import SCHEDULES, Backward, Forward, Pair
+from nanodomino.schedules.simulation import (Placement, Timetable, bubble, busy_time, message_received, message_sent,
+                                             peak_microbatches, receives_to_post, simulate, step_time, timetable)
 
 
 STAGES, MICROBATCHES = range(1, 9), range(1, 18)

@@ -28,7 +28,7 @@ from nanodomino.domino import run_to_end
 from nanodomino.errors import UserError
 from nanodomino.estimate.formulas import find_peak_flops
 from nanodomino.model import GPT
-from nanodomino.optim.learning_rate import LR_DECAY_STYLES
+from nanodomino.optim.optimizers import LR_DECAY_STYLES
 from nanodomino.pipeline import Totals
 from nanodomino.run import session
 from nanodomino.run.session import from_command_line

@@ -27,7 +27,7 @@ from nanodomino.errors import require
 from nanodomino.estimate.formulas import memory_of_process, parameter_count, state_bytes_per_parameter
 from nanodomino.estimate.rank import RankRun, clock_of, dry_run, kinds_of
 from nanodomino.schedules import simulation
-from nanodomino.schedules.placement_and_messages import stage_layers
+from nanodomino.schedules.simulation import stage_layers
 from nanodomino.settings.config import Config
 
 

@@ -22,7 +22,7 @@ from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.corpus.tokenizers import Tokenizer, build_tokenizer
 from nanodomino.errors import NotFinite, UserError, check_output, require
 from nanodomino.files import read_file
-from nanodomino.generate.printing import write_texts
+from nanodomino.generate.__main__ import write_texts
 from nanodomino.mesh import make_mesh
 from nanodomino.model import GPT
 from nanodomino.run.determinism import choose_threads

@@ -40,7 +40,7 @@ from torch import nn
 
 from nanodomino.layers.gradients import wide_dtype
 from nanodomino.layers.residual import add_residual
-from nanodomino.optim.parameter_spec import parameter
+from nanodomino.optim.buckets import parameter
 from nanodomino.parallel import ColumnParallelLinear, RowParallelLinear
 
 
@@ -111,7 +111,7 @@ NORMALIZATIONS = {
 class Norm(nn.Module):
     """The norm that config.normalization names, over a last dimension of `size` numbers.
 
-    declared: further arguments of parameter() in optim/parameter_spec.py.
+    declared: further arguments of parameter() in optim/buckets.py.
     """
 
     def __init__(self, config, mesh, size: int, **declared):

@@ -13,7 +13,7 @@ from collections import Counter
 import torch
 from torch import nn
 
-from nanodomino.optim.parameter_spec import ParameterKind
+from nanodomino.optim.buckets import ParameterKind
 
 ALIGNMENT = 16       # each parameter starts at a multiple of 16 elements, because tensor cores need aligned matrices
 

@@ -32,7 +32,7 @@ from nanodomino.mesh import Mesh
 from nanodomino.plot.curves import Curve, picture
 from nanodomino.run.determinism import tf32_in_words
 from nanodomino.schedules import simulation
-from nanodomino.schedules.placement_and_messages import stage_layers
+from nanodomino.schedules.simulation import stage_layers
 from nanodomino.settings.config import Config
 
 

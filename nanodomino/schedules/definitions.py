@@ -34,7 +34,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nanodomino.schedules.actions import Backward, Forward, InputBackward, Pair, WeightBackward
+from nanodomino.schedules.definitions import Backward, Forward, InputBackward, Pair, WeightBackward
 
 
 def gpipe(stage: int, stages: int, microbatches: int, chunks=1) -> list:

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import count
 
-from nanodomino.schedules.actions import Action, Forward, InputBackward
-from nanodomino.schedules.definitions import SCHEDULES, Schedule
+from nanodomino.schedules.definitions import SCHEDULES, Action, Forward, InputBackward, Schedule
 
 
 def stage_layers(num_layers: int, stage: int, stages: int, behind_head=0) -> range:

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from nanodomino.errors import counted
 from nanodomino.schedules.definitions import Schedule
-from nanodomino.schedules.placement_and_messages import Message, Timetable, message_sent, timetable
+from nanodomino.schedules.simulation import Message, Timetable, message_sent, timetable
 
 
 def simulate(table: Timetable, duration=lambda stage, action: action.length, message=0) -> list[list[tuple]]:

@@ -21,7 +21,7 @@ from nanodomino.options.context_parallel import ATTENTION
 from nanodomino.options.documents import DocumentCache, mark_documents
 from nanodomino.options.fp8 import FORMATS, RECIPES, Fp8Recipe, Fp8Weight, check_gpu
 from nanodomino.options.multi_token_prediction import MultiTokenPrediction
-from nanodomino.options.muon import MUON
+from nanodomino.optim.muon import MUON
 from nanodomino.options.router import SCORE_FUNCTIONS
 from nanodomino.options.sequence_parallel import ShardedResidual
 from nanodomino.overlap.linear_pair import LinearPair

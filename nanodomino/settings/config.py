@@ -30,11 +30,9 @@ import torch
 from nanodomino.errors import require, run_command
 from nanodomino.layers.attention_mask import POSITION_EMBEDDING_TYPES
 from nanodomino.layers.sublayers import NORMALIZATIONS
-from nanodomino.optim.learning_rate import LR_DECAY_STYLES
-from nanodomino.optim.loss_scale import LOSS_SCALE_LIMIT, SMALLEST_LOSS_SCALE
-from nanodomino.optim.optimizers import OptimizerSpec
+from nanodomino.optim.optimizers import LOSS_SCALE_LIMIT, LR_DECAY_STYLES, SMALLEST_LOSS_SCALE, OptimizerSpec
 from nanodomino.schedules.definitions import SCHEDULES, Schedule
-from nanodomino.schedules.placement_and_messages import Placement, Timetable, timetable
+from nanodomino.schedules.simulation import Placement, Timetable, timetable
 from nanodomino.settings.choices import (ALL_OPTIMIZERS, CP_COMM_TYPES, FP8_FORMATS, FP8_RECIPES, GRANULARITIES, SCORES,
                                          Choices)
 from nanodomino.settings.flags import (check_values, data_setting, family_setting, layout_setting, machine_setting,

@@ -13,8 +13,7 @@ from nanodomino.comm.world import LaunchInfo
 from nanodomino.errors import UserError
 from nanodomino.estimate.stages import require_memory
 from nanodomino.run.session import from_command_line
-from nanodomino.schedules.placement_and_messages import timetable
-from nanodomino.schedules.simulation import picture, receives_to_post
+from nanodomino.schedules.simulation import picture, receives_to_post, timetable
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import flag_name, flag_settings
 from nanodomino.settings.rules import MAX_FORWARDS
