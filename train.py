@@ -30,10 +30,10 @@ from nanodomino.data import Batch, TokenDataset, sample_ids_of
 from nanodomino.domino import Domino, run_to_end
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
-from nanodomino.optim.learning_rate import learning_rate
+from nanodomino.optim.optimizers import learning_rate
 from nanodomino.run.rank_failure import run_rank
 from nanodomino.run.session import Session, open_session
-from nanodomino.schedules.placement_and_messages import Timetable
+from nanodomino.schedules.simulation import Timetable
 from nanodomino.settings.config import Config
 from nanodomino.zero import StepResult, ZeroOptimizer
 

@@ -40,7 +40,7 @@ from nanodomino.errors import require
 from nanodomino.mesh import make_mesh
 from nanodomino.model import GPT
 from nanodomino.options.router import Router
-from nanodomino.schedules.placement_and_messages import timetable
+from nanodomino.schedules.simulation import timetable
 from nanodomino.zero import ZeroOptimizer
 from train import forward_step
 

@@ -44,8 +44,7 @@ from nanodomino.domino import Domino
 from nanodomino.errors import counted, require
 from nanodomino.mesh import Mesh
 from nanodomino.schedules.definitions import SCHEDULES
-from nanodomino.schedules.placement_and_messages import Placement, Timetable, stage_layers
-from nanodomino.schedules.simulation import simulate, step_time
+from nanodomino.schedules.simulation import Placement, Timetable, simulate, stage_layers, step_time
 from nanodomino.settings.config import Config
 from nanodomino.timeline.merged_trace import actions, difference, spans_of, union
 from nanodomino.zero import ZeroOptimizer

@@ -45,12 +45,12 @@ from nanodomino.dry_run.stages import (add_up, extrapolate, fullest_rank_bytes, 
 from nanodomino.errors import UserError, require
 from nanodomino.model import words_at_end
 from nanodomino.schedules import simulation
-from nanodomino.schedules.actions import Backward
-from nanodomino.schedules.definitions import SCHEDULES
-from nanodomino.schedules.placement_and_messages import timetable
+from nanodomino.schedules.definitions import SCHEDULES, Backward
+from nanodomino.schedules.simulation import timetable
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import flag_name
 from nanodomino.settings.rules import check_needs
+
 
 RESULTS = 10
 MICRO_BATCHES = range(1, 17)

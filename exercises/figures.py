@@ -31,7 +31,7 @@ from nanodomino.model import meta_stage
 from nanodomino.plot.svg import LETTER, LINE, box, frame, text
 from nanodomino.run.report import describe_stage
 from nanodomino.schedules import definitions, simulation
-from nanodomino.schedules.placement_and_messages import message_sent
+from nanodomino.schedules.simulation import message_sent
 from nanodomino.settings.config import Config
 from nanodomino.settings.presets import PUBLISHED_VOCABULARIES
 from nanodomino.timeline import draw

@@ -41,9 +41,9 @@ from nanodomino.layers.main_grad import add_gradients, wide_dtype
 from nanodomino.layers.norms import Norm
 from nanodomino.layers.sublayer import Sublayer
 from nanodomino.mesh import Mesh, meta_mesh
-from nanodomino.optim.parameter_spec import local_shard, parameter
+from nanodomino.optim.buckets import local_shard, parameter
 from nanodomino.parallel import VocabParallelEmbedding, copy_to_tensor_parallel, gather_logits
-from nanodomino.schedules.placement_and_messages import stage_layers
+from nanodomino.schedules.simulation import stage_layers
 
 
 class Layer(nn.Module):

@@ -39,7 +39,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from nanodomino.optim.parameter_spec import parameter
+from nanodomino.optim.buckets import parameter
 
 
 class CopyToTensorParallel(torch.autograd.Function):

@@ -46,9 +46,9 @@ import torch.distributed as dist
 from nanodomino.comm.device import kind_of
 from nanodomino.comm.trace import NO_TRACE
 from nanodomino.mesh import Mesh
-from nanodomino.schedules.actions import Action
-from nanodomino.schedules.placement_and_messages import Placement, Timetable, message_received, message_sent
-from nanodomino.schedules.simulation import receives_to_post
+from nanodomino.schedules.definitions import Action
+from nanodomino.schedules.simulation import Placement, Timetable, message_received, message_sent, receives_to_post
+
 
 ACTIONS_AHEAD = {"cuda": 0, "cpu": 1}        # a receive is posted this many actions early
 

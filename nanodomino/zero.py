@@ -57,7 +57,7 @@ from nanodomino.comm.device import on_gpu
 from nanodomino.comm.scatter_and_gather import all_gather, reduce_scatter
 from nanodomino.comm.trace import NO_TRACE
 from nanodomino.optim.buckets import Bucket, sort_into_buckets
-from nanodomino.optim.loss_scale import LossScale
+from nanodomino.optim.optimizers import LossScale
 
 MAX_REDUCES_IN_FLIGHT = 2        # in ZeRO-2, because each reduce in flight keeps a main_grad in memory
 

@@ -17,11 +17,11 @@ import train
 from nanodomino import pipeline
 from nanodomino.mesh import meta_mesh
 from nanodomino.model import meta_stage, stage_layers
-from nanodomino.schedules import actions, definitions, simulation
-from nanodomino.schedules.actions import Backward, Forward, Pair
-from nanodomino.schedules.definitions import SCHEDULES
-from nanodomino.schedules.placement_and_messages import Placement, Timetable, message_received, message_sent, timetable
-from nanodomino.schedules.simulation import bubble, busy_time, peak_microbatches, receives_to_post, simulate, step_time
+from nanodomino.schedules import definitions, simulation
+from nanodomino.schedules.definitions import SCHEDULES, Backward, Forward, InputBackward, Pair, WeightBackward
+from nanodomino.schedules.simulation import (Placement, Timetable, bubble, busy_time, message_received, message_sent,
+                                             peak_microbatches, receives_to_post, simulate, step_time, timetable)
+
 
 STAGES, MICROBATCHES = range(1, 9), range(1, 18)
 ALL = [(name, chunks) for name in SCHEDULES for chunks in (SCHEDULES[name].chunks if len(SCHEDULES[name].chunks) == 1
@@ -246,7 +246,7 @@ def test_the_busiest_stage_sets_the_pace():
     # stage 0 pairs the backward that needs stage 1 with the forward that stage 1 needs first
     [[Forward(0), Pair(Backward(0), Forward(1))], [Forward(0), Forward(1), Backward(0)]],
     with_warm_up(lambda p, r: p - r - 1, 2, 4).rows,
-    [[Forward(0), actions.WeightBackward(0), actions.InputBackward(0)]]], ids=range(5))
+    [[Forward(0), WeightBackward(0), InputBackward(0)]]], ids=range(5))
 def test_a_schedule_that_cannot_be_executed_is_refused(rows):
     with pytest.raises(ValueError, match="waiting for each other"):
         simulate(Timetable(Placement(len(rows)), tuple(map(tuple, rows))))

@@ -24,7 +24,7 @@ from functools import lru_cache, wraps
 from nanodomino.dry_run.clock import clock_of
 from nanodomino.dry_run.rank import RankRun, dry_run, kinds_of
 from nanodomino.schedules import simulation
-from nanodomino.schedules.placement_and_messages import stage_layers
+from nanodomino.schedules.simulation import stage_layers
 from nanodomino.settings.config import Config
 
 SMALL = 32       # up to this many layers times microbatches, the whole model runs dry

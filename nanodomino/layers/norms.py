@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanodomino.layers.main_grad import wide_dtype
-from nanodomino.optim.parameter_spec import parameter
+from nanodomino.optim.buckets import parameter
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ NORMALIZATIONS = {
 class Norm(nn.Module):
     """The norm that config.normalization names, over a last dimension of `size` numbers.
 
-    declared: further arguments of parameter() in optim/parameter_spec.py.
+    declared: further arguments of parameter() in optim/buckets.py.
     """
 
     def __init__(self, config, mesh, size: int, **declared):

@@ -51,7 +51,7 @@ from nanodomino.layers.dropout_and_positions import add_residual
 from nanodomino.layers.main_grad import add_weight_gradient, main_grad_of
 from nanodomino.layers.sublayer import Sublayer
 from nanodomino.optim.optimizers import OptimizerSpec, SignUpdate
-from nanodomino.optim.parameter_spec import parameter
+from nanodomino.optim.buckets import parameter
 from nanodomino.options.router import Router, Routing
 from nanodomino.overlap.flight import Flight, prepare_all_to_all
 from nanodomino.overlap.inside import Inside

@@ -58,7 +58,7 @@ from nanodomino.errors import counted
 from nanodomino.layers.norms import Norm
 from nanodomino.layers.positions import to_device
 from nanodomino.model import Chunk
-from nanodomino.optim.parameter_spec import parameter
+from nanodomino.optim.buckets import parameter
 from nanodomino.options.documents import goes_on
 from nanodomino.overlap.residual_norm import SavedResidualNorm
 from nanodomino.overlap.slices import NothingBehindHead, Slice

@@ -29,7 +29,7 @@ from nanodomino.plot.curves import Curve, picture
 from nanodomino.run import kernels
 from nanodomino.run.metrics_file import MetricsFile, remove_outdated
 from nanodomino.schedules import simulation
-from nanodomino.schedules.placement_and_messages import stage_layers
+from nanodomino.schedules.simulation import stage_layers
 from nanodomino.settings.config import Config
 
 FEW_EPOCHS = 4           # up to 4 epochs, repeated text is almost as good as new text (2305.16264)

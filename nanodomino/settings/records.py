@@ -7,7 +7,7 @@ record lacks has its default.
 import dataclasses
 
 from nanodomino.errors import require
-from nanodomino.optim.learning_rate import learning_rate
+from nanodomino.optim.optimizers import learning_rate
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import flag_settings, names_affecting
 from nanodomino.settings.rules import holds

@@ -22,7 +22,7 @@ from nanodomino.comm.trace import Event, Trace, clock_offset
 from nanodomino.files import write_file
 from nanodomino.mesh import Mesh
 from nanodomino.plot.svg import LETTER, LINE, WIDTH, box, frame, line, text, ticks
-from nanodomino.schedules.actions import PASSES as ACTIONS
+from nanodomino.schedules.definitions import PASSES as ACTIONS
 from nanodomino.timeline.merged_trace import (COLLECTIVES, PASSES, Recording, actions, chrome_trace, difference,
                                               in_flight, lanes_of, messages, set_ready_times, spans_of, table, union,
                                               waits)

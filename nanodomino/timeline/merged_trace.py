@@ -22,7 +22,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from nanodomino.comm.trace import Event
-from nanodomino.schedules.actions import PASSES as ACTIONS
+from nanodomino.schedules.definitions import PASSES as ACTIONS
 
 PASSES = tuple(action.kind for action in ACTIONS)
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.harness import tiny
 from support.benchmark import ask, within
+from support.harness import tiny
 
 import train
 from benchmarks import pipeline, zero
@@ -16,8 +16,8 @@ from nanodomino.comm.trace import Event
 from nanodomino.dry_run.rank import dry_run
 from nanodomino.errors import UserError
 from nanodomino.schedules.definitions import SCHEDULES
-from nanodomino.schedules.placement_and_messages import timetable
-from nanodomino.schedules.simulation import bubble, simulate, step_time
+from nanodomino.schedules.simulation import bubble, simulate, step_time, timetable
+
 
 TINY = ["--num-layers", "2", "--hidden-size", "32", "--seq-length", "16", "--device", "cpu"]
 

@@ -10,12 +10,10 @@ from support import ROOT, needs
 
 from benchmarks import plan
 from benchmarks.runner import config_of, free_port, parse
-from exercises import __main__ as command_line
-from exercises import figures
+from exercises import __main__ as command_line, figures
 from nanodomino.mesh import group_rows
 from nanodomino.schedules.definitions import SCHEDULES
-from nanodomino.schedules.placement_and_messages import timetable
-from nanodomino.schedules.simulation import bubble, peak_microbatches, simulate, step_time
+from nanodomino.schedules.simulation import bubble, peak_microbatches, simulate, step_time, timetable
 
 
 def test_the_partners_of_each_rank_are_its_rows_in_the_mesh():

@@ -6,8 +6,7 @@ import pytest
 from support.harness import check_against_reference, tiny
 
 from nanodomino.schedules.definitions import SCHEDULES, eager_1f1b
-from nanodomino.schedules.placement_and_messages import timetable
-from nanodomino.schedules.simulation import peak_microbatches, picture, simulate, step_time
+from nanodomino.schedules.simulation import peak_microbatches, picture, simulate, step_time, timetable
 
 
 def eager(look_ahead):

@@ -13,11 +13,11 @@ from nanodomino.comm.world import LaunchInfo
 from nanodomino.errors import UserError
 from nanodomino.run.command_line import from_command_line
 from nanodomino.run.estimates import require_memory
-from nanodomino.schedules.placement_and_messages import timetable
-from nanodomino.schedules.simulation import picture, receives_to_post
+from nanodomino.schedules.simulation import picture, receives_to_post, timetable
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import flag_name, flag_settings
 from nanodomino.settings.rules import MAX_FORWARDS
+
 
 HUGE = (10**6, 10**9, 10**12)
 LIMIT = 60.0         # seconds of this process, so that the load of the machine does not count: the slowest takes 11

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from nanodomino import pipeline
 from nanodomino.mesh import meta_mesh
 from nanodomino.schedules.definitions import SCHEDULES
-from nanodomino.schedules.placement_and_messages import message_received, timetable
+from nanodomino.schedules.simulation import message_received, timetable
 
 CHUNKS = {name: schedule.chunks[0] for name, schedule in SCHEDULES.items()}
 

@@ -25,7 +25,7 @@ from nanodomino.corpus.prepared_folder import Corpus
 from nanodomino.data import Batch
 from nanodomino.domino import Domino
 from nanodomino.mesh import make_mesh
-from nanodomino.optim.parameter_spec import local_shard
+from nanodomino.optim.buckets import local_shard
 from nanodomino.run.report import Report
 from nanodomino.run.session import write_sample
 from nanodomino.settings.config import Config

@@ -29,7 +29,7 @@ from nanodomino.comm.trace import Event, Trace, clock_offset
 from nanodomino.dry_run.rank import dry_run
 from nanodomino.mesh import meta_mesh
 from nanodomino.schedules.definitions import SCHEDULES
-from nanodomino.schedules.placement_and_messages import message_received, message_sent
+from nanodomino.schedules.simulation import message_received, message_sent
 from nanodomino.timeline.draw import PURPOSES, WORK, draw_timeline, gather, microbatch_label, picture
 from nanodomino.timeline.merged_trace import (COLLECTIVES, MOMENTS, PASSES, Recording, actions, chrome_trace,
                                               difference, intersection, lanes_of, set_ready_times,

@@ -13,7 +13,7 @@ import train
 from nanodomino.checkpoint import load, save
 from nanodomino.checkpoint.find_checkpoints import newest_intact_checkpoint
 from nanodomino.dry_run.rank import dry_run
-from nanodomino.options.muon import orthogonal
+from nanodomino.optim.muon import orthogonal
 
 STEPS, MUON = 3, dict(optimizer="muon", lr=0.02, muon_momentum=0.8, weight_decay=0.3, global_batch_size=12)
 EXPERTS = dict(num_experts=4, disable_bias_linear=True, moe_ffn_hidden_size=24)
