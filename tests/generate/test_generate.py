@@ -27,7 +27,7 @@ from support.reference import random_weights
 
 from nanodomino.corpus.tokenizer import TiktokenTokenizer, build_tokenizer
 from nanodomino.generate.generation import generate, sample_token
-from nanodomino.generate.printing import SEPARATOR, Writer
+from nanodomino.generate.__main__ import SEPARATOR, Writer
 
 DOCUMENTS = dict(reset_position_ids=True, reset_attention_mask=True)
 UNTIED = dict(untie_embeddings_and_output_weights=True)
