@@ -35,35 +35,22 @@ ALIGNMENT = 16       # each parameter starts at a multiple of 16 elements, becau
 
 @dataclass(frozen=True)
 class ParameterKind:
-    """Says how the optimizer treats a parameter.
-
-    update     "decay": by --optimizer, with weight decay, because it is a matrix; "no_decay": without weight decay; or
-               a name that an option adds (config.updates)
-    shards     the axes over which the parameter is cut, such as ("tp",); () if it is not
-    replicas   the axis whose ranks hold the same shard and train on different tokens; zero.py sums their gradients
-    addends    the groups in which every rank holds a copy but computes only an addend of the gradient, such as ("tp",)
-    """
-    update: str
-    shards: tuple[str, ...] = ()
-    replicas: str = "dp"
-    addends: tuple[str, ...] = ()
+    """Says which ranks sum a parameter's gradient, and how the optimizer updates the parameter."""
+    update: str                         # "decay": with weight decay; "no_decay": without; or another of config.updates
+    shards: tuple[str, ...] = ()        # the axes over which the parameter is cut, such as ("tp",)
+    replicas: str = "dp"                # the axis whose ranks hold the same shard and train on different tokens
+    addends: tuple[str, ...] = ()       # the groups in which each rank computes only an addend of the gradient
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """Declares a parameter. The model, buckets, ZeRO, checkpoints, drift checks and formulas all read it.
-
-    shape        the shape of the whole tensor, as checkpoints store it
-    offset, size the box of the whole tensor that is this rank's shard
-    parts        how many rows in turn belong to each of the matrices that are interleaved in this one, such as q, k, v
-    std, value   the standard deviation of normal initial values; if std is None, all values are `value`
-    """
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
+    """Declares a parameter. The model, buckets, ZeRO, checkpoints, drift checks and formulas all read it."""
+    shape: tuple[int, ...]              # of the whole tensor, as checkpoints store it
+    offset: tuple[int, ...]             # where this rank's shard starts in the whole tensor
+    size: tuple[int, ...]               # the shape of the shard
     kind: ParameterKind
-    parts: tuple[int, ...]
-    std: float | None
+    parts: tuple[int, ...]              # the numbers of rows of interleaved matrices, such as q, k and v
+    std: float | None                   # the standard deviation of normal initial values; None: all are `value`
     value: float
 
 
@@ -71,12 +58,13 @@ def parameter(shape, config, mesh, *, cut=None, view=None, parts=None, std=None,
               addends=(), update=None, dtype=None) -> nn.Parameter:
     """Create this rank's shard of a parameter, uninitialized. GPT.initialize() in model.py fills it.
 
-    shape, parts, std, value  see ParameterSpec; parts None: the rows belong to one matrix
-    cut                       {dimension: axis}: each rank of this axis of the mesh holds an equal part of the dimension
-    view                      the parameter's shape, as for Tensor.view; None: the dimensions of the whole tensor
-    replicas, addends         see ParameterKind
-    update                    see ParameterKind; None: config.matrix_update for a matrix, else "no_decay"
-    dtype                     None: the training type
+    cut      {dimension: axis}: each rank of this axis of the mesh holds an equal part of the dimension
+    view     the parameter's shape, as for Tensor.view; None: the dimensions of the whole tensor
+    parts    None: all rows belong to one matrix
+    update   None: config.matrix_update for a matrix, else "no_decay"
+    dtype    None: the training type
+
+    ParameterSpec and ParameterKind explain the other arguments.
     """
     cut = cut or {}
     shards = tuple(sorted(cut.values()))

@@ -28,9 +28,13 @@ they start at 2^-19, and they shrink as the model learns. But backward is linear
     gradients       o o O O O O O o o o
     times the scale                    o o O O O O O o o o
 
+A scale of 1 would be too small: after 60 steps of the preset nano a quarter of the numbers that enter backward's
+matmuls are below 2^-14. Much more than the initial 2^15 would be too large, since a logit's gradient can be as large as
+the scale. Sums over tokens can be larger still, so all of them are computed in fp32. Megatron-LM scales the mean loss:
+its initial scale of 2^32 is 2^13 per token if a replica has 2^19 tokens.
+
 zero.py divides the parameters' gradients, in fp32, by the scale and the number of tokens before it computes the norm.
-A scale that is a power of two changes only exponents. So it changes no bit of the result unless a number over- or
-underflows.
+A power of two changes only exponents, so such a scale changes no bit of the result unless a number over- or underflows.
 """
 
 import math
@@ -93,22 +97,15 @@ class LossScale:
     """Adapts the loss scale. value: the scale for the current step. It changes only in fp16 training without
     --loss-scale. For other types it is 1 unless --loss-scale is set.
 
-    Megatron-LM scales the mean loss: its initial scale of 2^32 is 2^13 per token if a replica has 2^19 tokens. This
-    scale applies to each token's loss, so it depends neither on the batch nor on the layout. A scale of 1 would be too
-    small: after 60 steps of the preset nano a quarter of the numbers that enter backward's matmuls are below 2^-14.
-    Much more than the initial 2^15 would be too large, since a logit's gradient can be as large as the scale. Sums over
-    tokens can be larger still, so all of them are computed in fp32.
-
     The best scale changes during training. So it is adapted, as in Megatron-LM's DynamicGradScaler:
 
         some gradient is not finite      skip the step; from the `hysteresis`-th such step on, also halve the scale
         `window` good steps in a row     double the scale, and again tolerate hysteresis - 1 such steps
 
     zero.py checks the gradients of the whole world, so all ranks decide alike. A skipped step leaves weights and
-    moments as they are; the step number, the data and the learning rate advance as usual. Such skips are expected and
-    do not count as failures: at most hysteresis - 1 + log2(scale / least) of them can follow each other. A step that is
-    skipped at the smallest scale is a failure. So is a step whose loss is not finite, because the loss itself is never
-    scaled.
+    moments as they are; the step number, the data and the learning rate advance as usual. At most hysteresis - 1 +
+    log2(scale / least) such steps can follow each other, and they do not count as failures. A step that is skipped at
+    the smallest scale is a failure. So is a step whose loss is not finite, because the loss itself is never scaled.
     """
 
     def __init__(self, config):
@@ -169,20 +166,13 @@ class SignUpdate(torch.optim.Optimizer):
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """Describes an optimizer.
-
-    make(groups, config, zero)    returns a torch.optim.Optimizer. Each of the parameter groups has the masters of some
-                                  buckets as `params`, these buckets, and weight_decay. zero.py sets `lr` in each step
-    moments                       the names of the optimizer's state tensors that have the weight's shape
-    counts_steps                  whether the state also has a `step`
-    counts_in_norm                whether the gradients belong to the global norm
-    lr_factor                     the default of --lr is the preset's value, which is for AdamW, times this
-    """
+    """Describes an optimizer. make(groups, config, zero) returns a torch.optim.Optimizer. Each of the parameter groups
+    has the masters of some buckets as `params`, these buckets, and weight_decay. zero.py sets `lr` in each step."""
     make: Callable
-    moments: tuple[str, ...]
-    counts_steps: bool = False
-    counts_in_norm: bool = True
-    lr_factor: float = 1.0
+    moments: tuple[str, ...]            # the names of the state tensors that have the weight's shape
+    counts_steps: bool = False          # whether the state also has a `step`
+    counts_in_norm: bool = True         # whether the gradients belong to the global norm
+    lr_factor: float = 1.0              # the default of --lr is the preset's value, which is for AdamW, times this
 
 
 OPTIMIZERS = {

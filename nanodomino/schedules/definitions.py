@@ -104,16 +104,16 @@ def gpipe(stage: int, stages: int, microbatches: int, chunks=1) -> list:
     return [Forward(i) for i in range(microbatches)] + [Backward(i) for i in range(microbatches)]
 
 
-def one_f_one_b(stage: int, stages: int, microbatches: int, chunks=1) -> list:
+def one_f_one_b(stage: int, stages: int, microbatches: int, chunks=1, look_ahead=0) -> list:
     """After a warm-up of one forward for each later stage, alternate a forward and a backward. From then on the number
-    of microbatches held does not grow.
+    of microbatches held does not grow. look_ahead: see eager_1f1b().
 
         stage 0 |F0 F1 F2 F3                   B0 B0 F4 B1 B1 F5 B2 B2    B3 B3    B4 B4    B5 B5
         stage 1 |   F0 F1 F2             B0 B0 F3 B1 B1 F4 B2 B2 F5 B3 B3    B4 B4    B5 B5
         stage 2 |      F0 F1       B0 B0 F2 B1 B1 F3 B2 B2 F4 B3 B3 F5 B4 B4    B5 B5
         stage 3 |         F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 F5 B5 B5
     """
-    warm_up = min(stages - stage - 1, microbatches)
+    warm_up = min((1 + look_ahead) * (stages - stage - 1), microbatches)
     actions = [Forward(i) for i in range(warm_up)]
     for i in range(microbatches - warm_up):
         actions += [Forward(warm_up + i), Backward(i)]
@@ -129,11 +129,7 @@ def eager_1f1b(stage: int, stages: int, microbatches: int, chunks=1, look_ahead=
         stage 1 |   F0 F1 F2    B0 B0 F3 B1 B1 F4 B2 B2 F5 B3 B3    B4 B4    B5 B5
         stage 2 |      F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 F5 B5 B5
     """
-    warm_up = min((1 + look_ahead) * (stages - stage - 1), microbatches)
-    actions = [Forward(i) for i in range(warm_up)]
-    for i in range(microbatches):
-        actions += [Forward(warm_up + i)] * (warm_up + i < microbatches) + [Backward(i)]
-    return actions
+    return one_f_one_b(stage, stages, microbatches, chunks, look_ahead)
 
 
 def paired(stage: int, stages: int, microbatches: int, chunks=1) -> list:
