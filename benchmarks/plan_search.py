@@ -51,7 +51,6 @@ from nanodomino.settings.config import Config
 from nanodomino.settings.flags import flag_name
 from nanodomino.settings.rules import check_needs
 
-
 RESULTS = 10
 MICRO_BATCHES = range(1, 17)
 LONG = 8192      # the fewest tokens of a sample that a rank keeps with context parallelism

@@ -49,7 +49,6 @@ from nanodomino.mesh import Mesh
 from nanodomino.schedules.definitions import Action
 from nanodomino.schedules.simulation import Placement, Timetable, message_received, message_sent, receives_to_post
 
-
 ACTIONS_AHEAD = {"cuda": 0, "cpu": 1}        # a receive is posted this many actions early
 
 

@@ -18,7 +18,6 @@ from nanodomino.errors import UserError
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.schedules.simulation import bubble, simulate, step_time, timetable
 
-
 TINY = ["--num-layers", "2", "--hidden-size", "32", "--seq-length", "16", "--device", "cpu"]
 
 

@@ -18,7 +18,6 @@ from nanodomino.settings.config import Config
 from nanodomino.settings.flags import flag_name, flag_settings
 from nanodomino.settings.rules import MAX_FORWARDS
 
-
 HUGE = (10**6, 10**9, 10**12)
 LIMIT = 60.0         # seconds of this process, so that the load of the machine does not count: the slowest takes 11
 
