@@ -46,18 +46,18 @@ def command_line(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--load", required=True, metavar="DIR",
                         help="a checkpoint, or a run's folder, whose newest checkpoint is then used")
     for name, metavar, default, help in (
-            ("prompt", "TEXT", "", "the text to continue (default: start a new text)"),
-            ("prompts", "FILE", None, "a file with one prompt per line, instead of --prompt; in a .jsonl file a line "
-             'is {"text": "..."}, which can hold line breaks (default: none)'),
-            ("num-samples", "INT", 1, "texts per prompt, each sampled with different random numbers (default 1)"),
-            ("max-tokens", "INT", 200, "new tokens per text; a text ends earlier at end-of-text (default 200)"),
-            ("temperature", "FLOAT", 0.8, "number that divides the logits: below 1 favours likely tokens, above 1 "
+            ("--prompt", "TEXT", "", "the text to continue (default: start a new text)"),
+            ("--prompts", "FILE", None, "a file with one prompt per line, instead of --prompt; in a .jsonl file a "
+             'line is {"text": "..."}, which can hold line breaks (default: none)'),
+            ("--num-samples", "INT", 1, "texts per prompt, each sampled with different random numbers (default 1)"),
+            ("--max-tokens", "INT", 200, "new tokens per text; a text ends earlier at end-of-text (default 200)"),
+            ("--temperature", "FLOAT", 0.8, "number that divides the logits: below 1 favours likely tokens, above 1 "
              "unlikely ones; 0 always takes the most likely token (default 0.8)"),
-            ("top-k", "INT", 0, "sample only from this many of the most likely tokens; 0: from all tokens (default 0)"),
-            ("seed", "INT", None, "the same seed gives the same texts (default: a random seed)"),
-            ("data-path", "DIR", None, "data folder with the tokenizer (default: the one that the model was trained "
+            ("--top-k", "INT", 0, "sample only from this many most likely tokens; 0: from all tokens (default 0)"),
+            ("--seed", "INT", None, "the same seed gives the same texts (default: a random seed)"),
+            ("--data-path", "DIR", None, "data folder with the tokenizer (default: the one that the model was trained "
              "on)")):
-        parser.add_argument(f"--{name}", metavar=metavar, default=default, help=help,
+        parser.add_argument(name, metavar=metavar, default=default, help=help,
                             type=dict(INT=int, FLOAT=float).get(metavar, str))
     parser.add_argument("--special-tokens", action="store_true",
                         help="the name of a special token in a prompt, such as <|im_end|>, means the token; otherwise "

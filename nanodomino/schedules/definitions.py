@@ -1,6 +1,12 @@
-"""Seven pipeline schedules. Each is a pure function that returns the actions of one stage in order:
+"""Seven pipeline schedules. Each is a pure function that returns the actions of one stage in order.
 
-    F    Forward          receives hidden states, sends the output of one of the stage's chunks of layers
+The layers are spread over p stages, numbered r = 0 to p - 1. A replica's batch is cut into m microbatches. The order in
+which a stage runs their forwards and backwards decides how long it idles and how many activations it holds. A schedule
+is data: it can be printed, counted and tested without a process (simulation.py). pipeline.py executes it.
+
+The actions of a stage, for a microbatch and one of the stage's chunks of layers:
+
+    F    Forward          receives hidden states, sends the chunk's output
     B    Backward         receives the gradient of the chunk's output, sends the gradient of its input, and adds up
                           weight gradients
     I    InputBackward    the first part of B, for which another stage waits: the gradient of the input
@@ -8,10 +14,6 @@
     BF   Pair             a B and the F of a later microbatch, which take turns
 
 Zero-bubble schedules split B into I and W (2401.10241; the paper calls these parts B and W).
-
-The layers are spread over p stages, numbered r = 0 to p - 1. A replica's batch is cut into m microbatches. The order in
-which a stage runs their forwards and backwards decides how long it idles and how many activations it holds. A schedule
-is data: it can be printed, counted and tested without a process (simulation.py); pipeline.py executes it.
 
 The *bubble* of a schedule is the busiest stage's idle time, divided by its computing time. Below, F, I and W
 are the times that a stage takes for a microbatch's forward, input gradients and weight gradients. So a whole backward
