@@ -1,21 +1,13 @@
-"""What a step does with the gradients: the learning rate, the loss scale, and the optimizers AdamW and Muon.
+r"""What a step does with the gradients: the learning rate, the loss scale, and the optimizers AdamW and Muon.
 
-**AdamW** changes each element w of a weight by its gradient g, and keeps two moments, m and v (1711.05101):
+**The learning rate** rises linearly to lr and then decays to min_lr. WSD ("warm-up, stable, decay"; 2404.06395, section
+4) stays at lr until the last steps. So a run can continue with more steps from a checkpoint of its stable phase:
 
-    m = b1 m + (1 - b1) g     v = b2 v + (1 - b2) g^2
-    w = (1 - lr decay) w - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
-
-t counts the updates. Because each element is updated by itself, ZeRO may cut flat buffers anywhere. zero.py passes this
-rank's partition of each buffer as one tensor, and checkpoints save each moment next to its weight. muon.py has Muon,
-which updates whole matrices. A new optimizer is one entry of OPTIMIZERS.
-
-**The learning rate** rises linearly to lr and then decays to min_lr. WSD ("warm-up, stable, decay", 2404.06395) stays
-at lr until the last steps. So a run can be continued with more steps from a checkpoint of its stable phase:
-
-    lr        ___                             ____________________
-             /    `--.      cosine           /                    |     WSD
-    min_lr  /         `---------            /                      `---------
-           | warm-up | decay               | warm-up |  stable    | decay
+    lr         _                            ____________________
+              / `--.                       /                    \
+             /      `--.                  /                      \
+    min_lr  /           `----            /                        `---
+           warm-up | cosine             warm-up |    stable    | decay
 
 **The loss scale** multiplies fp16 gradients, so that small ones are not rounded to 0 (1710.03740, section 3.2). An fp16
 number has 11 significant bits. The largest is 65504. Below 2^-14 numbers have fewer bits, and below 2^-24 there is only
@@ -35,6 +27,15 @@ its initial scale of 2^32 is 2^13 per token if a replica has 2^19 tokens.
 
 zero.py divides the parameters' gradients, in fp32, by the scale and the number of tokens before it computes the norm.
 A power of two changes only exponents, so such a scale changes no bit of the result unless a number over- or underflows.
+
+**AdamW** changes each element w of a weight by its gradient g, and keeps two moments, m and v (1711.05101):
+
+    m = b1 m + (1 - b1) g     v = b2 v + (1 - b2) g^2
+    w = (1 - lr decay) w - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+
+t counts the updates. Because each element is updated by itself, ZeRO may cut flat buffers anywhere. zero.py passes this
+rank's partition of each buffer as one tensor, and checkpoints save each moment next to its weight. Muon (muon.py)
+updates whole matrices. A new optimizer is one entry of OPTIMIZERS.
 """
 
 import math
