@@ -127,6 +127,7 @@ def test_on_a_stage_with_both_ends_the_heads_last_gradient_comes_before_the_embe
 HELD = {                                    # how many microbatches stage r holds at once, counted in each chunk
     "gpipe": lambda p, r, m, v: m,
     "1f1b": lambda p, r, m, v: min(m, p - r),
+    "eager-1f1b": lambda p, r, m, v: min(m, 2 * (p - r) - 1),
     "paired": lambda p, r, m, v: min(m, 2 * (p - r)),
     "interleaved": lambda p, r, m, v: min(m * v, v * p + p - 2 * r - 1),
     "zb-h1": lambda p, r, m, v: min(m, p),
@@ -145,22 +146,15 @@ def test_a_stage_holds_as_many_microbatches_as_the_formula_says(name, chunks):
             assert peak_microbatches(row, lambda chunk: 10) == 10 * held
 
 
-def durations(forward, backward, weights):
-    """Return simulate()'s duration function for equal stages."""
-    by_kind = dict(forward=forward, backward=backward + weights, input_backward=backward, weight_backward=weights,
-                   pair=forward + backward + weights)
-    return lambda stage, action: by_kind[action.kind]
-
-
-def idle(table, *work):
-    rows = simulate(table, durations(*work))
+def idle(table, F, B, W):
+    """Return the idle time of a step on equal stages."""
+    by_kind = dict(forward=F, backward=B + W, input_backward=B, weight_backward=W, pair=F + B + W)
+    rows = simulate(table, lambda stage, action: by_kind[action.kind])
     return step_time(rows) - busy_time(rows)
 
 
 IDLE = {                                    # idle time of a step, if a chunk's passes take F, B and W
-    "gpipe": lambda p, m, v, F, B, W: (p - 1) * (F + B + W),
-    "1f1b": lambda p, m, v, F, B, W: (p - 1) * (F + B + W),
-    "paired": lambda p, m, v, F, B, W: (p - 1) * (F + B + W),
+    **dict.fromkeys(("gpipe", "1f1b", "eager-1f1b", "paired"), lambda p, m, v, F, B, W: (p - 1) * (F + B + W)),
     "interleaved": lambda p, m, v, F, B, W: (p - 1) * (F + B + W) if m % p == 0 else None,
     "zb-h1": lambda p, m, v, F, B, W: (p - 1) * (F + max(B - W, 0)) + max(p - m, 0) * min(B, W),
     "zb-v": lambda p, m, v, F, B, W: max(p - 1, 2 * (2 * p - 1 - m)) * F if F == B == W else None}
