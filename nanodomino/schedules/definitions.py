@@ -22,6 +22,7 @@ takes I + W. v is the number of chunks per stage:
                  idle time of a step        microbatches held           source
     gpipe        (p - 1)(F + I + W)         m                           1811.06965
     1f1b         (p - 1)(F + I + W)         p - r                       2006.09503; 2104.04473, section 2.2
+    eager-1f1b   (p - 1)(F + I + W)         2 (p - r) - 1               2211.05322, section 4
     paired       (p - 1)(F + I + W)         2 (p - r)                   combined 1F1B of Megatron-Core, DualPipe
     interleaved  (p - 1)(F + I + W)/v       p + (p - 2 r - 1)/v         2104.04473, section 2.2
     zb-h1        (p - 1)(F + I - W)         p                           2401.10241, section 2.1
