@@ -31,7 +31,7 @@ from nanodomino.domino import Domino, run_to_end
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
 from nanodomino.optim.optimizers import learning_rate
-from nanodomino.run.rank_failure import run_rank
+from nanodomino.run.failures import run_rank
 from nanodomino.run.session import Session, open_session
 from nanodomino.schedules.simulation import Timetable
 from nanodomino.settings.config import Config

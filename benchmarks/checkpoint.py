@@ -19,14 +19,13 @@ from pathlib import Path
 
 from benchmarks.runner import (Times, about, add_config_flags, bytes_text, config_here, gathered, join, progress,
                                ratios, slowest, synchronize_ranks, table)
-from nanodomino.analysis.formulas import parameter_count
-from nanodomino.checkpoint.find_checkpoints import checkpoints_of
-from nanodomino.checkpoint.load import restore
-from nanodomino.checkpoint.manifest import verify
+from nanodomino.estimate.formulas import parameter_count
+from nanodomino.checkpoint.format import verify
+from nanodomino.checkpoint.load import checkpoints_of, restore
 from nanodomino.checkpoint.save import Saver
 from nanodomino.errors import UserError, require
 from nanodomino.model import GPT
-from nanodomino.run.agreement import from_rank_0
+from nanodomino.comm.world import from_rank_0
 from nanodomino.settings.config import Config
 from nanodomino.zero import ZeroOptimizer
 

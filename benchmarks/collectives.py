@@ -20,7 +20,7 @@ from collections import Counter
 from benchmarks import measured
 from benchmarks.runner import about, add_config_flags, bytes_text, describe, gathered, table
 from benchmarks.measured import alike, processes, text_of  # noqa: F401, runner.main calls processes
-from nanodomino.analysis.formulas import bytes_sent
+from nanodomino.estimate.formulas import bytes_sent
 from nanodomino.settings.config import Config
 
 ROUNDS = False               # no --repeats: this question counts and does not time

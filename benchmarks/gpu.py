@@ -25,7 +25,7 @@ from benchmarks.slow_network import exit_on_signals
 from nanodomino.comm.world import start_world
 from nanodomino.errors import require
 from nanodomino.files import make_folder, open_regular_file, read_file, write_file
-from nanodomino.run.kernels import choose_kernels
+from nanodomino.run.determinism import choose_kernels
 from nanodomino.settings.config import Config
 
 ROUNDS = False               # no --repeats: a check gives --repeats to the questions that it asks

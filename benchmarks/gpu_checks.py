@@ -31,15 +31,15 @@ from benchmarks.gpu_kernels import Run, attention, expert_matmuls, fp8_matmuls, 
 from benchmarks.runner import BENCH, RandomTokens, bytes_text, config_of, gathered, parse, seconds_text, with_mesh
 from benchmarks.throughput import OurTraining
 from benchmarks.timeline import record
-from nanodomino.analysis.hardware import peak_memory
 from nanodomino.comm import scatter_and_gather
 from nanodomino.errors import require
+from nanodomino.estimate.formulas import peak_memory
 from nanodomino.mesh import Mesh
 from nanodomino.options.fp8 import RECIPES
-from nanodomino.run.check_copies import checksum
-from nanodomino.run.kernels import choose_kernels
+from nanodomino.run.determinism import checksum, choose_kernels
 from nanodomino.settings.config import Config
 from nanodomino.timeline.merged_trace import table
+
 
 LAUNCHES = [(dist, name) for name in ("all_reduce", "all_to_all_single", "batch_isend_irecv")] + [
     (scatter_and_gather, name) for name in ("exchange", "native_reduce_scatter", "native_all_gather")]

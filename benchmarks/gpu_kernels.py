@@ -20,15 +20,15 @@ from torch.utils.benchmark import Timer
 
 from benchmarks import plan
 from benchmarks.runner import parse
-from nanodomino.analysis.hardware import GPUS
-from nanodomino.dry_run.accounts import Accounts
+from nanodomino.estimate.formulas import GPUS
+from nanodomino.estimate.accounts import Accounts
 from nanodomino.errors import require
 from nanodomino.layers.attention import fused_attention
-from nanodomino.layers.autograd_segment import run_segment
-from nanodomino.layers.main_grad import add_weight_gradient
-from nanodomino.layers.varlen import attention_bias, find_starts, varlen_attention
+from nanodomino.layers.gradients import add_weight_gradient, run_segment
+from nanodomino.layers.attention_mask import attention_bias, find_starts, varlen_attention
 from nanodomino.options.experts import grouped_linear
 from nanodomino.options.fp8 import FORMATS, RECIPES, Fp8Recipe, Fp8Weight
+
 
 BF16 = 2.0**-8               # bound for a result in bfloat16; attention also rounds its probabilities: twice that
 FLOOR = 0.5                  # the least share of the assumed speed

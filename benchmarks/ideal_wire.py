@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.runner import RandomTokens
 from nanodomino import pipeline
 from nanodomino.domino import Domino
-from nanodomino.dry_run.accounts import MATMULS
+from nanodomino.estimate.accounts import MATMULS
 from nanodomino.errors import require
 from nanodomino.mesh import make_mesh
 from nanodomino.model import GPT

@@ -1,6 +1,6 @@
 """Measures a real training step on every rank, and runs the same step dry: for collectives, memory and recompute.
 
-The same `Accounts` (dry_run/accounts.py) count both. A dry run must come before the process groups, because a process
+The same `Accounts` (estimate/accounts.py) count both. A dry run must come before the process groups, because a process
 can be in only one world. So rank 0 runs all ranks dry first, while the others wait for it to connect.
 """
 
@@ -13,11 +13,11 @@ import torch
 import train
 from benchmarks.runner import RandomTokens, config_here, join
 from nanodomino.comm import scatter_and_gather
-from nanodomino.comm.scatter_and_gather import TAGS
+from nanodomino.comm.collectives import TAGS
 from nanodomino.comm.world import find_device
 from nanodomino.domino import Domino
-from nanodomino.dry_run.accounts import Accounts, storage
-from nanodomino.dry_run.rank import RankRun, dry_run, groups_of, measured_step
+from nanodomino.estimate.accounts import Accounts, storage
+from nanodomino.estimate.rank import RankRun, dry_run, groups_of, measured_step
 from nanodomino.settings.config import Config
 from nanodomino.zero import ZeroOptimizer
 

@@ -15,7 +15,7 @@
 from benchmarks import measured
 from benchmarks.runner import about, add_config_flags, describe, gathered, table
 from benchmarks.measured import processes  # noqa: F401, called by runner.main
-from nanodomino.dry_run.rank import RankRun
+from nanodomino.estimate.rank import RankRun
 from nanodomino.settings.config import Config
 
 ROUNDS = False               # no --repeats: this question measures memory and does not time

@@ -62,20 +62,20 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from benchmarks.ideal_wire import IdealStage, log_of, pipeline_step
+from benchmarks.plain_model import Plain, mean_loss
 from benchmarks.runner import (Figure, RandomTokens, Times, about, add_config_flags, bind_to_one_core, bytes_text,
                                compare, config_here, describe, join, progress, ratio_text, ratios, require_same_work,
                                table)
-from benchmarks.ideal_wire import IdealStage, log_of, pipeline_step
-from benchmarks.plain_model import Plain, mean_loss
 from benchmarks.slow_network import INTERFACE
-from nanodomino.comm.scatter_and_gather import all_gather, reduce_scatter
+from nanodomino.comm.collectives import all_gather, reduce_scatter
 from nanodomino.comm.world import keep_freed_memory
 from nanodomino.domino import Domino
 from nanodomino.errors import require
 from nanodomino.model import GPT
-from nanodomino.overlap.flight import result_of
-from nanodomino.overlap.slice_ops import ReplicatedResidual
+from nanodomino.overlap.slices import ReplicatedResidual, result_of
 from nanodomino.zero import ZeroOptimizer
+
 
 FLAGS = ("tensor_model_parallel_size", "slices", "columns", "sequence_parallel", "num_layers", "hidden_size",
          "ffn_hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "vocab_size", "dtype", "device",

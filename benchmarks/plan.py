@@ -1,8 +1,8 @@
 """Would this model fit on those GPUs, and how fast would it be? Runs training steps dry; trains nothing.
 
-    memory           what a GPU of each stage needs (dry_run/stages.py, checked by `bench.py memory`)
+    memory           what a GPU of each stage needs (estimate/stages.py, checked by `bench.py memory`)
     communication    what a GPU sends in a step, by process group (checked by `bench.py collectives`)
-    step time        computed from data sheets and assumptions (analysis/machine.py). The assumptions are printed, and
+    step time        computed from data sheets and assumptions (estimate/formulas.py). The assumptions are printed, and
                      flags change most of them. "exposed" is the time that a GPU waits for communication or copies
 
 `--search` looks for the ten fastest layouts that fit and prints the command of the fastest (plan_search.py):
@@ -21,18 +21,18 @@ from functools import partial
 
 import train
 from benchmarks import plan_search, published
-from benchmarks.runner import about, add_config_flags, bytes_text, config_of, describe, seconds_text, table
 from benchmarks.plan_search import CHANNELS, CONNECTION_BYTES, communicator_bytes
-from nanodomino.analysis.formulas import (active_parameter_count, bytes_sent, mfu, parameter_count,
-                                          state_bytes_per_parameter)
-from nanodomino.analysis.hardware import FP8_SPEEDUP, GPUS, PEAK_FLOPS, WITHOUT_FP8, Gpu
-from nanodomino.analysis.machine import Machine
-from nanodomino.dry_run.stages import Stage, stage_memory, step_seconds
+from benchmarks.runner import about, add_config_flags, bytes_text, config_of, describe, seconds_text, table
 from nanodomino.errors import counted, require
+from nanodomino.estimate.formulas import (FP8_SPEEDUP, GPUS, PEAK_FLOPS, WITHOUT_FP8, Gpu, Machine,
+                                          active_parameter_count, bytes_sent, mfu, parameter_count,
+                                          state_bytes_per_parameter)
+from nanodomino.estimate.stages import Stage, stage_memory, step_seconds
 from nanodomino.schedules.simulation import peak_microbatches
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import flag_name
 from nanodomino.settings.presets import DTYPES, PUBLISHED_VOCABULARIES
+
 
 RESERVE = 0.05               # the default of --reserve
 ROUNDS = False               # no --repeats: a plan is computed
@@ -213,7 +213,7 @@ def assumptions(flags, gpu: Gpu) -> list[str]:
             f"  the largest tiles of a matmul reach {flags.product_efficiency:.0%} of the 16-bit peak of "
             f"{PEAK_FLOPS[flags.gpu] / 1e12:g} TFLOP/s (--product-efficiency), and in fp8 {FP8_SPEEDUP:g} times as "
             f"much; smaller tiles, a last wave that does not fill the {gpu.multiprocessors} multiprocessors, and "
-            "attention reach less (analysis/machine.py)",
+            "attention reach less (estimate/formulas.py)",
             "  compiled element-wise work reads and writes each tensor once per fused operation",
             f"  hosts of {flags.gpus_per_host} GPUs (--gpus-per-host) joined by {gpu.link}, "
             f"{bytes_text(gpu.link_rate)}/s each way; {flags.network:g} Gbit/s from a GPU to other hosts (--network)",

@@ -21,7 +21,7 @@ So many combinations share them. The search is best-first:
        choices of the next settings.
     3. A complete combination has the time of its simulated schedule, with the costs above. If it is the first in the
        queue, it is a candidate.
-    4. Run the candidates dry (dry_run/stages.py), and with 1F1B. Those that fit, sorted by their time, are the results.
+    4. Run the candidates dry (estimate/stages.py), and with 1F1B. Those that fit, sorted by their time, are the results.
 
 All results differ in tp, pp, cp or the micro batch. More slices and columns are tried only while communication is
 exposed, and more recomputation only if less does not fit.
@@ -35,14 +35,12 @@ import sys
 
 import train
 from benchmarks.runner import CONFIG_FLAGS, about, bytes_text, progress, seconds_text, table
-from nanodomino.analysis.formulas import flops_per_token, mfu, parameter_count, state_bytes_per_parameter
-from nanodomino.analysis.hardware import FP8_SPEEDUP
-from nanodomino.analysis.machine import Machine
-from nanodomino.dry_run.clock import Clock
-from nanodomino.dry_run.rank import kinds_of
-from nanodomino.dry_run.stages import (add_up, extrapolate, fullest_rank_bytes, layers_of, message_seconds, small_run,
-                                       step_seconds)
 from nanodomino.errors import UserError, require
+from nanodomino.estimate.formulas import (FP8_SPEEDUP, Machine, flops_per_token, mfu, parameter_count,
+                                          state_bytes_per_parameter)
+from nanodomino.estimate.rank import Clock, kinds_of
+from nanodomino.estimate.stages import (add_up, extrapolate, fullest_rank_bytes, layers_of, message_seconds, small_run,
+                                        step_seconds)
 from nanodomino.model import words_at_end
 from nanodomino.schedules import simulation
 from nanodomino.schedules.definitions import SCHEDULES, Backward
@@ -50,6 +48,7 @@ from nanodomino.schedules.simulation import timetable
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import flag_name
 from nanodomino.settings.rules import check_needs
+
 
 RESULTS = 10
 MICRO_BATCHES = range(1, 17)

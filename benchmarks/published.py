@@ -7,7 +7,7 @@
     2409.15241             Domino on H100. Measured: its largest speed-up over Megatron-LM, and the share of
                            communication in Megatron-LM's step
 
-The step time comes from dry runs (dry_run/stages.py) of this program as these runs trained: without torch.compile, as
+The step time comes from dry runs (estimate/stages.py) of this program as these runs trained: without torch.compile, as
 Megatron-LM's kernels are separate. In the first two papers dropout makes attention store its scores, and each
 microbatch repeats the forward of whole layers, or only of attention, before its backward. In 2409.15241 nothing hides
 Megatron-LM's all-reduces: a wait follows each launch.
@@ -23,12 +23,12 @@ from functools import cache, partial
 
 import train
 from benchmarks.runner import table
-from nanodomino.analysis.machine import Machine
-from nanodomino.dry_run.accounts import Launch, Operation, Wait
-from nanodomino.dry_run.clock import clock_of
-from nanodomino.dry_run.rank import RankRun
-from nanodomino.dry_run.stages import Stage, small_run, step_seconds
+from nanodomino.estimate.accounts import Launch, Operation, Wait
+from nanodomino.estimate.formulas import Machine
+from nanodomino.estimate.rank import RankRun, clock_of
+from nanodomino.estimate.stages import Stage, small_run, step_seconds
 from nanodomino.settings.config import Config
+
 
 SEQ_LENGTH = 2048
 

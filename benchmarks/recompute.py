@@ -24,7 +24,7 @@ from benchmarks import measured
 from benchmarks.runner import (CONFIG_FLAGS, Times, about, add_config_flags, bytes_text, compare, describe, gathered,
                                ratio_text, ratios, slowest, table)
 from benchmarks.measured import processes  # noqa: F401, called by runner.main
-from nanodomino.dry_run.accounts import Operation
+from nanodomino.estimate.accounts import Operation
 from nanodomino.errors import require
 from nanodomino.options.recompute import GRANULARITIES
 

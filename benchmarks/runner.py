@@ -45,7 +45,7 @@ from nanodomino.comm.world import LaunchInfo, find_device, read_launch_environme
 from nanodomino.data import Batch
 from nanodomino.errors import UserError, counted, require
 from nanodomino.mesh import Mesh, make_mesh
-from nanodomino.run.estimates import require_memory
+from nanodomino.estimate.stages import require_memory
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import Parser, add_flags, flag_settings
 from nanodomino.settings.rules import check_needs

@@ -31,14 +31,14 @@ import train
 from benchmarks.plain_model import Plain, adamw, mean_loss
 from benchmarks.runner import (CONFIG_FLAGS, GPT2, RandomTokens, Times, about, add_config_flags, compare, config_here,
                                describe, join, ratio_text, ratios, require_same_work, table)
-from nanodomino.analysis.formulas import flops_per_token, parameter_count
-from nanodomino.analysis.hardware import find_peak_flops
-from nanodomino.checkpoint.tensor_index import slices
+from nanodomino.checkpoint.format import slices
 from nanodomino.domino import Domino
 from nanodomino.errors import UserError, require
+from nanodomino.estimate.formulas import find_peak_flops, flops_per_token, parameter_count
 from nanodomino.huggingface.families import family_of, write_config
-from nanodomino.huggingface.tensor_mapping import map_tensors
+from nanodomino.huggingface.tensors import map_tensors
 from nanodomino.zero import ZeroOptimizer
+
 
 FLAGS = ("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
          "seq_length", "vocab_size", "micro_batch_size", "global_batch_size", "dtype", "device")

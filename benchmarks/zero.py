@@ -52,8 +52,8 @@ from benchmarks.runner import (RandomTokens, Times, about, add_config_flags, byt
                                gathered, join, ratio_text, ratios, require_same_work, table)
 from benchmarks.plain_model import adamw
 from benchmarks.throughput import COMPARED_STEPS, OurTraining, PlainTraining, plain
-from nanodomino.analysis.formulas import parameter_count, state_bytes_per_parameter
-from nanodomino.dry_run.rank import state_tensors
+from nanodomino.estimate.formulas import parameter_count, state_bytes_per_parameter
+from nanodomino.estimate.rank import state_tensors
 from nanodomino.errors import require
 from nanodomino.settings.config import Config
 

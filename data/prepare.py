@@ -46,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a script,
 
 from nanodomino.corpus.documents import find_files, read_documents
 from nanodomino.corpus.prepared_folder import FORMAT, SPLITS, Corpus, check, load_corpus
-from nanodomino.corpus.tokenizer import Tokenizer, build_tokenizer
+from nanodomino.corpus.tokenizers import Tokenizer, build_tokenizer
 from nanodomino.errors import UserError, counted, require, run_command
 from nanodomino.files import delete, naming, open_regular_file, read_file, sha256, write_file
 from nanodomino.settings.flags import Parser

@@ -21,11 +21,10 @@ import torch.distributed as dist
 from benchmarks import plan
 from benchmarks.ideal_wire import IdealStage, MatmulClock, log_of, pipeline_step
 from benchmarks.runner import bytes_text, parse, progress, seconds_text
-from nanodomino.analysis.formulas import state_bytes_per_parameter
-from nanodomino.analysis.hardware import GPUS
 from nanodomino.comm.trace import Event, Trace
 from nanodomino.domino import Domino
 from nanodomino.errors import counted
+from nanodomino.estimate.formulas import GPUS, state_bytes_per_parameter
 from nanodomino.mesh import lay_out
 from nanodomino.model import meta_stage
 from nanodomino.plot.svg import LETTER, LINE, box, frame, text
@@ -36,6 +35,7 @@ from nanodomino.settings.config import Config
 from nanodomino.settings.presets import PUBLISHED_VOCABULARIES
 from nanodomino.timeline import draw
 from nanodomino.timeline.merged_trace import COLLECTIVES, Recording, difference, union
+
 
 LOCK = threading.RLock()
 UNIT = 1e6                   # nanoseconds: a unit of a schedule's time is drawn as a millisecond

@@ -28,7 +28,7 @@ with app.setup:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
     from exercises import figures
-    from nanodomino.analysis.hardware import GPUS
+    from nanodomino.estimate.formulas import GPUS
     from nanodomino.schedules.definitions import SCHEDULES
     from nanodomino.settings.presets import PRESETS
     from nanodomino.errors import UserError

@@ -32,7 +32,7 @@ import torch
 
 from nanodomino.corpus.prepared_folder import Corpus
 from nanodomino.errors import counted, require
-from nanodomino.layers.positions import to_device
+from nanodomino.layers.attention_mask import to_device
 
 
 @dataclass

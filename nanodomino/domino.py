@@ -44,7 +44,7 @@ No other rank waits for weight gradients. So backward computes them after it has
 which they help to hide.
 
 A residual + norm belongs to two sublayers: it adds the output of the previous one and normalizes the input of the next
-(overlap/residual_norm.py). Everything between h and y is the sublayer's *inside*: LinearPair in this file. An option
+(overlap/ends.py). Everything between h and y is the sublayer's *inside*: LinearPair in this file. An option
 may give a sublayer another inside, and may add steps to this picture: gather h before W1, or restore h, c and a in
 backward.
 
@@ -70,14 +70,12 @@ import torch
 
 from nanodomino.comm.trace import NO_TRACE
 from nanodomino.layers.dropout_and_positions import MasksAndPositions, add_residual
-from nanodomino.layers.main_grad import add_gradients
-from nanodomino.layers.sublayer import Sublayer
-from nanodomino.overlap.embedding_and_head import EmbeddingAndHead
-from nanodomino.overlap.flight import Flight
-from nanodomino.overlap.inside import Inside
-from nanodomino.overlap.residual_norm import ResidualNorm, bias_and_mask, residual_backward
-from nanodomino.overlap.slice_ops import SliceOps
-from nanodomino.overlap.slices import GradientsReady, LinearPairTape, Slice, TapeEntry
+from nanodomino.layers.gradients import add_gradients
+from nanodomino.layers.sublayers import Sublayer
+from nanodomino.overlap.ends import EmbeddingAndHead, ResidualNorm, bias_and_mask, residual_backward
+from nanodomino.overlap.linear_pair import Inside
+from nanodomino.overlap.slices import Flight, GradientsReady, LinearPairTape, Slice, SliceOps, TapeEntry
+
 
 if TYPE_CHECKING:
     from nanodomino.data import Batch
@@ -109,7 +107,7 @@ def run_to_end(generator):
 
 
 class LinearPair(Inside):
-    """Runs the inside of attention and MLP: column-parallel matmul, core, row-parallel matmul. See overlap/inside.py.
+    """Runs the inside of attention and MLP: column-parallel matmul, core, row-parallel matmul. See overlap/linear_pair.py.
 
         forward     c = h W1^T + b1      a = core(c)      y = sum over ranks of a W2^T
         backward    grad_a = grad_y W2   grad_c = core_backward(grad_a)   grad_h = sum over ranks of grad_c W1

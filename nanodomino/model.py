@@ -37,9 +37,8 @@ from torch import nn
 from nanodomino.layers.attention import Attention
 from nanodomino.layers.cross_entropy import vocab_parallel_cross_entropy
 from nanodomino.layers.dropout_and_positions import MasksAndPositions, drop, seeded_generator
-from nanodomino.layers.main_grad import add_gradients, wide_dtype
-from nanodomino.layers.norms import Norm
-from nanodomino.layers.sublayer import Sublayer
+from nanodomino.layers.gradients import add_gradients, wide_dtype
+from nanodomino.layers.sublayers import Norm, Sublayer
 from nanodomino.mesh import Mesh, meta_mesh
 from nanodomino.optim.buckets import local_shard, parameter
 from nanodomino.parallel import VocabParallelEmbedding, copy_to_tensor_parallel, gather_logits

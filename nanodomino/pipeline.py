@@ -43,7 +43,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from nanodomino.comm.device import kind_of
+from nanodomino.comm.world import kind_of
 from nanodomino.comm.trace import NO_TRACE
 from nanodomino.mesh import Mesh
 from nanodomino.schedules.definitions import Action

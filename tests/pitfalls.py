@@ -40,8 +40,8 @@ import test_zero
 import train
 from nanodomino import domino, model
 from nanodomino.checkpoint import load, save
-from nanodomino.checkpoint.find_checkpoints import newest_intact_checkpoint
-from nanodomino.checkpoint.manifest import file_digest, manifest_text
+from nanodomino.checkpoint.load import newest_intact_checkpoint
+from nanodomino.checkpoint.format import file_digest, manifest_text
 from nanodomino.domino import Domino, LinearPair
 from nanodomino.layers import attention
 from nanodomino.layers.dropout_and_positions import MasksAndPositions, seeded_generator
@@ -53,10 +53,10 @@ from nanodomino.options.context_parallel import attention as context_parallel
 from nanodomino.options.multi_token_prediction import MultiTokenPrediction, PredictionDepths
 from nanodomino.options.router import SCORE_FUNCTIONS, Router
 from nanodomino.overlap import embedding_and_head, residual_norm, slice_ops
-from nanodomino.overlap.embedding_and_head import EmbeddingAndHead
-from nanodomino.overlap.flight import Flight, result_of
-from nanodomino.overlap.slice_ops import SliceOps
-from nanodomino.run.agreement import from_rank_0
+from nanodomino.overlap.ends import EmbeddingAndHead
+from nanodomino.overlap.slices import Flight, result_of
+from nanodomino.overlap.slices import SliceOps
+from nanodomino.comm.world import from_rank_0
 from nanodomino.zero import ZeroOptimizer, sum_of_squares
 from support import ROOT, harness
 from support.delayed_collectives import delayed_collectives

@@ -18,8 +18,8 @@ from support.harness import (EXPERTS, build, difference, random_data, reference_
 import train
 from nanodomino.comm.trace import Trace
 from nanodomino.domino import run_to_end
-from nanodomino.dry_run.rank import dry_run
-from nanodomino.overlap.flight import (Flight, prepare_all_gather, prepare_all_reduce, prepare_all_to_all,
+from nanodomino.estimate.rank import dry_run
+from nanodomino.overlap.slices import (Flight, prepare_all_gather, prepare_all_reduce, prepare_all_to_all,
                                        prepare_reduce_scatter, result_of)
 
 TP2 = dict(tensor_model_parallel_size=2, micro_batch_size=4, global_batch_size=4, num_layers=2)

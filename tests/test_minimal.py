@@ -11,10 +11,10 @@ from support import ROOT
 from support.runs import make_corpus, metric_points, train_in_pool
 
 from nanodomino import minimal
-from nanodomino.checkpoint.find_checkpoints import checkpoints_of
-from nanodomino.checkpoint.load import full_weights
+from nanodomino.checkpoint.load import checkpoints_of, full_weights
 from nanodomino.schedules.simulation import picture
 from nanodomino.settings.config import Config
+
 
 # 5 layers do not divide by 2 or 4 stages, and a microbatch of 3 does not divide by 2 slices
 SIZES = minimal.Sizes(layers=5, hidden=16, heads=4, seq_length=12, global_batch=24, micro_batch=3)

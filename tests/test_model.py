@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from support.harness import Outcome, build, full_tensors, shard_spec, sizes_of, tiny, weights_and_data
 from support.reference import ReferenceGPT, masked_loss
 
-from nanodomino.analysis.formulas import flops_per_token, parameter_count
+from nanodomino.estimate.formulas import flops_per_token, parameter_count
 from nanodomino.layers import cross_entropy
 from nanodomino.model import Embedding, meta_stage
 from nanodomino.settings.config import Config

@@ -23,7 +23,7 @@ from support.reference import random_weights
 
 import train
 from data.prepare import prepare
-from nanodomino.analysis.hardware import find_peak_flops
+from nanodomino.estimate.formulas import find_peak_flops
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.domino import run_to_end
@@ -31,7 +31,7 @@ from nanodomino.errors import UserError
 from nanodomino.model import GPT
 from nanodomino.pipeline import Totals
 from nanodomino.run import session
-from nanodomino.run.command_line import from_command_line
+from nanodomino.run.session import from_command_line
 from nanodomino.settings.config import Config
 from nanodomino.settings.records import news
 

@@ -12,7 +12,7 @@ from support.fake_world import fake_world
 from support.harness import EXPERTS, build, random_data, tiny
 
 import train
-from nanodomino.analysis.formulas import state_bytes_per_parameter
+from nanodomino.estimate.formulas import state_bytes_per_parameter
 from nanodomino.comm.trace import NO_TRACE, Trace
 from nanodomino.domino import run_to_end
 from nanodomino.mesh import meta_mesh

@@ -19,8 +19,8 @@ from functools import lru_cache
 
 import torch
 
-from nanodomino.analysis.formulas import bytes_sent
-from nanodomino.analysis.hardware import FP8_SPEEDUP
+from nanodomino.estimate.formulas import FP8_SPEEDUP, bytes_sent
+
 
 # (rows, columns, FLOP/s relative to the largest tile)
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.89), (64, 256, 0.83), (128, 64, 0.64), (64, 128, 0.64))

@@ -13,7 +13,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from nanodomino.checkpoint.manifest import read_manifest, step_of, verify
+from nanodomino.checkpoint.format import read_manifest, step_of, verify
 from nanodomino.errors import UserError, require, sentence_and_code
 from nanodomino.files import delete, read_json
 

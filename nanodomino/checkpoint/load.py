@@ -11,10 +11,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nanodomino.checkpoint.find_checkpoints import checkpoints_of
-from nanodomino.checkpoint.manifest import read_manifest, verify
-from nanodomino.checkpoint.shards import Box, BucketRange, LocalBox, full_shapes, local_boxes
-from nanodomino.checkpoint.tensor_index import Index
+from nanodomino.checkpoint.format import (Box, BucketRange, Index, LocalBox, full_shapes, local_boxes, read_manifest,
+                                          verify)
+from nanodomino.checkpoint.load import checkpoints_of
 from nanodomino.errors import UserError, sentence_and_code
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT, meta_model

@@ -15,7 +15,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from nanodomino.checkpoint.tensor_index import FORMAT, INDEX, Share, index_text
+from nanodomino.checkpoint.format import FORMAT, INDEX, Share, index_text
 from nanodomino.errors import UserError, require
 from nanodomino.files import file_size, read_file, sha256, write_file
 

@@ -25,10 +25,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nanodomino.checkpoint.find_checkpoints import checkpoints_of, delete_checkpoint, is_intact
-from nanodomino.checkpoint.manifest import flush_folder, step_of, write_manifest
-from nanodomino.checkpoint.shards import BucketRange, LocalBox, local_boxes, range_to_save
-from nanodomino.checkpoint.tensor_index import FORMAT, Share, write_boxes
+from nanodomino.checkpoint.format import (FORMAT, BucketRange, LocalBox, Share, flush_folder, local_boxes,
+                                          range_to_save, step_of, write_boxes, write_manifest)
+from nanodomino.checkpoint.load import checkpoints_of, delete_checkpoint, is_intact
 from nanodomino.comm.world import TIMEOUT
 from nanodomino.files import delete
 from nanodomino.mesh import Mesh

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanodomino.checkpoint.shards import Box, LocalBox
+from nanodomino.checkpoint.format import Box, LocalBox
 from nanodomino.errors import UserError, require
 from nanodomino.files import make_folder, open_regular_file, read_file
 from nanodomino.settings.presets import DTYPES

@@ -20,14 +20,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from nanodomino.comm.network_interface import choose_interface
+from nanodomino.comm.world import choose_interface
 from nanodomino.errors import UserError, require
 
 TIMEOUT = 600       # seconds; the default of --timeout
 # The number of processes that srun, Open MPI, MPICH or MVAPICH has started. SLURM_NTASKS is not among them: sbatch and
 # salloc set it, too, and run their script or shell once.
 LAUNCHER_SIZES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-NCCL_GRACE = 60     # NCCL's timeout aborts the process, so it comes this many seconds after run/watchdog.py's
+NCCL_GRACE = 60     # NCCL's timeout aborts the process, so it comes this many seconds after run/failures.py's
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def check_own_gpu(uuid: str, launch: LaunchInfo, store: dist.Store):
 
 def collective_timeout(timeout: int, device: torch.device) -> timedelta:
     """Return a process group's timeout, given --timeout in seconds. On CPUs a collective raises an error after this
-    time. On GPUs NCCL would abort the process, so NCCL waits longer, and run/watchdog.py can report the error first."""
+    time. On GPUs NCCL would abort the process, so NCCL waits longer, and run/failures.py can report the error first."""
     return timedelta(seconds=timeout + (NCCL_GRACE if device.type == "cuda" else 0))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanodomino.corpus.tokenizer import TOKENIZERS, Tokenizer, build_tokenizer
+from nanodomino.corpus.tokenizers import TOKENIZERS, Tokenizer, build_tokenizer
 from nanodomino.errors import UserError, require
 from nanodomino.files import read_file
 

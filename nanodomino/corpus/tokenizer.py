@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import tiktoken
 
-from nanodomino.corpus.huggingface_tokenizer import read_huggingface
+from nanodomino.corpus.tokenizers import read_huggingface
 from nanodomino.errors import UserError, require
 
 END_OF_TEXT = "<|endoftext|>"

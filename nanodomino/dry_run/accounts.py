@@ -23,9 +23,9 @@ from torch._C._distributed_c10d import FakeWork
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanodomino.comm.device import kind_of
-from nanodomino.comm.scatter_and_gather import TAGS
-from nanodomino.dry_run.shapes import arguments_of, flatten, is_view, result_of, storage
+from nanodomino.comm.world import kind_of
+from nanodomino.comm.collectives import TAGS
+from nanodomino.estimate.accounts import arguments_of, flatten, is_view, result_of, storage
 from nanodomino.errors import UserError
 
 
@@ -97,7 +97,7 @@ def operation_of(name: str, given: dict, read, written) -> Operation:
                          (q.size(-1),))
     if MULTIPLIES.search(name) and name not in VECTORS:
         raise UserError(f"the dry run does not know the FLOPs of torch's {name}; add it to MATMULS in "
-                        "nanodomino/dry_run/accounts.py")
+                        "nanodomino/estimate/accounts.py")
     return Operation("memory", moved)
 
 
@@ -292,7 +292,7 @@ class Accounts(TorchDispatchMode):
 
     def collective(self, function, name: str, args):
         """Count a collective or a message. On CPUs a reduce-scatter, an all-gather or an all-to-all over n ranks is
-        n - 1 sends, each of 1/n of the tensor (comm/scatter_and_gather.py). So each of these sends counts as 1/(n-1) of
+        n - 1 sends, each of 1/n of the tensor (comm/collectives.py). So each of these sends counts as 1/(n-1) of
         a call and n/(n-1) times its bytes."""
         kind, whole = COLLECTIVES.get(name, (name, 0))
         tensors = list(flatten([args[whole]]))

@@ -1,4 +1,4 @@
-"""Turns the events of a dry run into seconds, on a machine that is given by a few rates (analysis/machine.py).
+"""Turns the events of a dry run into seconds, on a machine that is given by a few rates (estimate/formulas.py).
 
     operation    moves the clock
     launch       occupies a wire as soon as it is free: a collective its group's, a copy the one to or from the host.
@@ -13,8 +13,8 @@ import statistics
 from collections import Counter, defaultdict
 from functools import lru_cache
 
-from nanodomino.analysis.machine import Machine
-from nanodomino.dry_run.accounts import ActionEnd, Launch, Operation
+from nanodomino.estimate.formulas import Machine
+from nanodomino.estimate.accounts import ActionEnd, Launch, Operation
 
 PARTS = {"matmul": "matmuls", **dict.fromkeys(("attention", "attention backward"), "attention"),
          "memory": "element-wise work"}

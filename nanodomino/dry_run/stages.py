@@ -21,11 +21,11 @@ import math
 from collections import Counter
 from functools import lru_cache, wraps
 
-from nanodomino.dry_run.clock import clock_of
-from nanodomino.dry_run.rank import RankRun, dry_run, kinds_of
+from nanodomino.estimate.rank import RankRun, clock_of, dry_run, kinds_of
 from nanodomino.schedules import simulation
 from nanodomino.schedules.simulation import stage_layers
 from nanodomino.settings.config import Config
+
 
 SMALL = 32       # up to this many layers times microbatches, the whole model runs dry
 SETTLED = 16     # after so many rounds of p microbatches, each round adds the same

@@ -17,23 +17,22 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from nanodomino.checkpoint.find_checkpoints import find_checkpoint
-from nanodomino.checkpoint.load import config_of, load_weights, newest_finite_checkpoint
-from nanodomino.checkpoint.manifest import read_manifest, step_of
-from nanodomino.comm.world import LaunchInfo, find_device, start_world
+from nanodomino.checkpoint.format import read_manifest, step_of
+from nanodomino.checkpoint.load import config_of, find_checkpoint, load_weights, newest_finite_checkpoint
+from nanodomino.comm.world import LaunchInfo, find_device, from_rank_0, start_world
 from nanodomino.corpus.documents import text_of
 from nanodomino.corpus.prepared_folder import load_corpus
-from nanodomino.corpus.tokenizer import Tokenizer, build_tokenizer
+from nanodomino.corpus.tokenizers import Tokenizer, build_tokenizer
 from nanodomino.errors import NotFinite, UserError, check_output, counted, require
 from nanodomino.files import read_file
 from nanodomino.generate.generation import generate
 from nanodomino.mesh import Mesh, make_mesh
 from nanodomino.model import GPT
-from nanodomino.run.agreement import from_rank_0
-from nanodomino.run.rank_failure import run_rank
-from nanodomino.run.threads import choose_threads
+from nanodomino.run.determinism import choose_threads
+from nanodomino.run.failures import run_rank
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import Parser, check_range, flag_name
+
 
 SEPARATOR = "---------------\n"
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from nanodomino.layers.dropout_and_positions import AttentionInputs
-from nanodomino.layers.positions import rotation
+from nanodomino.layers.attention_mask import rotation
 from nanodomino.model import GPT, Chunk
 
 

@@ -4,8 +4,7 @@ import sys
 from pathlib import Path
 
 from nanodomino.errors import run_command
-from nanodomino.huggingface.export_model import export_model
-from nanodomino.huggingface.import_model import import_model
+from nanodomino.huggingface.convert import export_model, import_model
 from nanodomino.settings.flags import Parser
 from nanodomino.settings.presets import DTYPES
 

@@ -13,7 +13,7 @@ import math
 import re
 
 from nanodomino.errors import require
-from nanodomino.layers.positions import HIGH_FREQUENCY, LOW_FREQUENCY, ORIGINAL_LENGTH
+from nanodomino.layers.attention_mask import HIGH_FREQUENCY, LOW_FREQUENCY, ORIGINAL_LENGTH
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import MAX_INT
 

@@ -4,16 +4,14 @@ from pathlib import Path
 
 import torch
 
-from nanodomino.checkpoint.find_checkpoints import find_checkpoint
-from nanodomino.checkpoint.load import open_weights, read_box
-from nanodomino.checkpoint.tensor_index import Index
+from nanodomino.checkpoint.format import Index
+from nanodomino.checkpoint.load import find_checkpoint, open_weights, read_box
 from nanodomino.errors import counted, require
 from nanodomino.files import read_json
+from nanodomino.huggingface.convert import (GENERATION, INDEX, SPECIAL_TOKENS, TOKENIZER_FILES, WEIGHTS, copy_files,
+                                            import_safetensors, new_folder, tokenizer_summary, write_json)
 from nanodomino.huggingface.families import family_of, write_config
-from nanodomino.huggingface.safetensors_files import (GENERATION, INDEX, SPECIAL_TOKENS, TOKENIZER_FILES, WEIGHTS,
-                                                      copy_files, import_safetensors, new_folder,
-                                                      tokenizer_summary, write_json)
-from nanodomino.huggingface.tensor_mapping import TensorMapping, element_count, map_tensors
+from nanodomino.huggingface.tensors import TensorMapping, element_count, map_tensors
 from nanodomino.settings.config import Config
 from nanodomino.settings.presets import DTYPES
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 from nanodomino.errors import UserError, require
-from nanodomino.huggingface.config_rules import ConfigReader, read_biases, read_rope, read_windows, shown, write_rope
-from nanodomino.huggingface.tensor_mapping import GPT2_MODULES, LLAMA_MODULES, MIXTRAL_MODULES, QWEN3_MOE_MODULES
+from nanodomino.huggingface.families import ConfigReader, read_biases, read_rope, read_windows, shown, write_rope
+from nanodomino.huggingface.tensors import GPT2_MODULES, LLAMA_MODULES, MIXTRAL_MODULES, QWEN3_MOE_MODULES
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import flag_name, flag_settings
 from nanodomino.settings.presets import PRESETS

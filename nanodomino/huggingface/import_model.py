@@ -7,16 +7,14 @@ from pathlib import Path
 
 import torch
 
-from nanodomino.checkpoint.manifest import write_manifest
-from nanodomino.checkpoint.shards import LocalBox
-from nanodomino.checkpoint.tensor_index import FORMAT, write_boxes
+from nanodomino.checkpoint.format import FORMAT, LocalBox, write_boxes, write_manifest
 from nanodomino.errors import require
 from nanodomino.files import read_json
+from nanodomino.huggingface.convert import (GENERATION, SPECIAL_TOKENS, STORED_DTYPES, TOKENIZER_FILES, copy_files,
+                                            import_safetensors, new_folder, open_weight_files, tokenizer_summary,
+                                            write_json)
 from nanodomino.huggingface.families import Family, family_of_json, read_config
-from nanodomino.huggingface.safetensors_files import (GENERATION, SPECIAL_TOKENS, STORED_DTYPES, TOKENIZER_FILES,
-                                                      copy_files, import_safetensors, new_folder, open_weight_files,
-                                                      tokenizer_summary, write_json)
-from nanodomino.huggingface.tensor_mapping import TensorMapping, element_count, map_tensors
+from nanodomino.huggingface.tensors import TensorMapping, element_count, map_tensors
 from nanodomino.settings.config import Config
 from nanodomino.settings.presets import DTYPES
 

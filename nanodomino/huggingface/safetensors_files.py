@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from nanodomino.corpus.huggingface_tokenizer import FILES
+from nanodomino.corpus.tokenizers import FILES
 from nanodomino.errors import UserError, require
 from nanodomino.files import delete, read_json, write_file
 

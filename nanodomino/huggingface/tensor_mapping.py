@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanodomino.checkpoint.shards import Box, full_shapes
+from nanodomino.checkpoint.format import Box, full_shapes
 from nanodomino.model import meta_model
 from nanodomino.settings.config import Config
 

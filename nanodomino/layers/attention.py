@@ -25,13 +25,11 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from nanodomino.comm.device import on_gpu
-from nanodomino.layers.autograd_segment import run_segment
+from nanodomino.comm.world import on_gpu
 from nanodomino.layers.dropout_and_positions import drop
-from nanodomino.layers.main_grad import add_gradients
-from nanodomino.layers.norms import Norm
-from nanodomino.layers.positions import inverse_rotation, rotate
-from nanodomino.layers.sublayer import Sublayer
+from nanodomino.layers.gradients import add_gradients, run_segment
+from nanodomino.layers.attention_mask import inverse_rotation, rotate
+from nanodomino.layers.sublayers import Norm, Sublayer
 from nanodomino.parallel import ColumnParallelLinear, RowParallelLinear
 
 

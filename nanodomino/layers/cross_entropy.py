@@ -28,8 +28,8 @@ With `narrow` (--fp16-lm-cross-entropy), the temporaries have the logits' own dt
 import torch
 import torch.distributed as dist
 
-from nanodomino.comm.device import kind_of
-from nanodomino.layers.main_grad import wide_dtype
+from nanodomino.comm.world import kind_of
+from nanodomino.layers.gradients import wide_dtype
 
 CHUNK_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}    # size of a temporary: fits a CPU's caches, or keeps a GPU busy
 

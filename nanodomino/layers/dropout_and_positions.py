@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
-from nanodomino.layers.main_grad import wide_dtype
-from nanodomino.layers.positions import rotation
+from nanodomino.layers.gradients import wide_dtype
+from nanodomino.layers.attention_mask import rotation
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class MasksAndPositions:
 
     sample_ids: the numbers of the b samples in the data order; None (in evaluation): no dropout
     keep: cache the residual-stream masks, because backward needs each of them once more
-    stream: how tp ranks share the residual stream (overlap/slice_ops.py); None: every rank holds all rows
+    stream: how tp ranks share the residual stream (overlap/slices.py); None: every rank holds all rows
     positions: [b, s], see positions.py; None: each sample has positions 0 .. s - 1
     extras: what options have added to the batch; see data.Batch
     """

@@ -7,7 +7,7 @@ smaller than the sum so far would be rounded away. So the sum is kept in fp32. W
 
 import torch
 
-from nanodomino.comm.device import on_gpu
+from nanodomino.comm.world import on_gpu
 
 
 def main_grad_of(weight):

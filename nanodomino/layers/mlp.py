@@ -6,8 +6,7 @@ With SwiGLU, W1 stacks two matrices, [gate; up], of ffn rows each. The two are c
 (partition_stride=2), so that every rank has the gate and the up projection of the same ffn/t features.
 """
 
-from nanodomino.layers.activations import ACTIVATIONS
-from nanodomino.layers.sublayer import Sublayer
+from nanodomino.layers.sublayers import ACTIVATIONS, Sublayer
 from nanodomino.parallel import ColumnParallelLinear, RowParallelLinear
 
 

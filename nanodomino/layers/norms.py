@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanodomino.layers.main_grad import wide_dtype
+from nanodomino.layers.gradients import wide_dtype
 from nanodomino.optim.buckets import parameter
 
 

@@ -30,7 +30,7 @@ from functools import lru_cache
 
 import torch
 
-from nanodomino.comm.device import kind_of
+from nanodomino.comm.world import kind_of
 
 # Constants of Llama 3.1's scaling; published models differ only in the factor
 ORIGINAL_LENGTH, LOW_FREQUENCY, HIGH_FREQUENCY = 8192, 1.0, 4.0

@@ -14,7 +14,7 @@ Shapes in this folder: b samples, s tokens, h hidden size, d numbers per head, t
 from torch import nn
 
 from nanodomino.layers.dropout_and_positions import add_residual
-from nanodomino.layers.norms import Norm
+from nanodomino.layers.sublayers import Norm
 
 
 class Sublayer(nn.Module):

@@ -19,8 +19,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from nanodomino.comm.device import has_flash_attention
-from nanodomino.layers.positions import to_device
+from nanodomino.comm.world import has_flash_attention
+from nanodomino.layers.attention_mask import to_device
 
 
 @dataclass(frozen=True)

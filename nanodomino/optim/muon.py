@@ -21,7 +21,7 @@ Word embedding, head and position embedding stay with AdamW, as do vectors: thei
 
 import torch
 
-from nanodomino.comm.scatter_and_gather import all_gather
+from nanodomino.comm.collectives import all_gather
 from nanodomino.optim.buckets import Bucket
 
 COEFFICIENTS, ITERATIONS = (3.4445, -4.7750, 2.0315), 5      # Keller Jordan's, for Newton-Schulz

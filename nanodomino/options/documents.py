@@ -15,8 +15,7 @@ With --eod-mask-loss, the loss does not count where the label is an end-of-text 
 import torch
 
 from nanodomino.generate.cache import KeyValueCache
-from nanodomino.layers.positions import to_device
-from nanodomino.layers.varlen import attention_bias, first_of_document
+from nanodomino.layers.attention_mask import attention_bias, first_of_document, to_device
 
 
 def document_ids(tokens, end_of_text: int):

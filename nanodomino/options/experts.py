@@ -44,17 +44,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanodomino.comm.device import capability_of, on_gpu, streams_of
-from nanodomino.comm.scatter_and_gather import all_to_all
-from nanodomino.layers.activations import ACTIVATIONS
+from nanodomino.comm.world import capability_of, on_gpu, streams_of
+from nanodomino.comm.collectives import all_to_all
 from nanodomino.layers.dropout_and_positions import add_residual
-from nanodomino.layers.main_grad import add_weight_gradient, main_grad_of
-from nanodomino.layers.sublayer import Sublayer
-from nanodomino.optim.optimizers import OptimizerSpec, SignUpdate
+from nanodomino.layers.gradients import add_weight_gradient, main_grad_of
+from nanodomino.layers.sublayers import ACTIVATIONS, Sublayer
 from nanodomino.optim.buckets import parameter
+from nanodomino.optim.optimizers import OptimizerSpec, SignUpdate
 from nanodomino.options.router import Router, Routing
-from nanodomino.overlap.flight import Flight, prepare_all_to_all
-from nanodomino.overlap.inside import Inside
+from nanodomino.overlap.linear_pair import Inside
+from nanodomino.overlap.slices import Flight, prepare_all_to_all
 from nanodomino.parallel import (ColumnParallelLinear, RowParallelLinear, copy_to_tensor_parallel,
                                  reduce_from_tensor_parallel)
 

@@ -65,9 +65,9 @@ import torch
 from torch import nn
 from torch.torch_version import TorchVersion
 
-from nanodomino.comm.device import capability_of, kind_of
+from nanodomino.comm.world import capability_of, kind_of
 from nanodomino.errors import require
-from nanodomino.layers.main_grad import add_weight_gradient, main_grad_of
+from nanodomino.layers.gradients import add_weight_gradient, main_grad_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = {"hybrid": (E4M3, E5M2), "e4m3": (E4M3, E4M3)}     # --fp8-format: type of weights and activations, gradients
@@ -158,7 +158,7 @@ class Fp8Recipe:
 
 @dataclass(frozen=True, eq=False)
 class Fp8Weight:
-    """Stands for a parameter W [out, in] that is multiplied in 8 bits. overlap/slice_ops.py calls its methods.
+    """Stands for a parameter W [out, in] that is multiplied in 8 bits. overlap/slices.py calls its methods.
 
     transposed   whether it stands for W^T, by which gradients are multiplied
     part         the chunk of W or W^T for which it stands; None: the whole

@@ -55,12 +55,12 @@ from torch import nn
 
 from nanodomino.domino import Domino
 from nanodomino.errors import counted
-from nanodomino.layers.norms import Norm
-from nanodomino.layers.positions import to_device
+from nanodomino.layers.sublayers import Norm
+from nanodomino.layers.attention_mask import to_device
 from nanodomino.model import Chunk
 from nanodomino.optim.buckets import parameter
 from nanodomino.options.documents import goes_on
-from nanodomino.overlap.residual_norm import SavedResidualNorm
+from nanodomino.overlap.ends import SavedResidualNorm
 from nanodomino.overlap.slices import NothingBehindHead, Slice
 
 

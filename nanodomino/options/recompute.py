@@ -5,7 +5,7 @@ In forward, a sublayer computes these tensors one after another. Backward needs 
     x, h = residual + norm      c = h W1^T + b1      a = core(c)      y = sum over tp of a W2^T
 
 Backward can recompute each tensor from any earlier one. --recompute-granularity says which tensors are kept. The bytes
-are for one layer of GPT-2; X is one activation [b, s, h] (analysis/formulas.py has the sources):
+are for one layer of GPT-2; X is one activation [b, s, h] (estimate/formulas.py has the sources):
 
     granularity  kept                             bytes            recomputed
     none         x, h, what the core keeps, a     (4 + 12/t) X     nothing
@@ -54,7 +54,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nanodomino.comm.device import kind_of, streams_of
+from nanodomino.comm.world import kind_of, streams_of
 from nanodomino.overlap.slices import TapeEntry
 
 # The fields dropped at the end of a sublayer's forward: "h" is a field of TapeEntry, the others of its inside_tape.

@@ -35,9 +35,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from nanodomino.layers.main_grad import add_gradients, add_weight_gradient, main_grad_of, wide_dtype
+from nanodomino.layers.gradients import add_gradients, add_weight_gradient, main_grad_of, wide_dtype
 from nanodomino.optim.buckets import parameter
-from nanodomino.overlap.flight import Flight, prepare_all_reduce
+from nanodomino.overlap.slices import Flight, prepare_all_reduce
 
 # The scores of any function but softmax are divided by their sum: for the weights over the k, for the loss over all E.
 SCORE_FUNCTIONS = {"softmax": partial(torch.softmax, dim=-1), "sigmoid": torch.sigmoid}

@@ -40,8 +40,7 @@ So a gather is hidden by the other slice's W2, and a reduce by the other slice's
 only to its own rows. So each rank has a different addend of their gradients. zero.py sums these addends once a step.
 """
 
-from nanodomino.overlap.flight import Flight, prepare_all_gather, prepare_reduce_scatter
-from nanodomino.overlap.slice_ops import ReplicatedResidual
+from nanodomino.overlap.slices import Flight, ReplicatedResidual, prepare_all_gather, prepare_reduce_scatter
 
 
 class ShardedResidual(ReplicatedResidual):

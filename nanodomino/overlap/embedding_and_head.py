@@ -21,9 +21,9 @@ import torch.distributed as dist
 from nanodomino.layers.cross_entropy import (cross_entropy_gradient, in_chunks, local_max_and_sum_exp, loss_from_sums,
                                              max_and_sum_exp_of_rows, partial_loss_sums, scaled_exp_of_rows)
 from nanodomino.layers.dropout_and_positions import drop
-from nanodomino.layers.main_grad import main_grad_of, wide_dtype
-from nanodomino.overlap.flight import result_of
-from nanodomino.overlap.residual_norm import SavedResidualNorm
+from nanodomino.layers.gradients import main_grad_of, wide_dtype
+from nanodomino.overlap.slices import result_of
+from nanodomino.overlap.ends import SavedResidualNorm
 
 
 @dataclass

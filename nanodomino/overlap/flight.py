@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from nanodomino.comm.scatter_and_gather import all_gather, all_to_all, reduce_scatter
+from nanodomino.comm.collectives import all_gather, all_to_all, reduce_scatter
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Flight:
 
     start() launches the collective and returns (work, received). `received` is None, except for a reduce-scatter on
     CPUs. Then it is a tensor [ranks, size], which holds each rank's addend after work.wait(), and result() sums the
-    addends (see reduce_scatter in comm/scatter_and_gather.py).
+    addends (see reduce_scatter in comm/collectives.py).
     """
     tensor: torch.Tensor
     kind: str = ""                                  # such as "all_reduce" or "all_to_all"; "": nothing to send

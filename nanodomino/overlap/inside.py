@@ -1,6 +1,6 @@
 """The inside of a sublayer: everything between the output h of its norm and the reduce of its result y."""
 
-from nanodomino.layers.sublayer import Sublayer
+from nanodomino.layers.sublayers import Sublayer
 
 
 class Inside:

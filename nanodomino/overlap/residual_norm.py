@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 
 from nanodomino.layers.dropout_and_positions import add_residual, drop
-from nanodomino.layers.main_grad import add_gradients, wide_dtype
-from nanodomino.overlap.inside import Inside
+from nanodomino.layers.gradients import add_gradients, wide_dtype
+from nanodomino.overlap.linear_pair import Inside
 
 
 @dataclass

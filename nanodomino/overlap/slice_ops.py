@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from nanodomino.layers.main_grad import add_weight_gradient, main_grad_of
-from nanodomino.overlap.flight import Flight, prepare_all_reduce, result_of
+from nanodomino.layers.gradients import add_weight_gradient, main_grad_of
+from nanodomino.overlap.slices import Flight, prepare_all_reduce, result_of
 
 
 class ReplicatedResidual:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanodomino.layers.dropout_and_positions import MasksAndPositions
-from nanodomino.overlap.embedding_and_head import HeadTape
-from nanodomino.overlap.flight import Flight
-from nanodomino.overlap.inside import Inside
-from nanodomino.overlap.residual_norm import SavedResidualNorm
+from nanodomino.overlap.ends import HeadTape, SavedResidualNorm
+from nanodomino.overlap.linear_pair import Inside
+from nanodomino.overlap.slices import Flight
+
 
 if TYPE_CHECKING:
     from nanodomino.data import Batch

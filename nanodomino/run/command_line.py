@@ -11,7 +11,7 @@ So `train.py --run-dir runs/mine` alone resumes a run as it was. Some settings m
 import argparse
 from pathlib import Path
 
-from nanodomino.checkpoint.find_checkpoints import recorded_settings
+from nanodomino.checkpoint.load import recorded_settings
 from nanodomino.files import read_json
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import Parser, add_flags, expand_home, flag_settings, names_affecting

@@ -3,11 +3,11 @@
 import dataclasses
 import math
 
-from nanodomino.analysis.formulas import parameter_count, state_bytes_per_parameter
-from nanodomino.analysis.machine import memory_of_process
-from nanodomino.dry_run.stages import fullest_rank_bytes
 from nanodomino.errors import require
+from nanodomino.estimate.formulas import memory_of_process, parameter_count, state_bytes_per_parameter
+from nanodomino.estimate.stages import fullest_rank_bytes
 from nanodomino.settings.config import Config
+
 
 MARGIN = 0.9             # a run may need this share of its estimate
 

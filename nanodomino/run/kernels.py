@@ -20,7 +20,7 @@ from importlib.util import find_spec
 
 import torch
 
-from nanodomino.comm.device import capability_of
+from nanodomino.comm.world import capability_of
 from nanodomino.settings.config import Config
 
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from nanodomino.comm.world import LaunchInfo, read_launch_environment
 from nanodomino.errors import sentence_and_code, tolerate_lost_output
-from nanodomino.run.signals import stop_signals
+from nanodomino.run.failures import stop_signals
 
 # What gloo, TCPStore and NCCL say when a peer is gone or does not answer. Shorter texts, such as "peer" and
 # "timed out", would also match errors of this rank: "peer access is not supported", "the launch timed out".

@@ -8,7 +8,7 @@
 
 MFU is model FLOPs utilization (PaLM, appendix B): tokens per second x FLOPs per token / peak FLOP/s of all devices. A
 token takes 6 N + 12 L n d s FLOPs, with N active parameters, L layers, n heads of size d and sequence length s
-(flops_per_token in analysis/formulas.py).
+(flops_per_token in estimate/formulas.py).
 """
 
 import dataclasses
@@ -19,18 +19,19 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from nanodomino.analysis.formulas import active_parameter_count, flops_per_token, parameter_count
-from nanodomino.analysis.hardware import find_peak_flops, peak_memory
 from nanodomino.corpus.prepared_folder import Corpus
 from nanodomino.errors import counted
+from nanodomino.estimate.formulas import (active_parameter_count, find_peak_flops, flops_per_token, parameter_count,
+                                          peak_memory)
 from nanodomino.files import write_file
 from nanodomino.mesh import Mesh
 from nanodomino.plot.curves import Curve, picture
 from nanodomino.run import kernels
-from nanodomino.run.metrics_file import MetricsFile, remove_outdated
+from nanodomino.run.report import MetricsFile, remove_outdated
 from nanodomino.schedules import simulation
 from nanodomino.schedules.simulation import stage_layers
 from nanodomino.settings.config import Config
+
 
 FEW_EPOCHS = 4           # up to 4 epochs, repeated text is almost as good as new text (2305.16264)
 

@@ -16,9 +16,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanodomino.checkpoint.find_checkpoints import (checkpoints_of, clear_leftovers, find_checkpoint,
+from nanodomino.checkpoint.load import (checkpoints_of, clear_leftovers, find_checkpoint,
                                                     newest_intact_checkpoint, recorded_settings)
-from nanodomino.checkpoint.manifest import read_manifest
+from nanodomino.checkpoint.format import read_manifest
 from nanodomino.errors import UserError, counted, require
 from nanodomino.files import make_folder, open_descriptor
 from nanodomino.settings.config import Config

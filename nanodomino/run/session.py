@@ -20,28 +20,24 @@ import torch
 import torch.distributed as dist
 
 from data.prepare import DEFAULT_CORPUS, check_unchanged, prepare_default_corpus
-from nanodomino.checkpoint.find_checkpoints import recorded_settings
-from nanodomino.checkpoint.load import newest_finite_checkpoint, restore
-from nanodomino.checkpoint.manifest import step_of
+from nanodomino.checkpoint.format import step_of
+from nanodomino.checkpoint.load import newest_finite_checkpoint, recorded_settings, restore
 from nanodomino.checkpoint.save import Saver
 from nanodomino.comm.trace import Trace
-from nanodomino.comm.world import LaunchInfo, find_device, start_world
+from nanodomino.comm.world import LaunchInfo, check_agreement, find_device, from_rank_0, start_world
 from nanodomino.corpus.prepared_folder import Corpus, load_corpus
 from nanodomino.errors import NotFinite, UserError, counted, require
+from nanodomino.estimate.stages import require_memory
 from nanodomino.generate.generation import generate
 from nanodomino.mesh import Mesh, make_mesh
-from nanodomino.run.agreement import check_agreement, from_rank_0
-from nanodomino.run.check_copies import drift_warning
-from nanodomino.run.command_line import from_command_line
-from nanodomino.run.estimates import require_memory
-from nanodomino.run.kernels import choose_kernels
+from nanodomino.run.determinism import choose_kernels, choose_threads, drift_warning
+from nanodomino.run.failures import StopSignal, Watchdog
+from nanodomino.run.folder import Run, open_run
 from nanodomino.run.report import Report
-from nanodomino.run.run_folder import Run, open_run
-from nanodomino.run.signals import StopSignal
-from nanodomino.run.threads import choose_threads
-from nanodomino.run.watchdog import Watchdog
+from nanodomino.run.session import from_command_line
 from nanodomino.settings.config import Config
 from nanodomino.timeline.draw import draw_timeline
+
 
 PROMPT_TOKENS = 32       # length of the prompt, taken from the validation text, for the sample at the end
 

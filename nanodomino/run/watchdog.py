@@ -30,7 +30,7 @@ import torch
 
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.mesh import Mesh
-from nanodomino.run.rank_failure import report_and_exit
+from nanodomino.run.failures import report_and_exit
 
 STOP_GRACE = 20.0        # seconds without progress after a stop signal; torchrun kills after 30
 POLL_INTERVAL = 0.5      # seconds

@@ -14,19 +14,18 @@ import torch
 
 from nanodomino.domino import LinearPair
 from nanodomino.generate.cache import KeyValueCache
-from nanodomino.layers.mlp import MLP
-from nanodomino.layers.varlen import fits_varlen, inputs_within_documents
+from nanodomino.layers.attention_mask import fits_varlen, inputs_within_documents
+from nanodomino.layers.sublayers import MLP
 from nanodomino.optim.optimizers import OPTIMIZERS
 from nanodomino.options import experts, recompute
-from nanodomino.options.context_parallel import places
-from nanodomino.options.context_parallel.attention import ATTENTION
+from nanodomino.options.context_parallel import ATTENTION, places
 from nanodomino.options.documents import DocumentCache, mark_documents
 from nanodomino.options.fp8 import FORMATS, RECIPES, Fp8Recipe, Fp8Weight, check_gpu
 from nanodomino.options.multi_token_prediction import MultiTokenPrediction
 from nanodomino.options.router import SCORE_FUNCTIONS
 from nanodomino.options.sequence_parallel import ShardedResidual
-from nanodomino.overlap.slice_ops import ReplicatedResidual
-from nanodomino.overlap.slices import WholeTape
+from nanodomino.overlap.slices import ReplicatedResidual, WholeTape
+
 
 # the values of the settings that choose from a table of an option
 CP_COMM_TYPES, SCORES, GRANULARITIES = tuple(ATTENTION), tuple(SCORE_FUNCTIONS), tuple(recompute.GRANULARITIES)

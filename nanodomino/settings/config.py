@@ -4,7 +4,7 @@ Each setting is declared once, in one line of Config; flags.py explains these li
 steps:
 
     flags, a run's config.json  ->  Config  ->  resolve(world_size)  ->  with_vocabulary(size)  ->  the run
-    run/command_line.py                         presets, layout,         the data's vocabulary,
+    run/session.py                         presets, layout,         the data's vocabulary,
                                                 rules (rules.py)         padded
 
 Every step is a pure function of the flags, the files that they name, the world size and the data folder. So all ranks
@@ -28,8 +28,8 @@ from operator import attrgetter
 import torch
 
 from nanodomino.errors import require, run_command
-from nanodomino.layers.norms import NORMALIZATIONS
-from nanodomino.layers.positions import POSITION_EMBEDDING_TYPES
+from nanodomino.layers.sublayers import NORMALIZATIONS
+from nanodomino.layers.attention_mask import POSITION_EMBEDDING_TYPES
 from nanodomino.optim.optimizers import (DECAY_CURVES, LOSS_SCALE_LIMIT, LR_DECAY_STYLES, OPTIMIZERS,
                                          SMALLEST_LOSS_SCALE, OptimizerSpec)
 from nanodomino.schedules.definitions import SCHEDULES, Schedule

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from nanodomino.errors import counted, require
-from nanodomino.layers.positions import rotary_size
+from nanodomino.layers.attention_mask import rotary_size
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.settings.flags import flag_name, flag_settings
 from nanodomino.settings.presets import DEFAULT_LAYOUTS, FINETUNE_BATCH_SIZE, FINETUNE_LR_DIVISOR

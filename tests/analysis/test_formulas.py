@@ -9,9 +9,9 @@ from support.published_sizes import cluster, machine
 
 import train
 from nanodomino.analysis import formulas
-from nanodomino.analysis.machine import ATTENTION, KERNEL, START, matmul_seconds
-from nanodomino.dry_run.accounts import Operation
-from nanodomino.dry_run.rank import dry_run
+from nanodomino.estimate.formulas import ATTENTION, KERNEL, START, matmul_seconds
+from nanodomino.estimate.accounts import Operation
+from nanodomino.estimate.rank import dry_run
 from nanodomino.model import meta_stage
 
 X = 3 * 32 * 64 * 2              # bytes of one activation of `small`

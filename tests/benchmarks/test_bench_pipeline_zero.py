@@ -13,7 +13,7 @@ import train
 from benchmarks import pipeline, zero
 from benchmarks.runner import parse
 from nanodomino.comm.trace import Event
-from nanodomino.dry_run.rank import dry_run
+from nanodomino.estimate.rank import dry_run
 from nanodomino.errors import UserError
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.schedules.simulation import bubble, simulate, step_time, timetable

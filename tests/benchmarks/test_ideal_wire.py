@@ -12,7 +12,7 @@ from support.harness import tiny
 from benchmarks.ideal_wire import IdealStage, MatmulClock, Wire, log_of, start_ideal_world
 from benchmarks.overlap import RATIOS, floor
 from nanodomino import minimal
-from nanodomino.comm.scatter_and_gather import all_gather, reduce_scatter
+from nanodomino.comm.collectives import all_gather, reduce_scatter
 
 SIZES = dict(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, seq_length=16,
              micro_batch_size=8, global_batch_size=64)

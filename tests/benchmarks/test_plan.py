@@ -5,13 +5,12 @@ import re
 import pytest
 from support.benchmark import here
 
+import train
 from benchmarks import plan
 from benchmarks.runner import config_of, parse
-from nanodomino.analysis.formulas import parameter_count
-from nanodomino.analysis.machine import Machine
-from nanodomino.dry_run.rank import dry_run
+from nanodomino.estimate.formulas import Machine, parameter_count
+from nanodomino.estimate.rank import dry_run
 
-import train
 
 SMALL = ("--model gpt2 --gpus 8 --num-layers 4 --seq-length 256 --global-batch-size 16 --vocab-size 512 "
          "--columns 1").split()

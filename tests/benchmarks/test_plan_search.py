@@ -9,8 +9,8 @@ import train
 from benchmarks import plan
 from benchmarks.runner import about, bytes_text, parse, seconds_text
 from benchmarks.plan_search import CONNECTION_BYTES, Costs, communicator_bytes, needed_bytes
-from nanodomino.dry_run.stages import step_seconds
-from nanodomino.run.command_line import from_command_line
+from nanodomino.estimate.stages import step_seconds
+from nanodomino.run.session import from_command_line
 from nanodomino.settings.config import Config
 
 H100 = plan.machine_of(parse(plan, ["plan"]), "H100", 400.0, 8)

@@ -9,8 +9,8 @@ import pytest
 from benchmarks import plan, published
 from benchmarks.runner import parse
 from benchmarks.published import RUNS, as_megatron, seconds
-from nanodomino.analysis.formulas import parameter_count
-from nanodomino.dry_run.accounts import Launch, Operation, Wait
+from nanodomino.estimate.formulas import parameter_count
+from nanodomino.estimate.accounts import Launch, Operation, Wait
 
 EVERY = [(paper, run) for paper, runs in RUNS.items() for run in runs]
 

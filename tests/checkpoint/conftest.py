@@ -1,6 +1,6 @@
 import pytest
 
-from nanodomino.checkpoint.find_checkpoints import checkpoints_of
+from nanodomino.checkpoint.load import checkpoints_of
 from support.checkpoints import TP2_PP2_DP2, config_for, train_from
 from support.harness import full_tensors, weights_and_data
 

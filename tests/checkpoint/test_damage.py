@@ -10,12 +10,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-
-from nanodomino.checkpoint.find_checkpoints import checkpoints_of, newest_intact_checkpoint
-from nanodomino.checkpoint.load import full_weights, newest_finite_checkpoint, open_weights
-from nanodomino.checkpoint.manifest import file_digest, manifest_text, step_of, verify
-from nanodomino.errors import UserError
 from support.checkpoints import write_empty_checkpoint
+
+from nanodomino.checkpoint.format import file_digest, manifest_text, step_of, verify
+from nanodomino.checkpoint.load import (checkpoints_of, full_weights, newest_finite_checkpoint,
+                                        newest_intact_checkpoint, open_weights)
+from nanodomino.errors import UserError
 
 
 @pytest.fixture

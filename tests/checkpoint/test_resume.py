@@ -7,18 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from nanodomino.checkpoint.find_checkpoints import checkpoints_of
-from nanodomino.checkpoint.tensor_index import slices
-from nanodomino.checkpoint.load import full_weights, load_weights, restore
-from nanodomino.checkpoint.save import allocate_host_copies
-from nanodomino.checkpoint.shards import boxes_of_range, local_boxes
-from nanodomino.errors import UserError
 from support.checkpoints import (DP2, EXPERTS, LAYOUTS, LLAMA, ONE_RANK, TP2, TP2_PP2_DP2, UNEVEN, config_for,
                                  make_saver, train_from)
-from support.harness import (build, difference, full_tensors, reference_for, relative, sizes_of,
-                             weights_and_data)
+from support.harness import build, difference, full_tensors, reference_for, relative, sizes_of, weights_and_data
 from support.reference import full_shapes
+
+from nanodomino.checkpoint.format import boxes_of_range, local_boxes, slices
+from nanodomino.checkpoint.load import checkpoints_of, full_weights, load_weights, restore
+from nanodomino.checkpoint.save import allocate_host_copies
+from nanodomino.errors import UserError
+
 
 STATES = ("weight", "exp_avg", "exp_avg_sq")
 
@@ -204,7 +202,7 @@ def load_with_a_bad_disk(config, folder):
     mesh, model, _, _ = build(config)
     with pytest.MonkeyPatch.context() as patch:
         if mesh.tp_rank == 1:
-            patch.setattr("nanodomino.checkpoint.tensor_index.open_regular_file", fail)
+            patch.setattr("nanodomino.checkpoint.format.open_regular_file", fail)
         with pytest.raises(UserError) as caught:
             load_weights(Path(folder), model)
     return str(caught.value)

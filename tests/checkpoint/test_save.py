@@ -8,14 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.checkpoints import ONE_RANK, TP2, TP2_DP2, config_for, make_saver, save_steps, write_empty_checkpoint
+from support.harness import build
 
 from nanodomino.checkpoint import save as save_module, tensor_index
-from nanodomino.checkpoint.find_checkpoints import checkpoints_of
-from nanodomino.checkpoint.load import full_weights
-from nanodomino.checkpoint.manifest import read_manifest, step_of, verify
-from nanodomino.checkpoint.shards import local_boxes
-from support.harness import build
-from support.checkpoints import ONE_RANK, TP2, TP2_DP2, config_for, make_saver, save_steps, write_empty_checkpoint
+from nanodomino.checkpoint.format import local_boxes, read_manifest, step_of, verify
+from nanodomino.checkpoint.load import checkpoints_of, full_weights
 
 
 def memory_written(config, folder):

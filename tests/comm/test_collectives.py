@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nanodomino.comm.scatter_and_gather import Messages, all_gather, reduce_scatter
+from nanodomino.comm.collectives import Messages, all_gather, reduce_scatter
 
 
 def numbers(rank, size, dtype):

@@ -19,11 +19,11 @@ from support import needs
 
 from data.prepare import SEPARATOR_INSIDE, prepare
 from nanodomino.corpus import documents, prepared_folder
-from nanodomino.corpus.huggingface_tokenizer import FILES
 from nanodomino.corpus.prepared_folder import load_corpus
-from nanodomino.corpus.tokenizer import build_tokenizer
+from nanodomino.corpus.tokenizers import FILES, build_tokenizer
 from nanodomino.errors import UserError
 from nanodomino.generate.__main__ import find_tokenizer
+
 
 LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
           r"|\s+(?!\S)|\s+")

@@ -25,7 +25,7 @@ from data import prepare as prepare_module
 from data.prepare import prepare, prepare_default_corpus
 from nanodomino.corpus import documents
 from nanodomino.corpus.prepared_folder import SPLITS, load_corpus
-from nanodomino.corpus.tokenizer import END_OF_TEXT, TiktokenTokenizer, build_tokenizer
+from nanodomino.corpus.tokenizers import END_OF_TEXT, TiktokenTokenizer, build_tokenizer
 from nanodomino.data import Batch, TokenDataset
 from nanodomino.errors import UserError
 from nanodomino.settings.config import Config

@@ -14,7 +14,7 @@ from torch.torch_version import TorchVersion
 
 from nanodomino.errors import UserError
 from nanodomino.layers import main_grad
-from nanodomino.run.command_line import from_command_line
+from nanodomino.run.session import from_command_line
 
 pytestmark = pytest.mark.table
 
@@ -134,7 +134,7 @@ def test_the_tested_version_of_torch_is_the_one_that_runs_and_adds_16_bit_produc
     (tested, first), = re.findall(r"tests run with torch ([\d.]+),.*?Before torch ([\d.]+),\s`addmm`",
                                   text_of("docs/running.md"), re.DOTALL)
     assert f"torch=={tested}\n" in text_of("requirements.txt") and torch.__version__.split("+")[0] == tested
-    assert f"# From torch {first} on, CUDA can add" in text_of("nanodomino/layers/main_grad.py")
+    assert f"# From torch {first} on, CUDA can add" in text_of("nanodomino/layers/gradients.py")
     assert TorchVersion(tested) >= first and main_grad.ADDS_TO_FP32
     for version in ("2.8.0", "2.9.1+cu128", f"{first}.0"):     # 2.8 and 2.9 have the operator and refuse fp32
         monkeypatch.setattr(torch, "__version__", TorchVersion(version))

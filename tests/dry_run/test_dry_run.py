@@ -11,12 +11,12 @@ import train
 from benchmarks import measured
 from benchmarks.collectives import comparable
 from benchmarks.runner import RandomTokens
-from nanodomino.dry_run.accounts import Accounts, ActionEnd, Launch, Operation, Wait, operation_of, workspace
-from nanodomino.dry_run.clock import Clock, clock_of
-from nanodomino.dry_run.rank import dry_run, kinds_of
-from nanodomino.dry_run.stages import Stage, fullest_rank_bytes, stage_memory, step_seconds
 from nanodomino.errors import UserError
+from nanodomino.estimate.accounts import Accounts, ActionEnd, Launch, Operation, Wait, operation_of, workspace
+from nanodomino.estimate.rank import Clock, clock_of, dry_run, kinds_of
+from nanodomino.estimate.stages import Stage, fullest_rank_bytes, stage_memory, step_seconds
 from nanodomino.schedules.definitions import SCHEDULES
+
 
 PEAK = 0.01              # relative
 (TP2, TP4), (PP2, PP4), (CP2, CP4), (EP2, EP4) = (

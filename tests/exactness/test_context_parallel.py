@@ -9,8 +9,7 @@ from support.harness import count_documents, tiny
 
 from nanodomino.layers.dropout_and_positions import MasksAndPositions
 from nanodomino.mesh import meta_mesh
-from nanodomino.options.context_parallel.attention import ExchangedHeads, bias_and_keys, queries_and_keys
-from nanodomino.options.context_parallel.places import by_rank, in_order
+from nanodomino.options.context_parallel import ExchangedHeads, bias_and_keys, by_rank, in_order, queries_and_keys
 
 
 def mesh_of(ranks, rank):

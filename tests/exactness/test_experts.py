@@ -7,7 +7,7 @@ import pytest
 from support.harness import EXPERTS, check_against_reference, tiny
 
 import train
-from nanodomino.dry_run.rank import dry_run
+from nanodomino.estimate.rank import dry_run
 from nanodomino.options.recompute import GRANULARITIES
 from nanodomino.options.router import SCORE_FUNCTIONS
 

@@ -20,7 +20,7 @@ from support.reference import ReferenceGPT, masked_loss, random_weights
 
 import train
 from nanodomino.corpus.prepared_folder import Corpus
-from nanodomino.layers.norms import NORMALIZATIONS
+from nanodomino.layers.sublayers import NORMALIZATIONS
 from nanodomino.options.recompute import GRANULARITIES
 from nanodomino.schedules.definitions import SCHEDULES
 

@@ -25,7 +25,7 @@ from support.fork_server import launcher_environments
 from support.harness import END_OF_TEXT, FAMILIES, build, plain_text, sizes_of, tiny, weights_and_data
 from support.reference import random_weights
 
-from nanodomino.corpus.tokenizer import TiktokenTokenizer, build_tokenizer
+from nanodomino.corpus.tokenizers import TiktokenTokenizer, build_tokenizer
 from nanodomino.generate.generation import generate, sample_token
 from nanodomino.generate.__main__ import SEPARATOR, Writer
 

@@ -10,10 +10,15 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
+from support import needs
+from support.checkpoints import save_steps
+from support.harness import FixedData, build, difference, full_tensors, tiny, train_steps
+from support.huggingface import (GPT2_SIZES, LENGTH, LLAMA3, MODELS, VOCABULARY, change_config, change_tensors,
+                                 config_of, published_tensors, same_bits, weights_of, with_exact_norms)
+from support.runs import main_on_rank, make_corpus, metric_points
 
-from nanodomino.checkpoint.find_checkpoints import checkpoints_of
-from nanodomino.checkpoint.load import load_weights
-from nanodomino.checkpoint.manifest import verify
+from nanodomino.checkpoint.format import verify
+from nanodomino.checkpoint.load import checkpoints_of, load_weights
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.data import TokenDataset
@@ -21,19 +26,12 @@ from nanodomino.errors import UserError
 from nanodomino.generate.__main__ import main as generate_main
 from nanodomino.huggingface import export_model as exporting, import_model as importing
 from nanodomino.huggingface.__main__ import main
-from nanodomino.huggingface.export_model import export_model, special_tokens, split_into_files
+from nanodomino.huggingface.convert import GENERATION, export_model, import_model, special_tokens, split_into_files
 from nanodomino.huggingface.families import FAMILIES, family_of, nearest_preset, read_config, write_config
-from nanodomino.huggingface.import_model import import_model
-from nanodomino.huggingface.safetensors_files import GENERATION
-from nanodomino.huggingface.tensor_mapping import LLAMA_MODULES, map_tensors
+from nanodomino.huggingface.tensors import LLAMA_MODULES, map_tensors
 from nanodomino.settings.config import Config
 from nanodomino.settings.presets import PRESETS
-from support import needs
-from support.checkpoints import save_steps
-from support.harness import FixedData, build, difference, full_tensors, tiny, train_steps
-from support.huggingface import (GPT2_SIZES, LENGTH, LLAMA3, MODELS, VOCABULARY, change_config, change_tensors,
-                                 config_of, published_tensors, same_bits, weights_of, with_exact_norms)
-from support.runs import main_on_rank, make_corpus, metric_points
+
 
 LARGE = 10**9            # bytes, above the size of any model here
 BY_DEFAULT = ("gpt2", "llama 3.1", "qwen2", "qwen3", "mixtral", "qwen3-moe")

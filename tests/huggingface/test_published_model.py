@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from nanodomino.checkpoint.load import load_weights
-from nanodomino.corpus.tokenizer import build_tokenizer
+from nanodomino.corpus.tokenizers import build_tokenizer
 from nanodomino.generate.generation import generate
-from nanodomino.huggingface.import_model import import_model
+from nanodomino.huggingface.convert import import_model
 from support.harness import build
 from support.huggingface import config_of
 from support.smollm2 import write_smollm2

@@ -8,16 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.huggingface import LENGTH, LLAMA3, change_config, change_tensors, same_bits, weights_of
 
 from nanodomino.errors import UserError
 from nanodomino.huggingface import export_model as exporting, families, import_model as importing
 from nanodomino.huggingface.__main__ import main
-from nanodomino.huggingface.export_model import export_model
+from nanodomino.huggingface.convert import INDEX, export_model, import_model
 from nanodomino.huggingface.families import read_config, write_config
-from nanodomino.huggingface.import_model import import_model
-from nanodomino.huggingface.safetensors_files import INDEX
 from nanodomino.settings.config import Config
-from support.huggingface import LENGTH, LLAMA3, change_config, change_tensors, same_bits, weights_of
 
 
 def assert_import_refused(folder, tmp_path, message, names=""):

@@ -14,8 +14,7 @@ from support.harness import (END_OF_TEXT, FAMILIES, build, count_depth_masks, co
 
 from nanodomino.data import Batch
 from nanodomino.domino import run_to_end
-from nanodomino.layers.positions import rotary_frequencies, rotation
-from nanodomino.layers.varlen import attention_bias
+from nanodomino.layers.attention_mask import attention_bias, rotary_frequencies, rotation
 from nanodomino.options.documents import document_ids, positions_within_documents
 
 

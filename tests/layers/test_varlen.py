@@ -13,8 +13,8 @@ from support.flash_on_cpu import flash_on_cpu
 from support.harness import FAMILIES, build, check_against_reference, count_documents, tiny
 
 import train
-from nanodomino.comm.device import StandIn, standing_for
-from nanodomino.layers.varlen import find_starts, fits_varlen, uses_varlen
+from nanodomino.comm.world import StandIn, standing_for
+from nanodomino.layers.attention_mask import find_starts, fits_varlen, uses_varlen
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -14,7 +14,7 @@ from support.reference import random_weights
 
 import train
 from nanodomino.layers.cross_entropy import max_and_sum_exp_of_rows, scaled_exp_of_rows
-from nanodomino.layers.norms import NORMALIZATIONS
+from nanodomino.layers.sublayers import NORMALIZATIONS
 from nanodomino.optim.optimizers import LossScale
 
 BOX = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2, micro_batch_size=12)

@@ -11,8 +11,8 @@ from support.runs import make_corpus, train_in_pool
 
 import train
 from nanodomino.checkpoint import load, save
-from nanodomino.checkpoint.find_checkpoints import newest_intact_checkpoint
-from nanodomino.dry_run.rank import dry_run
+from nanodomino.checkpoint.load import newest_intact_checkpoint
+from nanodomino.estimate.rank import dry_run
 from nanodomino.optim.muon import orthogonal
 
 STEPS, MUON = 3, dict(optimizer="muon", lr=0.02, muon_momentum=0.8, weight_decay=0.3, global_batch_size=12)

@@ -11,12 +11,12 @@ from support.fp8_checks import (FP32, check_matmuls, check_near_fp32, check_new_
 from support.harness import build, random_data, tiny, weights_and_data
 
 import train
-from nanodomino.comm.device import StandIn, standing_for
+from nanodomino.comm.world import StandIn, standing_for
 from nanodomino.domino import run_to_end
 from nanodomino.errors import UserError
 from nanodomino.options import fp8
 from nanodomino.options.fp8 import E4M3, E5M2, FORMATS, RECIPES, Fp8Recipe, Fp8Tensor, Fp8Weight
-from nanodomino.overlap.slice_ops import multiply
+from nanodomino.overlap.slices import multiply
 
 CASES = [(name, recipe) for name in FORMATS for recipe in RECIPES]
 

@@ -9,7 +9,7 @@ from support.harness import build, random_data, tiny, train_rank, weights_and_da
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from nanodomino.comm.device import StandIn, standing_for
+from nanodomino.comm.world import StandIn, standing_for
 from nanodomino.comm.trace import Trace
 from nanodomino.domino import run_to_end
 from nanodomino.errors import UserError

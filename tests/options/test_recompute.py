@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train
 from nanodomino.comm.trace import Trace
 from nanodomino.domino import LinearPair
-from nanodomino.dry_run.rank import dry_run
+from nanodomino.estimate.rank import dry_run
 from nanodomino.layers.dropout_and_positions import MasksAndPositions
 from nanodomino.options import recompute
 from nanodomino.options.recompute import GRANULARITIES, RecomputingTape

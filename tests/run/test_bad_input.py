@@ -29,12 +29,12 @@ from support.runs import TINY, make_corpus
 import data.prepare
 import nanodomino.generate.__main__
 import train
-from nanodomino.checkpoint.manifest import file_digest, manifest_text
+from nanodomino.checkpoint.format import file_digest, manifest_text
 from nanodomino.comm.world import LaunchInfo, read_launch_environment
 from nanodomino.errors import UserError, sentence_and_code
 from nanodomino.run import session
-from nanodomino.run.command_line import from_command_line
-from nanodomino.run.rank_failure import report_and_exit
+from nanodomino.run.session import from_command_line
+from nanodomino.run.failures import report_and_exit
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import flag_name, flag_settings
@@ -313,8 +313,8 @@ def refuse(folder, monkeypatch):
 
     for module in (session, nanodomino.generate.__main__):
         monkeypatch.setattr(module, "start_world", reached)
-    monkeypatch.setattr("nanodomino.run.run_folder.lock_folder", lambda _: None)    # it lasts as long as the process
-    monkeypatch.setattr("nanodomino.run.estimates.fullest_rank_bytes", lambda *_: 0)               # to save time
+    monkeypatch.setattr("nanodomino.run.folder.lock_folder", lambda _: None)    # it lasts as long as the process
+    monkeypatch.setattr("nanodomino.estimate.stages.fullest_rank_bytes", lambda *_: 0)               # to save time
     monkeypatch.setattr(signal, "signal", lambda *_: None)
 
     def refuse(flags, n=1, command="train.py"):

@@ -6,7 +6,7 @@ from support.harness import build, random_data, tiny
 
 import train
 from nanodomino.run import check_copies
-from nanodomino.run.check_copies import checksum, drift_warning
+from nanodomino.run.determinism import checksum, drift_warning
 
 BOX = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, micro_batch_size=12)
 

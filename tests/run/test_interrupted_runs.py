@@ -21,10 +21,10 @@ from support.runs import (TINY, Job, differences, main_on_rank, make_corpus, met
 
 import train
 from nanodomino.checkpoint import save
-from nanodomino.checkpoint.find_checkpoints import checkpoints_of
-from nanodomino.checkpoint.manifest import verify
+from nanodomino.checkpoint.load import checkpoints_of
+from nanodomino.checkpoint.format import verify
 from nanodomino.comm.world import LaunchInfo
-from nanodomino.run.rank_failure import caused_by_peer, unresponsive_ranks
+from nanodomino.run.failures import caused_by_peer, unresponsive_ranks
 from nanodomino.run.session import Session
 
 LENGTH = ["--train-iters", 14, "--save-interval", 3]
@@ -262,7 +262,7 @@ def test_a_rank_is_called_dead_if_it_reports_nothing_since_the_last_restart(monk
     """torchrun's store outlives a restart, and so does what the ranks reported before it."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setattr("nanodomino.run.rank_failure.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("nanodomino.run.failures.time.sleep", lambda seconds: None)
     said = []
     for restarts, rank, port in ((0, 0, store.port), (0, 1, store.port), (1, 0, store.port), (1, 0, 1)):
         monkeypatch.setenv("MASTER_PORT", str(port))

@@ -7,7 +7,7 @@ import torch
 from support.harness import tiny
 from support.runs import TINY, main_on_rank, make_corpus
 
-from nanodomino.comm.device import StandIn, standing_for
+from nanodomino.comm.world import StandIn, standing_for
 from nanodomino.run import kernels
 
 

@@ -15,14 +15,13 @@ from support.harness import report_without_a_run, tiny
 from support.runs import metrics
 
 import train
-from nanodomino.analysis.formulas import flops_per_token, parameter_count
 from nanodomino.errors import UserError
+from nanodomino.estimate.formulas import flops_per_token, parameter_count
+from nanodomino.estimate.stages import require_memory
 from nanodomino.model import meta_stage
 from nanodomino.plot.curves import Curve
-from nanodomino.run.estimates import require_memory
-from nanodomino.run.metrics_file import remove_outdated
-from nanodomino.run.report import describe_stage, what_hides_what
-from nanodomino.run.signals import StopSignal, stop_signals
+from nanodomino.run.failures import StopSignal, stop_signals
+from nanodomino.run.report import describe_stage, remove_outdated, what_hides_what
 from nanodomino.settings.config import Config
 from nanodomino.settings.presets import PRESETS
 from nanodomino.zero import StepResult

@@ -7,7 +7,7 @@ import pytest
 from support.runs import make_corpus, needs_proc, saved_steps, train_in_pool
 
 from nanodomino.errors import UserError
-from nanodomino.run.run_folder import open_run
+from nanodomino.run.folder import open_run
 from nanodomino.settings.config import Config
 
 
@@ -63,7 +63,7 @@ def test_what_a_killed_run_left_behind_is_deleted_at_the_next_start(open_folder,
 
 def test_without_run_dir_the_next_free_number_is_taken_and_torchrun_may_not_restart(open_folder, tmp_path, monkeypatch):
     """A restart could not find its folder."""
-    monkeypatch.setattr("nanodomino.run.run_folder.lock_folder", lambda run_dir: None)   # they live in one process here
+    monkeypatch.setattr("nanodomino.run.folder.lock_folder", lambda run_dir: None)   # they live in one process here
     assert [open_folder().folder.as_posix() for _ in range(2)] == ["runs/nano-001", "runs/nano-002"]
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     with pytest.raises(UserError, match="--max-restarts needs --run-dir, or .*; add --run-dir FOLDER"):

@@ -11,9 +11,9 @@ from support.runs import make_corpus, saved_steps, train_in_pool
 from nanodomino.errors import UserError, sentence_and_code
 from nanodomino.files import LIMIT, read_json
 from nanodomino.generate.__main__ import command_line as generate
-from nanodomino.run.command_line import from_command_line
-from nanodomino.run.metrics_file import remove_outdated
-from nanodomino.run.run_folder import open_run
+from nanodomino.run.session import from_command_line
+from nanodomino.run.report import remove_outdated
+from nanodomino.run.folder import open_run
 from nanodomino.settings.config import Config
 
 READERS = {"--config": lambda path: from_command_line(["--config", path], 1),

@@ -9,7 +9,7 @@ from support import needs
 from support.harness import report_without_a_run, tiny
 from support.runs import make_corpus, saved_steps, train_in_pool
 
-from nanodomino.checkpoint.find_checkpoints import checkpoints_of, delete_checkpoint
+from nanodomino.checkpoint.load import checkpoints_of, delete_checkpoint
 
 
 def shown(folder):

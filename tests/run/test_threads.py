@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.runs import TINY, main_on_rank, make_corpus
 
-from nanodomino.run.threads import choose_threads
+from nanodomino.run.determinism import choose_threads
 
 
 @pytest.mark.parametrize("available, variable, record, load, chosen, said", [

@@ -10,7 +10,7 @@ import torch
 from nanodomino.comm.world import LaunchInfo, collective_timeout
 from nanodomino.mesh import meta_mesh
 from nanodomino.run import watchdog
-from nanodomino.run.watchdog import POLL_INTERVAL, STOP_GRACE, Watchdog
+from nanodomino.run.failures import POLL_INTERVAL, STOP_GRACE, Watchdog
 
 NEVER = float("inf")
 

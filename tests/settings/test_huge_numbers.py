@@ -11,8 +11,8 @@ import bench
 import train
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.errors import UserError
-from nanodomino.run.command_line import from_command_line
-from nanodomino.run.estimates import require_memory
+from nanodomino.run.session import from_command_line
+from nanodomino.estimate.stages import require_memory
 from nanodomino.schedules.simulation import picture, receives_to_post, timetable
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import flag_name, flag_settings

@@ -16,17 +16,14 @@ from support.runs import TINY, main_on_rank, make_corpus, metric_points, saved_s
 
 import train
 from data.prepare import prepare
-from nanodomino.checkpoint.find_checkpoints import checkpoints_of, recorded_settings
-from nanodomino.checkpoint.load import restore
-from nanodomino.checkpoint.manifest import write_manifest
-from nanodomino.checkpoint.shards import Box, LocalBox, full_shapes
-from nanodomino.checkpoint.tensor_index import FORMAT, write_boxes
+from nanodomino.checkpoint.format import FORMAT, Box, LocalBox, full_shapes, write_boxes, write_manifest
+from nanodomino.checkpoint.load import checkpoints_of, recorded_settings, restore
 from nanodomino.data import TokenDataset
 from nanodomino.errors import UserError
 from nanodomino.huggingface.families import read_config
 from nanodomino.model import meta_model
-from nanodomino.run.command_line import command_line_parser, from_command_line
-from nanodomino.run.run_folder import open_run
+from nanodomino.run.session import command_line_parser, from_command_line
+from nanodomino.run.folder import open_run
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import EFFECTS, Parser, check_values, flag_name, flag_settings, markdown, setting
 from nanodomino.settings.records import check_settings, from_record
@@ -168,7 +165,7 @@ def changed(field: dataclasses.Field, value):
 def test_a_changed_setting_is_refused_or_accepted_by_its_effect(origins, monkeypatch, field):
     """For every setting, also future ones, and everything that a launch can start from."""
     # the lock would last as long as this process
-    monkeypatch.setattr("nanodomino.run.run_folder.lock_folder", lambda run_dir: (run_dir / "lock").touch())
+    monkeypatch.setattr("nanodomino.run.folder.lock_folder", lambda run_dir: (run_dir / "lock").touch())
     for folder, roles, asked in origins.values():
         config = dataclasses.replace(from_record(recorded_settings(folder), folder), **asked)
         other = dataclasses.replace(config, **{field.name: changed(field, getattr(config, field.name))})

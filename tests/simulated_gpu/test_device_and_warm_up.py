@@ -13,8 +13,8 @@ from support.harness import build, random_data, tiny
 import train
 from nanodomino.comm import scatter_and_gather
 from nanodomino.comm.world import LaunchInfo, check_own_gpu, find_device
-from nanodomino.dry_run.accounts import Accounts
-from nanodomino.dry_run.rank import groups_of
+from nanodomino.estimate.accounts import Accounts
+from nanodomino.estimate.rank import groups_of
 from nanodomino.errors import UserError
 from nanodomino.layers.attention import fused_attention
 from nanodomino.options.sequence_parallel import ShardedResidual

@@ -16,14 +16,13 @@ from support.fake_cuda import run_under
 from support.harness import tiny
 
 import train
-from nanodomino.dry_run.accounts import KIND_OF_TAG, Accounts, Launch, Streams, Wait, arguments_of
-from nanodomino.dry_run.rank import META, world_of
-from nanodomino.dry_run.shapes import flatten, is_view
-from nanodomino.overlap.flight import result_of
-from nanodomino.overlap.slice_ops import SliceOps
+from nanodomino.estimate.accounts import KIND_OF_TAG, Accounts, Launch, Streams, Wait, arguments_of, flatten, is_view
+from nanodomino.estimate.rank import META, world_of
+from nanodomino.overlap.slices import SliceOps, result_of
 from nanodomino.pipeline import P2PCommunicator
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.zero import ZeroOptimizer
+
 
 SENT, RECEIVED = "sent", "received"          # an all-reduced tensor is both; it counts as received
 # of c10d's operators and of copies: how each argument with tensors is used

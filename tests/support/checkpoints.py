@@ -2,12 +2,13 @@
 
 from pathlib import Path
 
-import train
-from nanodomino.checkpoint.tensor_index import FORMAT, INDEX
-from nanodomino.checkpoint.load import restore
-from nanodomino.checkpoint.manifest import file_digest, manifest_text
-from nanodomino.checkpoint.save import Saver
 from support.harness import Outcome, build, shard_spec, tiny
+
+import train
+from nanodomino.checkpoint.format import FORMAT, INDEX, file_digest, manifest_text
+from nanodomino.checkpoint.load import restore
+from nanodomino.checkpoint.save import Saver
+
 
 # tp, pp, dp, slices, zero stage, schedule
 LAYOUTS = [(1, 1, 1, 1, 1, "1f1b"), (2, 1, 1, 2, 1, "1f1b"), (1, 2, 1, 1, 0, "zb-v"), (1, 1, 2, 1, 2, "1f1b"),

@@ -13,14 +13,14 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
+from support.harness import corpus_without_files
 
 import train
 from nanodomino.dry_run import rank as dry_run
-from nanodomino.dry_run.accounts import Accounts, arguments_of
-from nanodomino.dry_run.shapes import flatten
+from nanodomino.estimate.accounts import Accounts, arguments_of, flatten
 from nanodomino.overlap import embedding_and_head
 from nanodomino.settings.config import Config
-from support.harness import corpus_without_files
+
 
 VOCABULARY = 50257
 CROSS_ENTROPY = ("local_max_and_sum_exp", "partial_loss_sums", "loss_from_sums", "cross_entropy_gradient")

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 from nanodomino.comm import scatter_and_gather
-from nanodomino.dry_run.rank import world_of
+from nanodomino.estimate.rank import world_of
 
 exchange = scatter_and_gather.exchange
 

@@ -11,9 +11,9 @@ import torch
 from support.harness import build, full_tensors, tiny, train_rank, weights_and_data
 
 import train
-from nanodomino.layers.main_grad import main_grad_of
+from nanodomino.layers.gradients import main_grad_of
 from nanodomino.options.fp8 import FORMATS, Fp8Recipe, Fp8Weight
-from nanodomino.overlap.slice_ops import add_gradient, multiply
+from nanodomino.overlap.slices import add_gradient, multiply
 
 FP32 = dict(dtype="float32", micro_batch_size=6, lr=1e-3)
 

@@ -19,7 +19,7 @@ import torch
 from support.reference import ReferenceGPT, Sizes, dropout_masks, masked_loss, random_weights, train_reference
 
 import train
-from nanodomino.comm.scatter_and_gather import all_gather
+from nanodomino.comm.collectives import all_gather
 from nanodomino.comm.trace import NO_TRACE
 from nanodomino.corpus.prepared_folder import Corpus
 from nanodomino.data import Batch

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from nanodomino.checkpoint.load import full_weights
-from nanodomino.checkpoint.manifest import read_manifest
+from nanodomino.checkpoint.format import read_manifest
 from nanodomino.settings.config import Config
 from nanodomino.settings.records import from_record
 

@@ -1,6 +1,6 @@
 """Configurations of published size and ideal machines, for estimates."""
 
-from nanodomino.analysis.machine import Machine
+from nanodomino.estimate.formulas import Machine
 from nanodomino.settings.config import Config
 
 

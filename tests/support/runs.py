@@ -30,12 +30,12 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import train
 from data.prepare import prepare
-from nanodomino.checkpoint.find_checkpoints import checkpoints_of
-from nanodomino.checkpoint.load import full_weights
-from nanodomino.checkpoint.manifest import step_of
+from nanodomino.checkpoint.format import step_of
+from nanodomino.checkpoint.load import checkpoints_of, full_weights
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.errors import UserError, sentence_and_code
 from nanodomino.run import run_folder, session
+
 
 PATIENCE = 90           # seconds until a launch counts as stuck
 TINY = ("--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 8 "

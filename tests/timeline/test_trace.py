@@ -26,7 +26,7 @@ import nanodomino.comm.trace
 import train
 from benchmarks.timeline import PICTURES
 from nanodomino.comm.trace import Event, Trace, clock_offset
-from nanodomino.dry_run.rank import dry_run
+from nanodomino.estimate.rank import dry_run
 from nanodomino.mesh import meta_mesh
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.schedules.simulation import message_received, message_sent

@@ -47,11 +47,11 @@ import torch
 import torch.nn.functional as F
 
 from nanodomino.domino import LinearPair
+from nanodomino.layers.attention_mask import (attention_bias, first_of_document, rotation, starts_of, to_device,
+                                              uses_varlen, varlen_attention)
 from nanodomino.layers.dropout_and_positions import AttentionInputs
-from nanodomino.layers.positions import rotation, to_device
-from nanodomino.layers.varlen import attention_bias, first_of_document, starts_of, uses_varlen, varlen_attention
-from nanodomino.options.context_parallel.places import by_rank, in_order, own_places
-from nanodomino.overlap.flight import prepare_all_gather, prepare_all_to_all, prepare_reduce_scatter
+from nanodomino.options.context_parallel import by_rank, in_order, own_places
+from nanodomino.overlap.slices import prepare_all_gather, prepare_all_to_all, prepare_reduce_scatter
 
 
 @dataclass(frozen=True)
