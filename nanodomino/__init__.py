@@ -17,7 +17,7 @@ mistake, and files.py, which reads only regular files):
     comm          process groups, collectives, traces       schedules    1F1B and six more, as lists of actions
     layers        what a sublayer computes on one rank      optim        buckets, optimizers, loss scale
     overlap       collectives in flight, residual and norm  corpus       tokens on disk, tokenizers
-    options       experts, context parallelism, fp8, recomputation, Muon and more, each in a file of its own
+    options       experts, context parallelism, fp8, recomputation and more, each in a file of its own
 
 The tools around them, which the files above never import:
 

@@ -53,8 +53,8 @@ stage but the last, each microbatch exposes one slice's all-reduce. On the last 
 all-reduces are exposed, three numbers per token.
 
 Backward has as many collectives as forward but twice the matmuls. So on a slow network, forward waits while backward
-could hide still more. A Pair (schedules/definitions.py) combines the two: pipeline.py resumes the forward of one microbatch
-and the backward of another in turn, so that each hides the other's collectives, even with a single slice.
+could hide still more. A Pair (schedules/definitions.py) combines the two: pipeline.py resumes the forward of one
+microbatch and the backward of another in turn, so that each hides the other's collectives, even with a single slice.
 
 With one slice this is Megatron's tensor parallelism: forward blocks, and weight gradients hide backward's all-reduces.
 With tp = 1 nothing is ever in flight.

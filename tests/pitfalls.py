@@ -48,7 +48,7 @@ from nanodomino.layers import attention
 from nanodomino.layers import dropout_and_positions
 from nanodomino.layers.dropout_and_positions import MasksAndPositions
 from nanodomino.layers.residual import seeded_generator
-from nanodomino.optim import parameter_spec
+from nanodomino.optim import buckets
 from nanodomino.optim.buckets import Bucket
 from nanodomino.optim.optimizers import LossScale
 from nanodomino.options import context_parallel, experts, fp8
@@ -339,7 +339,7 @@ def lost_layers(right, config, num_layers, stage, stages, depths):
     return range(stage * each, (stage + 1) * each)
 
 
-@pitfall("The gradients of a tied matrix are not added over its two stages", parameter_spec, "ParameterKind", **PP)
+@pitfall("The gradients of a tied matrix are not added over its two stages", buckets, "ParameterKind", **PP)
 def not_tied(right, config, update, shards, replicas, addends):
     return right(update, shards, replicas, tuple(set(addends) - {"embedding"}))
 
@@ -369,7 +369,7 @@ def own_norm(right, config, self, *arguments):
     return [loss, tokens, float(sum(sum_of_squares(bucket.own_grad) for bucket in self.buckets)), stops]
 
 
-@pitfall("Biases and norms decay", parameter_spec, "ParameterKind", world_size=1)
+@pitfall("Biases and norms decay", buckets, "ParameterKind", world_size=1)
 def all_decay(right, config, update, *others):
     return right("decay", *others)
 
@@ -653,7 +653,7 @@ def auxiliary_loss_on_all_ranks(right, config, self, *arguments):
     self.counts_here = True
 
 
-@pitfall("The gradients of experts are summed over all replicas", parameter_spec, "ParameterKind", **REPLICAS, **MOE,
+@pitfall("The gradients of experts are summed over all replicas", buckets, "ParameterKind", **REPLICAS, **MOE,
          expert_model_parallel_size=2)
 def summed_over_other_experts(right, config, update, shards, replicas, addends):
     return right(update, shards, "dp", addends)
@@ -714,7 +714,7 @@ def depth_detached(right, config, self, slice, ready):
     yield from right(self, slice, ready)             # and return None instead of the gradient
 
 
-@pitfall("The gradients of an untied word embedding's copies are not summed", parameter_spec, "ParameterKind",
+@pitfall("The gradients of an untied word embedding's copies are not summed", buckets, "ParameterKind",
          untie_embeddings_and_output_weights=True, **PP, **DEPTH)
 def embedding_of_its_own(*arguments):
     return not_tied(*arguments)

@@ -28,7 +28,6 @@ from nanodomino.domino import run_to_end
 from nanodomino.errors import UserError
 from nanodomino.estimate.formulas import find_peak_flops
 from nanodomino.model import GPT
-from nanodomino.optim.optimizers import LR_DECAY_STYLES
 from nanodomino.pipeline import Totals
 from nanodomino.run import session
 from nanodomino.run.session import from_command_line
@@ -135,24 +134,6 @@ def test_compiled_runs_give_the_same_losses(tmp_path, corpus, alone, processes, 
         assert metric_points(tmp_path / "A", name) == nearly(metric_points(alone[0], name)[:2]), name
 
 
-@pytest.mark.table
-def test_the_learning_rate_climbs_then_falls_to_min_lr():
-    middles = dict(cosine=0.55, linear=0.55, constant=1.0)
-    assert middles.keys() == LR_DECAY_STYLES.keys(), "add the new decay style, with its rate half-way, to `middles`"
-    for style, middle in middles.items():
-        config = tiny(1, lr=1.0, min_lr=0.1, train_iters=110, lr_warmup_fraction=10.25 / 110, lr_decay_style=style)
-        rates = [train.learning_rate(step, config) for step in range(1, 111)]
-        assert rates[0] == 0.1 and rates[9] == 1.0 and max(rates) == 1.0
-        assert rates[59] == pytest.approx(middle) and rates[-1] == pytest.approx(1.0 if style == "constant" else 0.1)
-        assert all(one >= other for one, other in zip(rates[9:], rates[10:]))
-    late = dataclasses.replace(config, lr_decay_style="linear", train_iters=300, lr_decay_iters=110)
-    assert [train.learning_rate(step, late) for step in (10, 60, 110, 300)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
-    for fraction, iters, steps in ((0.29, 100, 29), (0.05, 215, 11), (0.0, 100, 0)):       # 0.29 x 100 is 28.999...
-        config = tiny(1, lr=1.0, train_iters=iters, lr_warmup_fraction=fraction, lr_decay_style="constant")
-        rates = [train.learning_rate(step, config) for step in range(1, iters + 1)]
-        assert sum(rate < config.lr for rate in rates) == max(steps - 1, 0)
-
-
 def test_the_first_process_of_every_host_prepares_the_default_corpus(tmp_path, corpus, monkeypatch):
     """Hosts may not share a disk: on the second of two hosts with 8 processes each, rank 8 prepares, rank 9 waits."""
     prepared = []
@@ -206,6 +187,10 @@ def test_a_run_that_continues_with_other_settings_names_them():
                             (changed(train_iters=8, lr_decay_iters=4), ["train_iters 8 (was 4)"]),
                             (changed(lr_decay_iters=3), ["lr_decay_iters 3 (was 4)"])):
         assert news(config, other, 4) == expected
+    stable = changed(lr_decay_style="WSD", lr_wsd_decay_iters=2)
+    longer, jump = dataclasses.replace(stable, train_iters=8), "the learning rate goes from 5.00e-01 to 1.00e+00"
+    assert news(stable, longer, 2) == ["train_iters 8 (was 4)"], "the decay has not started"
+    assert news(stable, longer, 4)[1].startswith(jump)
     assert news(config, changed(clip_grad=0.5, train_iters=9), 0) == [], "a new training"
 
 

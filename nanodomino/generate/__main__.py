@@ -7,9 +7,12 @@ The processes that torchrun starts share the model by tensor parallelism:
 """
 
 import argparse
+import codecs
 import secrets
 import signal
 import sys
+import time
+from itertools import product
 from pathlib import Path
 
 import torch.distributed as dist
@@ -20,15 +23,18 @@ from nanodomino.comm.world import LaunchInfo, find_device, from_rank_0, start_wo
 from nanodomino.corpus.documents import text_of
 from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.corpus.tokenizers import Tokenizer, build_tokenizer
-from nanodomino.errors import NotFinite, UserError, check_output, require
+from nanodomino.errors import NotFinite, UserError, check_output, counted, require
 from nanodomino.files import read_file
-from nanodomino.generate.__main__ import write_texts
-from nanodomino.mesh import make_mesh
+from nanodomino.generate.generation import generate
+from nanodomino.mesh import Mesh, make_mesh
 from nanodomino.model import GPT
 from nanodomino.run.determinism import choose_threads
 from nanodomino.run.failures import run_rank
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import Parser, check_range, flag_name
+
+
+SEPARATOR = "---------------\n"
 
 
 def command_line(arguments: list[str]) -> argparse.Namespace:
@@ -38,24 +44,20 @@ def command_line(arguments: list[str]) -> argparse.Namespace:
                     description="Let a trained model continue a text.")
     parser.add_argument("--load", required=True, metavar="DIR",
                         help="a checkpoint, or a run's folder, whose newest checkpoint is then used")
-    parser.add_argument("--prompt", default="", metavar="TEXT",
-                        help="the text to continue (default: start a new text)")
-    parser.add_argument("--prompts", default=None, metavar="FILE",
-                        help="a file with one prompt per line, instead of --prompt; in a .jsonl file a line is "
-                        '{"text": "..."}, which can hold line breaks (default: none)')
-    parser.add_argument("--num-samples", type=int, default=1, metavar="INT",
-                        help="texts per prompt, each sampled with different random numbers (default 1)")
-    parser.add_argument("--max-tokens", type=int, default=200, metavar="INT",
-                        help="new tokens per text; a text ends earlier at end-of-text (default 200)")
-    parser.add_argument("--temperature", type=float, default=0.8, metavar="FLOAT",
-                        help="number that divides the logits: below 1 favours likely tokens, above 1 unlikely ones; 0 "
-                        "always takes the most likely token (default 0.8)")
-    parser.add_argument("--top-k", type=int, default=0, metavar="INT",
-                        help="sample only from this many of the most likely tokens; 0: from all tokens (default 0)")
-    parser.add_argument("--seed", type=int, default=None, metavar="INT",
-                        help="the same seed gives the same texts (default: a random seed)")
-    parser.add_argument("--data-path", default=None, metavar="DIR",
-                        help="data folder with the tokenizer (default: the one that the model was trained on)")
+    for name, metavar, default, help in (
+            ("--prompt", "TEXT", "", "the text to continue (default: start a new text)"),
+            ("--prompts", "FILE", None, "a file with one prompt per line, instead of --prompt; in a .jsonl file a "
+             'line is {"text": "..."}, which can hold line breaks (default: none)'),
+            ("--num-samples", "INT", 1, "texts per prompt, each sampled with different random numbers (default 1)"),
+            ("--max-tokens", "INT", 200, "new tokens per text; a text ends earlier at end-of-text (default 200)"),
+            ("--temperature", "FLOAT", 0.8, "number that divides the logits: below 1 favours likely tokens, above 1 "
+             "unlikely ones; 0 always takes the most likely token (default 0.8)"),
+            ("--top-k", "INT", 0, "sample only from this many most likely tokens; 0: from all tokens (default 0)"),
+            ("--seed", "INT", None, "the same seed gives the same texts (default: a random seed)"),
+            ("--data-path", "DIR", None, "data folder with the tokenizer (default: the one that the model was trained "
+             "on)")):
+        parser.add_argument(name, metavar=metavar, default=default, help=help,
+                            type=dict(INT=int, FLOAT=float).get(metavar, str))
     parser.add_argument("--special-tokens", action="store_true",
                         help="the name of a special token in a prompt, such as <|im_end|>, means the token; otherwise "
                         "the name is ordinary text (default: on if the training data was prepared with this flag)")
@@ -111,6 +113,48 @@ def find_tokenizer(checkpoint: Path, config: Config, flags: argparse.Namespace) 
     require(vocab_size <= config.vocab_size, f"the tokenizer of {source} has {vocab_size} tokens, but the model has "
             f"only {config.vocab_size}; give the data folder that the model was trained on as --data-path")
     return tokenizer or corpus.tokenizer(**encoding)
+
+
+class Writer:
+    """Prints a text token by token; the output of all ranks but rank 0 is discarded.
+
+    A token may be a single byte, and a UTF-8 character has up to four bytes. The decoder holds the bytes of an
+    incomplete character back until later tokens complete it or show that it is not UTF-8.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer = tokenizer
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def write_token(self, token: int):
+        """Print the characters that this token completes."""
+        print(self.decoder.decode(self.tokenizer.token_bytes(token)), end="", flush=True)
+
+    def end_text(self):
+        """Print U+FFFD for an incomplete character, and a newline."""
+        print(self.decoder.decode(b"", final=True), flush=True)
+
+
+def write_texts(flags: argparse.Namespace, model: GPT, mesh: Mesh, tokenizer: Tokenizer, seed: int):
+    """Print --num-samples texts for each prompt while they are generated. At the end, print tokens/s to stderr."""
+    config = model.config
+    is_rank_0, longest = dist.get_rank() == 0, config.context_length
+    writer, written, start_time = Writer(tokenizer), 0, time.perf_counter()
+    for number, (text, sample) in enumerate(product(flags.prompts, range(flags.num_samples))):
+        begin = [] if tokenizer.begin_of_text is None else [tokenizer.begin_of_text]
+        prompt = [*begin, *tokenizer.encode(text).tolist()] or [tokenizer.end_of_text]
+        if is_rank_0 and len(prompt) > longest and sample == 0:
+            print(f"the prompt has {counted(len(prompt), 'token')}, but the model sees only the last {longest}, its "
+                  "context length", file=sys.stderr)
+        print((SEPARATOR if number else "") + text, end="", flush=True)
+        tokens = generate(model, mesh, prompt, flags.max_tokens, tokenizer.vocab_size, flags.temperature, flags.top_k,
+                          seed, number, writer.write_token, tokenizer.end_of_text)
+        written += len(tokens) - len(prompt)
+        writer.end_text()
+    seconds = time.perf_counter() - start_time
+    if is_rank_0:
+        print(f"{counted(written, 'token')} in {seconds:.2f} s, {written / seconds:.1f} tokens/s",
+              file=sys.stderr)
 
 
 def main(arguments: list[str], launch: LaunchInfo) -> int:

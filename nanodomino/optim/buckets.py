@@ -1,22 +1,96 @@
-"""Buckets: parameters of the same kind, with their weights in one flat tensor and their gradients in another.
+"""Declares parameters, and stores all that are treated alike in buckets: flat tensors of weights and of gradients.
+
+**A parameter is declared once**: how it is cut, which ranks sum its gradient, and how the optimizer updates it.
+
+                          cut           replicas     addends                     update
+    W1 of an MLP          {0: "tp"}     "dp"         ()                          with weight decay
+    weight of a norm      {}            "dp"         ()                          without
+    tied word embedding   {0: "tp"}     "dp"         ("embedding",)              with weight decay
+
+A gradient is summed over up to two kinds of groups. First over the parameter's *replicas*: ranks that hold the same
+shard and train on different tokens. Then, once per step, over groups in which each rank computes only an *addend* of
+the gradient. For example, the first and the last stage each hold a copy of a tied embedding: one looks up tokens in it,
+the other computes logits.
+
+**A bucket** keeps the weights of many parameters in one flat tensor, and their gradients in another:
 
     weights      | qkv.weight | dense.weight | ... |pad|     the model's parameters are views of it
     main_grad    | . . . . . . . . . . . . . . . . . . |     fp32 in 16-bit training; backward adds to views of it
 
 A collective or an optimizer then treats a bucket as one tensor, whatever parameters it holds. So all parameters of a
-bucket must have the same ParameterKind (parameter_spec.py): the same weight decay, copies on the same ranks (the global
-norm counts each parameter once), and gradients that the same ranks must sum.
+bucket must have the same ParameterKind: the same weight decay, copies on the same ranks (the global norm counts each
+parameter once), and gradients that the same ranks must sum.
 """
 
 from collections import Counter
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from nanodomino.optim.buckets import ParameterKind
 
 ALIGNMENT = 16       # each parameter starts at a multiple of 16 elements, because tensor cores need aligned matrices
 
+
+# ---- declarations
+
+@dataclass(frozen=True)
+class ParameterKind:
+    """Says which ranks sum a parameter's gradient, and how the optimizer updates the parameter."""
+    update: str                         # "decay": with weight decay; "no_decay": without; or another of config.updates
+    shards: tuple[str, ...] = ()        # the axes over which the parameter is cut, such as ("tp",)
+    replicas: str = "dp"                # the axis whose ranks hold the same shard and train on different tokens
+    addends: tuple[str, ...] = ()       # the groups in which each rank computes only an addend of the gradient
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """Declares a parameter. The model, buckets, ZeRO, checkpoints, drift checks and formulas all read it."""
+    shape: tuple[int, ...]              # of the whole tensor, as checkpoints store it
+    offset: tuple[int, ...]             # where this rank's shard starts in the whole tensor
+    size: tuple[int, ...]               # the shape of the shard
+    kind: ParameterKind
+    parts: tuple[int, ...]              # the numbers of rows of interleaved matrices, such as q, k and v
+    std: float | None                   # the standard deviation of normal initial values; None: all are `value`
+    value: float
+
+
+def parameter(shape, config, mesh, *, cut=None, view=None, parts=None, std=None, value=0.0, replicas="dp",
+              addends=(), update=None, dtype=None) -> nn.Parameter:
+    """Create this rank's shard of a parameter, uninitialized. GPT.initialize() in model.py fills it.
+
+    cut      {dimension: axis}: each rank of this axis of the mesh holds an equal part of the dimension
+    view     the parameter's shape, as for Tensor.view; None: the dimensions of the whole tensor
+    parts    None: all rows belong to one matrix
+    update   None: config.matrix_update for a matrix, else "no_decay"
+    dtype    None: the training type
+
+    ParameterSpec and ParameterKind explain the other arguments.
+    """
+    cut = cut or {}
+    shards = tuple(sorted(cut.values()))
+    axes = [mesh.axis(cut[dim]) if dim in cut else (1, 0) for dim in range(len(shape))]
+    size = tuple(length // ranks for length, (ranks, _) in zip(shape, axes))
+    offset = tuple(length * rank for length, (_, rank) in zip(size, axes))
+    addends = tuple(sorted(group for group in {*addends, *config.addends(shards)} if mesh.axis(group)[0] > 1))
+    update = update or (config.matrix_update if len(view or shape) > 1 else "no_decay")
+    shard = torch.empty(size, device=mesh.device, dtype=dtype or config.params_dtype)
+    weight = nn.Parameter(shard.view(view or size))
+    kind = ParameterKind(update, shards, replicas, addends)
+    weight.spec = ParameterSpec(tuple(shape), offset, size, kind, parts or shape[-2:-1], std, value)
+    weight.main_grad = weight.bucket = None        # set by Bucket; backward adds to main_grad
+    return weight
+
+
+def local_shard(whole, weight):
+    """Return this rank's shard of a parameter in the parameter's shape. whole: the whole tensor, in any shape."""
+    shard = whole.view(weight.spec.shape)
+    for dim, (start, length) in enumerate(zip(weight.spec.offset, weight.spec.size)):
+        shard = shard.narrow(dim, start, length)
+    return shard.reshape(weight.shape)
+
+
+# ---- buckets
 
 def sort_into_buckets(model) -> list[tuple[ParameterKind, list[nn.Parameter]]]:
     """Return a (kind, parameters) tuple for each bucket. Parameters are added in the order of backward, and a bucket is
@@ -43,8 +117,8 @@ def flat_layout(parameters, partitions: int) -> tuple[dict, int]:
 
 
 class Bucket:
-    """Parameters of one kind in flat buffers. The buffers divide into equal partitions, and this rank owns the one with
-    the number `partition`.
+    """Holds parameters of one kind in flat buffers. The buffers divide into equal partitions, and this rank owns the
+    one with the number `partition`.
 
     weights, main_grad: the whole flat buffers, with the weights and the gradients of all parameters.
     own_weights, own_grad: this rank's partition of them.

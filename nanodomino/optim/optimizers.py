@@ -1,18 +1,156 @@
-"""The optimizer AdamW: how a gradient g changes a weight w, element by element, and which moments (m, v) are kept.
+r"""What a step does with the gradients: the learning rate, the loss scale, and the optimizers AdamW and Muon.
 
-    m = b1 m + (1 - b1) g     v = b2 v + (1 - b2) g^2                                                 (1711.05101)
+**The learning rate** rises linearly to lr and then decays to min_lr. WSD ("warm-up, stable, decay"; 2404.06395, section
+4) stays at lr until the last steps. So a run can continue with more steps from a checkpoint of its stable phase:
+
+    lr         _                            ____________________
+              / `--.                       /                    \
+             /      `--.                  /                      \
+    min_lr  /           `----            /                        `---
+           warm-up | cosine             warm-up |    stable    | decay
+
+**The loss scale** multiplies fp16 gradients, so that small ones are not rounded to 0 (1710.03740, section 3.2). An fp16
+number has 11 significant bits. The largest is 65504. Below 2^-14 numbers have fewer bits, and below 2^-24 there is only
+zero. Weights and activations fit into this range. Gradients of activations do not: for the mean loss of 2^19 tokens
+they start at 2^-19, and they shrink as the model learns. But backward is linear. If it starts with a gradient of
+`scale` instead of 1 for each token's loss, every gradient is `scale` times as large.
+
+                         2^-24          2^-14                                     2^15
+    numbers of fp16        | fewer bits   | . . . . . . 11 bits . . . . . . . . . . | infinity
+    gradients       o o O O O O O o o o
+    times the scale                    o o O O O O O o o o
+
+A scale of 1 would be too small: after 60 steps of the preset nano a quarter of the numbers that enter backward's
+matmuls are below 2^-14. Much more than the initial 2^15 would be too large, since a logit's gradient can be as large as
+the scale. Sums over tokens can be larger still, so all of them are computed in fp32. Megatron-LM scales the mean loss:
+its initial scale of 2^32 is 2^13 per token if a replica has 2^19 tokens.
+
+zero.py divides the parameters' gradients, in fp32, by the scale and the number of tokens before it computes the norm.
+A power of two changes only exponents, so such a scale changes no bit of the result unless a number over- or underflows.
+
+**AdamW** changes each element w of a weight by its gradient g, and keeps two moments, m and v (1711.05101):
+
+    m = b1 m + (1 - b1) g     v = b2 v + (1 - b2) g^2
     w = (1 - lr decay) w - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
 t counts the updates. Because each element is updated by itself, ZeRO may cut flat buffers anywhere. zero.py passes this
-rank's partition of each buffer as one tensor, and checkpoints save each moment next to its weight. A new optimizer is
-one entry of OPTIMIZERS.
+rank's partition of each buffer as one tensor, and checkpoints save each moment next to its weight. Muon (muon.py)
+updates whole matrices. A new optimizer is one entry of OPTIMIZERS.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from nanodomino.optim.muon import Muon
+
+LOSS_SCALE_LIMIT = 2.0**128    # scales must be smaller, because they multiply fp32 numbers
+SMALLEST_LOSS_SCALE = 2.0**-24     # with a smaller scale, fp16 gradients of up to 1 would all become 0
+
+
+# ---- the learning rate
+
+# What is left of lr - min_lr when the share x of a decay's steps is done, from 1 at x = 0 to 0 at x = 1
+DECAY_CURVES = {"exponential": lambda x: 2.0 * 0.5**x - 1.0, "linear": lambda x: 1.0 - x,
+                "cosine": lambda x: 0.5 * (1.0 + math.cos(math.pi * x)), "minus_sqrt": lambda x: 1.0 - math.sqrt(x)}
+
+
+def last_decay_step(config) -> int:
+    """Return the step at which the learning rate reaches min_lr."""
+    return config.lr_decay_iters or config.train_iters
+
+
+def warm_up_steps(config) -> int:
+    """Return the number of steps in which the learning rate rises."""
+    return round(config.lr_warmup_fraction * last_decay_step(config))      # int() would make 0.29 x 100 steps 28
+
+
+def decay(step: int, config, curve: str, steps=math.inf) -> float:
+    """Return what is left of lr - min_lr, from 1 to 0, if it decays in the last `steps` steps. The decay never starts
+    before the warm-up ends. curve: a key of DECAY_CURVES."""
+    end = last_decay_step(config)
+    start = max(end - steps, warm_up_steps(config))
+    return DECAY_CURVES[curve](min(max((step - start) / max(end - start, 1), 0.0), 1.0))
+
+
+# --lr-decay-style: what is left of lr - min_lr at a step after the warm-up, from 1 (the rate is lr) to 0 (it is min_lr)
+LR_DECAY_STYLES = {
+    "cosine": lambda step, config: decay(step, config, "cosine"),
+    "linear": lambda step, config: decay(step, config, "linear"),
+    "constant": lambda step, config: 1.0,
+    "WSD": lambda step, config: decay(step, config, config.lr_wsd_decay_style, config.lr_wsd_decay_iters
+                                      or math.ceil(last_decay_step(config) / 10)),
+}
+
+
+def learning_rate(step: int, config) -> float:
+    """Return the learning rate of a step. Steps are counted from 1."""
+    if step <= warm_up_steps(config):
+        return config.lr * step / warm_up_steps(config)
+    return config.min_lr + (config.lr - config.min_lr) * LR_DECAY_STYLES[config.lr_decay_style](step, config)
+
+
+# ---- the loss scale
+
+class LossScale:
+    """Adapts the loss scale. value: the scale for the current step. It changes only in fp16 training without
+    --loss-scale. For other types it is 1 unless --loss-scale is set.
+
+    The best scale changes during training. So it is adapted, as in Megatron-LM's DynamicGradScaler:
+
+        some gradient is not finite      skip the step; from the `hysteresis`-th such step on, also halve the scale
+        `window` good steps in a row     double the scale, and again tolerate hysteresis - 1 such steps
+
+    zero.py checks the gradients of the whole world, so all ranks decide alike. A skipped step leaves weights and
+    moments as they are; the step number, the data and the learning rate advance as usual. At most hysteresis - 1 +
+    log2(scale / least) such steps can follow each other, and they do not count as failures. A step that is skipped at
+    the smallest scale is a failure. So is a step whose loss is not finite, because the loss itself is never scaled.
+    """
+
+    def __init__(self, config):
+        given = config.loss_scale or (None if config.dtype == "float16" else 1.0)
+        self.moves = given is None
+        self.value = given or config.initial_loss_scale
+        self.least = given or config.min_loss_scale
+        self.window = config.loss_scale_window if self.moves else math.inf
+        self.hysteresis = self.patience = config.hysteresis
+        self.good_steps = 0
+
+    def update(self, overflow: bool) -> bool:
+        """Adapt the scale after a step. overflow: whether a gradient was not finite. Return whether there was an
+        overflow at a scale above the minimum, so that a smaller scale might have prevented it."""
+        if not overflow:
+            self.good_steps += 1
+            if self.good_steps >= self.window and 2.0 * self.value < LOSS_SCALE_LIMIT:
+                self.value, self.good_steps, self.patience = 2.0 * self.value, 0, self.hysteresis
+            return False
+        can_shrink = self.value > self.least
+        self.good_steps, self.patience = 0, max(self.patience - 1, 0)
+        if self.patience == 0:
+            self.value = max(self.value / 2.0, self.least)
+        return can_shrink
+
+    def advice(self) -> str:
+        """Return the first part of an error message's advice: "try a smaller ..., or " if the scale may be too large
+        and cannot get smaller by itself, otherwise an empty string."""
+        if self.value <= 1.0 or self.value > self.least:
+            return ""
+        return f"try a smaller --{'min-' * self.moves}loss-scale than {self.least:g}, or "
+
+    def state(self) -> dict | None:
+        """Return what a checkpoint saves; None if the scale never changes."""
+        return dict(value=self.value, good_steps=self.good_steps, patience=self.patience) if self.moves else None
+
+    def restore(self, state: dict | None):
+        """Restore what state() returned. The current settings take precedence: for example, a fixed scale stays."""
+        if self.moves and state:
+            self.value = max(state["value"], self.least)
+            self.good_steps, self.patience = state["good_steps"], min(state["patience"], self.hysteresis)
+
+
+# ---- the optimizers
 
 class SignUpdate(torch.optim.Optimizer):
     """Moves each weight by `rate` against the sign of its gradient. It keeps no moments and ignores the groups' lr."""
@@ -29,24 +167,18 @@ class SignUpdate(torch.optim.Optimizer):
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """Describes an optimizer.
-
-    make(groups, config, zero)    returns a torch.optim.Optimizer. Each of the parameter groups has the masters of some
-                                  buckets as `params`, these buckets, and weight_decay. zero.py sets `lr` in each step
-    moments                       the names of the optimizer's state tensors that have the weight's shape
-    counts_steps                  whether the state also has a `step`
-    counts_in_norm                whether the gradients belong to the global norm
-    lr_factor                     the default of --lr is the preset's value, which is for AdamW, times this
-    """
+    """Describes an optimizer. make(groups, config, zero) returns a torch.optim.Optimizer. Each of the parameter groups
+    has the masters of some buckets as `params`, these buckets, and weight_decay. zero.py sets `lr` in each step."""
     make: Callable
-    moments: tuple[str, ...]
-    counts_steps: bool = False
-    counts_in_norm: bool = True
-    lr_factor: float = 1.0
+    moments: tuple[str, ...]            # the names of the state tensors that have the weight's shape
+    counts_steps: bool = False          # whether the state also has a `step`
+    counts_in_norm: bool = True         # whether the gradients belong to the global norm
+    lr_factor: float = 1.0              # the default of --lr is the preset's value, which is for AdamW, times this
 
 
 OPTIMIZERS = {
     "adamw": OptimizerSpec(lambda groups, config, zero: torch.optim.AdamW(
         groups, lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=True),
         moments=("exp_avg", "exp_avg_sq"), counts_steps=True),
+    "muon": OptimizerSpec(Muon, moments=("momentum_buffer",), lr_factor=2.0),
 }

@@ -9,5 +9,4 @@ when the core uses it.
     recompute                 backward recomputes activations, or fetches them from the host
     sequence_parallel         tensor-parallel ranks share the rows of the residual stream
     fp8                       matmuls of 8-bit numbers
-    muon                      an optimizer that orthogonalizes the momentum of matrices
 """

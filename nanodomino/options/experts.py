@@ -49,8 +49,8 @@ from nanodomino.comm.world import capability_of, on_gpu, streams_of
 from nanodomino.layers.gradients import add_weight_gradient, main_grad_of
 from nanodomino.layers.residual import add_residual
 from nanodomino.layers.sublayers import ACTIVATIONS, Sublayer
-from nanodomino.optim.optimizers import OptimizerSpec, SignUpdate
 from nanodomino.optim.buckets import parameter
+from nanodomino.optim.optimizers import OptimizerSpec, SignUpdate
 from nanodomino.options.router import Router, Routing
 from nanodomino.overlap.linear_pair import Branch
 from nanodomino.overlap.slices import Flight, prepare_all_to_all

@@ -55,8 +55,8 @@ from torch import nn
 
 from nanodomino.domino import Domino
 from nanodomino.errors import counted
-from nanodomino.layers.sublayers import Norm
 from nanodomino.layers.attention_mask import to_device
+from nanodomino.layers.sublayers import Norm
 from nanodomino.model import GPT, Chunk
 from nanodomino.optim.buckets import parameter
 from nanodomino.options.documents import goes_on

@@ -2,7 +2,18 @@
 
 The layers are spread over p stages, numbered r = 0 to p - 1. A replica's batch is cut into m microbatches. The order in
 which a stage runs their forwards and backwards decides how long it idles and how many activations it holds. A schedule
-is data: it can be printed, counted and tested without a process (simulation.py); pipeline.py executes it.
+is data: it can be printed, counted and tested without a process (simulation.py). pipeline.py executes it.
+
+The actions of a stage, for a microbatch and one of the stage's chunks of layers:
+
+    F    Forward          receives hidden states, sends the chunk's output
+    B    Backward         receives the gradient of the chunk's output, sends the gradient of its input, and adds up
+                          weight gradients
+    I    InputBackward    the first part of B, for which another stage waits: the gradient of the input
+    W    WeightBackward   the second part of B, for which no stage waits: the weight gradients
+    BF   Pair             a B and the F of a later microbatch, which take turns
+
+Zero-bubble schedules split B into I and W (2401.10241; the paper calls these parts B and W).
 
 The *bubble* of a schedule is the busiest stage's idle time, divided by its computing time. Below, F, I and W
 are the times that a stage takes for a microbatch's forward, input gradients and weight gradients. So a whole backward
@@ -11,6 +22,7 @@ takes I + W. v is the number of chunks per stage:
                  idle time of a step        microbatches held           source
     gpipe        (p - 1)(F + I + W)         m                           1811.06965
     1f1b         (p - 1)(F + I + W)         p - r                       2006.09503; 2104.04473, section 2.2
+    eager-1f1b   (p - 1)(F + I + W)         2 (p - r) - 1               2211.05322, section 4
     paired       (p - 1)(F + I + W)         2 (p - r)                   combined 1F1B of Megatron-Core, DualPipe
     interleaved  (p - 1)(F + I + W)/v       p + (p - 2 r - 1)/v         2104.04473, section 2.2
     zb-h1        (p - 1)(F + I - W)         p                           2401.10241, section 2.1
@@ -34,24 +46,78 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nanodomino.schedules.definitions import Backward, Forward, InputBackward, Pair, WeightBackward
 
+# ---- actions
+
+@dataclass(frozen=True)
+class Action:
+    """The pass of a microbatch through a chunk. Microbatch 2's forward prints as F2 in chunk 0 and F2' in chunk 1."""
+    microbatch: int
+    chunk: int = 0
+    letter, kind = "", ""
+    length = 1               # its duration in pictures; a forward takes 1
+    direction = 0            # 1: receives from the previous chunk, sends to the next; -1: the reverse; 0: no messages
+
+    def __str__(self):
+        return f"{self.letter}{self.microbatch}" + "'" * self.chunk
+
+    @property
+    def halves(self) -> tuple["Action", ...]:
+        """This action as a tuple of one. A Pair has two halves: its backward and its forward."""
+        return (self,)
+
+
+class Forward(Action):
+    letter, kind, direction = "F", "forward", 1
+
+
+class Backward(Action):
+    letter, kind, length, direction = "B", "backward", 2, -1
+
+
+class InputBackward(Action):
+    letter, kind, direction = "I", "input_backward", -1
+
+
+class WeightBackward(Action):
+    letter, kind = "W", "weight_backward"
+
+
+PASSES = (Forward, Backward, InputBackward, WeightBackward)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A backward and a forward whose slices take turns. The matmuls of one hide the all-reduces of the other."""
+    backward: Backward
+    forward: Forward
+    kind, length = "pair", 3
+
+    def __str__(self):
+        return f"{self.backward}{self.forward}"
+
+    @property
+    def halves(self) -> tuple[Action, ...]:
+        return self.backward, self.forward
+
+
+# ---- schedules
 
 def gpipe(stage: int, stages: int, microbatches: int, chunks=1) -> list:
     """Run all forwards, then all backwards: simple, but every microbatch's activations are held at once."""
     return [Forward(i) for i in range(microbatches)] + [Backward(i) for i in range(microbatches)]
 
 
-def one_f_one_b(stage: int, stages: int, microbatches: int, chunks=1) -> list:
+def one_f_one_b(stage: int, stages: int, microbatches: int, chunks=1, look_ahead=0) -> list:
     """After a warm-up of one forward for each later stage, alternate a forward and a backward. From then on the number
-    of microbatches held does not grow.
+    of microbatches held does not grow. look_ahead: see eager_1f1b().
 
         stage 0 |F0 F1 F2 F3                   B0 B0 F4 B1 B1 F5 B2 B2    B3 B3    B4 B4    B5 B5
         stage 1 |   F0 F1 F2             B0 B0 F3 B1 B1 F4 B2 B2 F5 B3 B3    B4 B4    B5 B5
         stage 2 |      F0 F1       B0 B0 F2 B1 B1 F3 B2 B2 F4 B3 B3 F5 B4 B4    B5 B5
         stage 3 |         F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 F5 B5 B5
     """
-    warm_up = min(stages - stage - 1, microbatches)
+    warm_up = min((1 + look_ahead) * (stages - stage - 1), microbatches)
     actions = [Forward(i) for i in range(warm_up)]
     for i in range(microbatches - warm_up):
         actions += [Forward(warm_up + i), Backward(i)]
@@ -67,11 +133,7 @@ def eager_1f1b(stage: int, stages: int, microbatches: int, chunks=1, look_ahead=
         stage 1 |   F0 F1 F2    B0 B0 F3 B1 B1 F4 B2 B2 F5 B3 B3    B4 B4    B5 B5
         stage 2 |      F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 F5 B5 B5
     """
-    warm_up = min((1 + look_ahead) * (stages - stage - 1), microbatches)
-    actions = [Forward(i) for i in range(warm_up)]
-    for i in range(microbatches):
-        actions += [Forward(warm_up + i)] * (warm_up + i < microbatches) + [Backward(i)]
-    return actions
+    return one_f_one_b(stage, stages, microbatches, chunks, look_ahead)
 
 
 def paired(stage: int, stages: int, microbatches: int, chunks=1) -> list:

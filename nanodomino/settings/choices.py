@@ -21,7 +21,6 @@ from nanodomino.options.context_parallel import ATTENTION
 from nanodomino.options.documents import DocumentCache, mark_documents
 from nanodomino.options.fp8 import FORMATS, RECIPES, Fp8Recipe, Fp8Weight, check_gpu
 from nanodomino.options.multi_token_prediction import MultiTokenPrediction
-from nanodomino.optim.muon import MUON
 from nanodomino.options.router import SCORE_FUNCTIONS
 from nanodomino.options.sequence_parallel import ShardedResidual
 from nanodomino.overlap.linear_pair import LinearPair
@@ -29,7 +28,6 @@ from nanodomino.overlap.slices import ReplicatedResidual, TapePolicy
 
 
 # the values of the settings that choose from a table of an option
-ALL_OPTIMIZERS = OPTIMIZERS | {"muon": MUON}
 CP_COMM_TYPES, SCORES, GRANULARITIES = tuple(ATTENTION), tuple(SCORE_FUNCTIONS), tuple(recompute.GRANULARITIES)
 FP8_FORMATS, FP8_RECIPES = tuple(FORMATS), RECIPES
 

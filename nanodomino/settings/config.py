@@ -30,11 +30,11 @@ import torch
 from nanodomino.errors import require, run_command
 from nanodomino.layers.attention_mask import POSITION_EMBEDDING_TYPES
 from nanodomino.layers.sublayers import NORMALIZATIONS
-from nanodomino.optim.optimizers import LOSS_SCALE_LIMIT, LR_DECAY_STYLES, SMALLEST_LOSS_SCALE, OptimizerSpec
+from nanodomino.optim.optimizers import (DECAY_CURVES, LOSS_SCALE_LIMIT, LR_DECAY_STYLES, OPTIMIZERS,
+                                         SMALLEST_LOSS_SCALE, OptimizerSpec)
 from nanodomino.schedules.definitions import SCHEDULES, Schedule
 from nanodomino.schedules.simulation import Placement, Timetable, timetable
-from nanodomino.settings.choices import (ALL_OPTIMIZERS, CP_COMM_TYPES, FP8_FORMATS, FP8_RECIPES, GRANULARITIES, SCORES,
-                                         Choices)
+from nanodomino.settings.choices import CP_COMM_TYPES, FP8_FORMATS, FP8_RECIPES, GRANULARITIES, SCORES, Choices
 from nanodomino.settings.flags import (check_values, data_setting, family_setting, layout_setting, machine_setting,
                                        markdown, model_setting, run_setting, training_setting)
 from nanodomino.settings.presets import DTYPES, FINETUNE_BATCH_SIZE, FINETUNE_LR_DIVISOR, PRESETS
@@ -43,9 +43,9 @@ from nanodomino.settings.rules import check_rules, with_defaults
 
 # what several settings need to have an effect
 ROPE, DYNAMIC = "--position-embedding-type rope", ("--dtype float16", "no --loss-scale")
-EXPERTS, FP8 = "--num-experts", "--fp8-format"
+EXPERTS, FP8, WSD = "--num-experts", "--fp8-format", "--lr-decay-style WSD"
 DECAYING = "--lr-decay-style " + " or ".join(name for name in LR_DECAY_STYLES if name != "constant")
-LR_FACTORS = "".join(f", times {spec.lr_factor:g} with --optimizer {name}" for name, spec in ALL_OPTIMIZERS.items()
+LR_FACTORS = "".join(f", times {spec.lr_factor:g} with --optimizer {name}" for name, spec in OPTIMIZERS.items()
                      if spec.lr_factor != 1)
 
 
@@ -198,15 +198,21 @@ class Config(Choices):
         200, "number of optimizer steps; with 0 the run only validates, tests and prints a sample", at_least=0)
     global_batch_size: int = training_setting(
         None, f"samples per optimizer step (default: the preset's; with --finetune at most {FINETUNE_BATCH_SIZE})")
-    optimizer: str = training_setting("adamw", "optimizer", choices=ALL_OPTIMIZERS, affects="optimizer")
+    optimizer: str = training_setting("adamw", "optimizer", choices=OPTIMIZERS, affects="optimizer")
     lr: float = training_setting(
         None, f"peak learning rate (default: the preset's{LR_FACTORS}; 1/{FINETUNE_LR_DIVISOR} of it with --finetune)")
     min_lr: float = training_setting(None, "final learning rate (default: lr / 10)", derived=True, needs=DECAYING)
     lr_decay_style: str = training_setting(
-        "cosine", "how the learning rate decays from --lr to --min-lr; constant keeps it at --lr",
-        choices=LR_DECAY_STYLES)
+        "cosine", "how the learning rate decays from --lr to --min-lr; constant keeps it at --lr, and WSD keeps it "
+                  "there until the last steps", choices=LR_DECAY_STYLES)
     lr_decay_iters: int = training_setting(
         None, "step at which the learning rate reaches --min-lr, where it stays (default: --train-iters)")
+    lr_wsd_decay_iters: int = training_setting(
+        None, "number of steps up to --lr-decay-iters in which WSD decays (default: a tenth of --lr-decay-iters)",
+        needs=WSD)
+    lr_wsd_decay_style: str = training_setting(
+        "exponential", "curve of WSD's decay (exponential: 2 x 0.5^s - 1, minus_sqrt: 1 - sqrt(s), if a share s of its "
+                       "steps is done)", choices=DECAY_CURVES, needs=WSD)
     lr_warmup_fraction: float = training_setting(
         0.05, "fraction of --lr-decay-iters during which the learning rate rises linearly to --lr", at_most=1.0)
     weight_decay: float = training_setting(0.1, "decoupled weight decay, for matrices only")
@@ -330,7 +336,7 @@ class Config(Choices):
     @property
     def optimizer_spec(self) -> OptimizerSpec:
         """The description of --optimizer."""
-        return ALL_OPTIMIZERS[self.optimizer]
+        return OPTIMIZERS[self.optimizer]
 
     @property
     def params_dtype(self) -> torch.dtype:

@@ -31,9 +31,8 @@ def test_a_schedule_is_drawn_with_the_numbers_of_its_simulation_and_its_formula(
     assert figure.numbers["step"] == step_time(rows) and figure.numbers["bubble"] == bubble(rows)
     assert figure.numbers["held"] == [peak_microbatches(row, lambda chunk: 1 / chunks) for row in table.rows]
     assert f"rank 0  {step_time(rows):10.1f}" in figure.svg
-    if name != "eager-1f1b":                 # the only one without a formula
-        assert figure.numbers["formula_bubble"] == pytest.approx(bubble(rows))
-        assert figure.numbers["formula_held"] == figure.numbers["held"]
+    assert figure.numbers["formula_bubble"] == pytest.approx(bubble(rows))
+    assert figure.numbers["formula_held"] == figure.numbers["held"]
 
 
 def test_a_layer_is_drawn_with_the_bound_of_the_ideal_wire():

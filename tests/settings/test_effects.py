@@ -27,6 +27,7 @@ EXPERTS = dict(num_experts=4, disable_bias_linear=True, num_layers=2)
 BIAS = EXPERTS | dict(moe_router_enable_expert_bias=True)
 FP16, FP32 = dict(dtype="float16", initial_loss_scale=2.0**10), dict(dtype="float32")
 FP8 = FP32 | dict(fp8_format="e4m3")
+WSD = dict(lr_decay_style="WSD", lr_decay_iters=4, lr_wsd_decay_iters=3)
 OVERFLOW = dict(dtype="float16", initial_loss_scale=2.0**100, hysteresis=1)        # in every step
 
 # {setting: (another value than in the base, what the base needs so that the setting can have an effect)}
@@ -50,7 +51,8 @@ MODEL_AND_TRAINING = dict(
     attention_dropout=(0.5, {}), window_size=(2, {}), full_attention_layers=(1, dict(window_size=2, num_layers=2)),
     init_method_std=(0.1, {}),
     train_iters=(9, {}), global_batch_size=(8, {}), optimizer=("muon", {}), lr=(0.02, {}), min_lr=(0.0, {}),
-    lr_decay_style=("linear", {}), lr_decay_iters=(2, {}), lr_warmup_fraction=(0.0, {}),
+    lr_decay_style=("linear", {}), lr_decay_iters=(2, {}), lr_wsd_decay_iters=(1, WSD),
+    lr_wsd_decay_style=("linear", WSD), lr_warmup_fraction=(0.0, {}),
     weight_decay=(0.0, {}), clip_grad=(0.0, {}), adam_beta1=(0.0, {}), adam_beta2=(0.0, {}), adam_eps=(0.1, {}),
     muon_momentum=(0.0, dict(optimizer="muon")),
     dtype=("float32", {}),

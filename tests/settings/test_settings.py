@@ -241,12 +241,13 @@ def test_a_run_of_an_older_version_can_be_resumed():
 
 
 def test_the_record_of_an_older_version_with_a_list_of_settings_without_effect_is_read(tmp_path):
-    """Version 2b3491d wrote older_config.json. What is gone since must have had no effect."""
+    """Version 2b3491d wrote older_config.json. What is gone since had no effect; what is new has its default."""
     record = json.loads((Path(__file__).parent / "older_config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(record | dict(warp=1, without_effect=["warp"])))
     config = settled("--run-dir", tmp_path, world_size=2)
     found = {name: value for name, value in dataclasses.asdict(config).items() if name not in ("run_dir", "given")}
-    assert found == {name: record[name] for name in found} and set(config.given) == {*record["given"]}
+    assert found == {name: record.get(name, getattr(Config, name)) for name in found}
+    assert set(config.given) == {*record["given"]}
     (tmp_path / "config.json").write_text(json.dumps(record | dict(warp=1)))
     with pytest.raises(UserError, match=r"does not know \(warp\); use the version that wrote them"):
         settled("--run-dir", tmp_path)
@@ -350,7 +351,7 @@ def test_every_need_can_hold_and_can_fail():
                              moe_router_score_function="sigmoid", recompute_granularity="full",
                              schedule="eager-1f1b"),
                tiny(2, context_parallel_size=2, temperature=0.0, fp8_format="e4m3", dtype="bfloat16", load="x",
-                    position_embedding_type="none", optimizer="muon")]
+                    position_embedding_type="none", optimizer="muon", lr_decay_style="WSD")]
     for need in {need for field in flag_settings(Config) for need in field.metadata["needs"]}:
         assert {holds(need, config) for config in configs} == {True, False}, need
     assert [[holds(need, config) for config in configs] for need in ("--num-experts", "no --load", "--cp above 1")] == [

@@ -23,7 +23,6 @@ import torch
 
 from nanodomino.comm.collectives import all_gather
 from nanodomino.optim.buckets import Bucket
-from nanodomino.optim.optimizers import OptimizerSpec
 
 
 COEFFICIENTS, ITERATIONS = (3.4445, -4.7750, 2.0315), 5      # Keller Jordan's, for Newton-Schulz
@@ -53,6 +52,16 @@ def update_of(matrices, parts, dtype):
     return torch.cat(updates, dim=-2).flatten(-3, -2)
 
 
+def gathered_ahead(items, launch):
+    """Yield (item, the tensor that launch(item) gathers) for each item. launch returns a function that waits for its
+    gather. The gather of the next item is in flight while the caller uses the tensor of this one."""
+    ahead = [launch(item) for item in items[:1]]
+    for index, item in enumerate(items):
+        tensor = ahead.pop()()
+        ahead += [launch(following) for following in items[index + 1:index + 2]]
+        yield item, tensor
+
+
 class Muon(torch.optim.Optimizer):
     """Updates the masters of buckets of matrices. zero: the ZeroOptimizer, whose mesh and trace it uses."""
 
@@ -62,36 +71,32 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
-        buckets = [(group, bucket) for group in self.param_groups for bucket in group["buckets"]]
-        ahead = [self.start_update(bucket) for _, bucket in buckets[:1]]
-        for index, (group, bucket) in enumerate(buckets):
-            updates = self.finish(*ahead.pop())
-            ahead += [self.start_update(following) for _, following in buckets[index + 1:index + 2]]
+        buckets = [(bucket, group) for group in self.param_groups for bucket in group["buckets"]]
+        for (bucket, group), updates in gathered_ahead(buckets, self.start_update):
             own = self.orthogonalize(bucket, updates)
             bucket.master.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(own, alpha=-group["lr"])
 
-    def start_update(self, bucket: Bucket):
-        """Compute this rank's partition of u and launch the gather of all partitions. Returns finish()'s arguments."""
+    def start_update(self, bucket_and_group):
+        """Compute this rank's partition of u, for a bucket, and launch the gather of all partitions."""
+        bucket, _ = bucket_and_group
         gradient, state = bucket.own_grad, self.state[bucket.master]
         moment = state.setdefault("momentum_buffer", torch.zeros_like(bucket.master))
         moment.lerp_(gradient, 1.0 - self.momentum)
         return self.gather(gradient.lerp(moment, self.momentum), bucket.kind.replicas, bucket.partitions)
 
     def gather(self, own, group: str, ranks: int):
-        """Launch an all-gather of the flat tensor `own` over a group of more than one rank. Returns finish()'s
-        arguments."""
+        """Launch an all-gather of the flat tensor `own` over a group. Returns a function that waits for the whole
+        tensor and returns it; on one rank it is `own`."""
         if ranks == 1:
-            return own, group, None
+            return lambda: own
         whole = own.new_empty(ranks * len(own))
         work = all_gather(whole, own, self.mesh.groups[group])
         self.zero.trace.watch("all_gather", work, group=group, bytes=whole.nbytes)
-        return whole, group, work
 
-    def finish(self, whole, group: str, work):
-        """Wait for gather() and return its tensor."""
-        if work:
+        def wait():
             self.zero.wait(group, work)
-        return whole
+            return whole
+        return wait
 
     def orthogonalize(self, bucket: Bucket, updates):
         """Replace the matrices in the flat tensor `updates`, which is laid out like the bucket, and return this rank's
@@ -99,27 +104,15 @@ class Muon(torch.optim.Optimizer):
         first, last = bucket.own_offset, bucket.own_offset + len(bucket.master)
         own = [weight for weight in bucket.parameters
                if bucket.offsets[weight] < last and bucket.offsets[weight] + weight.numel() > first]
-        ahead = [self.start_join(weight, bucket.view(weight, updates)) for weight in own[:1]]
-        for index, weight in enumerate(own):
-            matrices, cut = self.finish_join(weight, *ahead.pop())
-            ahead += [self.start_join(other, bucket.view(other, updates)) for other in own[index + 1:index + 2]]
-            result = update_of(matrices, weight.spec.parts, self.dtype)
-            if cut is not None:
-                result = result.narrow(cut, weight.spec.offset[cut], weight.spec.size[cut])
+        tp = self.mesh.tp if "tp" in bucket.kind.shards else 1
+        for weight, flat in gathered_ahead(
+                own, lambda weight: self.gather(bucket.view(weight, updates).flatten(), "tp", tp)):
+            shape, offset, size = weight.spec.shape, weight.spec.offset, weight.spec.size
+            if tp == 1:
+                result = update_of(flat.view(size), weight.spec.parts, self.dtype)
+            else:
+                (cut,) = (dim for dim in (len(shape) - 2, len(shape) - 1) if size[dim] < shape[dim])
+                matrices = torch.cat([*flat.view(tp, *size)], dim=cut)
+                result = update_of(matrices, weight.spec.parts, self.dtype).narrow(cut, offset[cut], size[cut])
             bucket.view(weight, updates).copy_(result.reshape(weight.shape))
         return updates[first:last] if bucket.partitions > 1 else updates
-
-    def start_join(self, weight, shard):
-        """Launch the gather of a matrix, or of stacked matrices, over the tensor-parallel ranks."""
-        return self.gather(shard.flatten(), "tp", self.mesh.tp if "tp" in weight.spec.kind.shards else 1)
-
-    def finish_join(self, weight, *gathered):
-        """Return (matrices [.., rows, columns], the dimension that is cut over tp or None)."""
-        flat, size, shape = self.finish(*gathered), weight.spec.size, weight.spec.shape
-        if len(flat) == weight.numel():
-            return flat.view(size), None
-        (cut,) = (dim for dim in (len(shape) - 2, len(shape) - 1) if size[dim] < shape[dim])
-        return torch.cat([*flat.view(self.mesh.tp, *size)], dim=cut), cut
-
-
-MUON = OptimizerSpec(Muon, moments=("momentum_buffer",), lr_factor=2.0)
