@@ -13,6 +13,7 @@
 """
 
 from benchmarks import measured
+from benchmarks.measured import processes  # noqa: F401, called by runner.main
 from benchmarks.runner import about, add_config_flags, describe, gathered, table
 from nanodomino.estimate.rank import RankRun
 from nanodomino.settings.config import Config

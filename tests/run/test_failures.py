@@ -134,9 +134,8 @@ def test_only_rank_0_writes_to_standard_output(monkeypatch, capsys, rank, printe
 
 @pytest.mark.parametrize("command, flags, says", [
     ("bench.py", "", QUESTIONS), ("bench.py", "--help", QUESTIONS),
-    *[("bench.py", f"{question} --help", [f"usage: python bench.py {question} [flags]",
-                                                 {"timeline": "--wire RATE", "gpu": "--report DIR"}.get(
-                                                     question, "--num-layers INT")])
+    *[("bench.py", f"{question} --help", [f"usage: python bench.py {question} [flags]", {
+        "timeline": "--wire RATE", "gpu": "--report DIR", "calls": "--write"}.get(question, "--num-layers INT")])
       for question in QUESTIONS],
     ("nanodomino.huggingface", "--help", ["usage: python -m nanodomino.huggingface", "import", "export"]),
     ("data/prepare.py", "--help", ["usage: python data/prepare.py", "--input TEXT", "end-of-text", "--split"]),

@@ -349,7 +349,7 @@ def test_every_need_can_hold_and_can_fail():
                              position_embedding_type="rope", mtp_num_layers=1, sample_tokens=0, loss_scale=8.0,
                              use_rope_scaling=True, moe_router_enable_expert_bias=True, lr_decay_style="constant",
                              moe_router_score_function="sigmoid", recompute_granularity="full",
-                             schedule="eager-1f1b"),
+                             schedule="eager-1f1b", window_size=3),
                tiny(2, context_parallel_size=2, temperature=0.0, fp8_format="e4m3", dtype="bfloat16", load="x",
                     position_embedding_type="none", optimizer="muon", lr_decay_style="WSD")]
     for need in {need for field in flag_settings(Config) for need in field.metadata["needs"]}:
