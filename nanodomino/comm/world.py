@@ -33,7 +33,6 @@ import torch.distributed as dist
 
 from nanodomino.errors import UserError, require
 
-
 TIMEOUT = 600            # seconds; the default of --timeout
 # The number of processes that srun, Open MPI, MPICH or MVAPICH has started. SLURM_NTASKS is not among them: sbatch and
 # salloc set it, too, and run their script or shell once.
@@ -54,29 +53,25 @@ class LaunchInfo:
 
 
 def read_launch_environment(environment=os.environ) -> LaunchInfo:
-    """Read torchrun's variables. Raises UserError if some are missing while others are set, if one is invalid, or if
-    another launcher has started several processes without them."""
+    """Read torchrun's variables. Raises UserError if only some are set, if one is invalid, or if another launcher has
+    started several processes without them."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    found = [name for name in names if environment.get(name)]
-    if not found:
+    if not any(environment.get(name) for name in names):
         for name in LAUNCHER_SIZES:
             count = environment.get(name, "1")
             require(count == "1", f"{name} says that {count} copies of this program were started without torchrun, and "
                     "each would run alone; start one torchrun per host instead (docs/running.md has a script for "
                     f"SLURM), or unset {name} if each should run alone")
         return LaunchInfo()
-    fix = "start with torchrun, which sets them all; to run one process, unset them all"
-    missing = [name for name in (*names, "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
-    require(not missing, f"the environment has {', '.join(found)} but not {', '.join(missing)}; {fix}")
-    for name in (*names, "MASTER_PORT"):
-        require((value := environment[name]).isdecimal(),
-                f"{name} must be a whole number, but the environment has '{value}'; {fix}")
-    require(0 < int(value) < 65536, f"MASTER_PORT must be from 1 to 65535, but the environment has {value}; {fix}")
-    launch = LaunchInfo(*(int(environment[name]) for name in names), launched=True)
-    require(launch.rank < launch.world_size and launch.local_rank < launch.local_world_size,
-            f"RANK {launch.rank} must be below WORLD_SIZE {launch.world_size} and LOCAL_RANK {launch.local_rank} below "
-            f"LOCAL_WORLD_SIZE {launch.local_world_size}; {fix}")
-    return launch
+    found = {name: environment.get(name) or "(missing)" for name in (*names, "MASTER_PORT", "MASTER_ADDR")}
+    *numbers, port = (int(found[name]) if found[name].isdecimal() else -1 for name in (*names, "MASTER_PORT"))
+    rank, world_size, local_rank, local_world_size = numbers
+    require(0 <= rank < world_size and 0 <= local_rank < local_world_size and 0 < port < 65536
+            and environment.get("MASTER_ADDR"),
+            f"the environment has {', '.join(f'{name}={value}' for name, value in found.items())}, but RANK must be "
+            "below WORLD_SIZE, LOCAL_RANK below LOCAL_WORLD_SIZE, MASTER_PORT from 1 to 65535, and none may be missing; "
+            "start with torchrun, which sets them all; to run one process, unset them all")
+    return LaunchInfo(*numbers, launched=True)
 
 
 # ---- the device

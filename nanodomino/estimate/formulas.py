@@ -133,7 +133,6 @@ def bytes_sent(kind: str, payload: float, ranks: int) -> float:
     return factors.get(kind, 0.0) * payload
 
 
-
 # ---- data sheets of GPUs
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@
     data              samples of one document each
     options           what depends on data takes its most even form, for example all experts are chosen equally often
 
-A process can be in only one world. So a dry run must come before the run's own process group, or after it.
+So no formula here can differ from the program, and a new option needs no code here. A process can be in only one world. So a dry run must come before the run's own process group, or after it.
 
 A Clock turns the events of a dry run into seconds, on a machine that is given by a few rates (formulas.py):
 
@@ -41,13 +41,12 @@ from nanodomino.schedules import simulation
 from nanodomino.settings.config import Config
 from nanodomino.zero import ZeroOptimizer
 
-
 META, MOST_TOKENS = torch.device("meta"), 2**26       # for a GPU, the host holds the tokens of a microbatch
 
 
 @dataclass(frozen=True, eq=False)
 class RankRun:
-    """Says what a rank does in a training step. `kinds` are the kinds of an action; see kinds_of()."""
+    """Says what a rank does in a training step. kinds: the kinds of an action; see kinds_of()."""
     state: dict[str, int]        # bytes of parameters, gradients and optimizer
     activations: int             # peak bytes between two actions, besides the state: what the tapes keep
     peak: int                    # peak bytes
@@ -97,7 +96,7 @@ def world_of(rank: int, size: int):
 
 
 def groups_of(mesh: Mesh) -> dict:
-    """Return {name: process group} of a rank, as `Accounts` needs it."""
+    """Return {name: process group} of a rank, as Accounts needs it."""
     return {"world": dist.group.WORLD, **mesh.groups}
 
 
@@ -219,6 +218,4 @@ class Clock:
             self.in_flight_until = max(self.in_flight_until, end)
 
 
-@lru_cache(maxsize=256)
-def clock_of(run, machine: Machine) -> Clock:
-    return Clock(run, machine)
+clock_of = lru_cache(maxsize=256)(Clock)

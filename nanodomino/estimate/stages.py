@@ -30,7 +30,6 @@ from nanodomino.schedules import simulation
 from nanodomino.schedules.placement_and_messages import stage_layers
 from nanodomino.settings.config import Config
 
-
 SMALL = 32       # up to this many layers times microbatches, the whole model runs dry
 SETTLED = 16     # after so many rounds of p microbatches, each round adds the same
 MARGIN = 0.9     # a run may need this share of its estimate
@@ -194,7 +193,6 @@ def step_seconds(program, config: Config, machine, make_stage=Stage) -> dict[str
     return parts | {"bubble": simulation.step_time(free) - simulation.busy_time(free),
                     "pp exposed": simulation.step_time(real) - simulation.step_time(free),
                     **{f"{name}, at the end": seconds for name, seconds in after.items()}}
-
 
 
 def least_bytes(config: Config) -> float:

@@ -35,7 +35,6 @@ from nanodomino.schedules import simulation
 from nanodomino.schedules.placement_and_messages import stage_layers
 from nanodomino.settings.config import Config
 
-
 FEW_EPOCHS = 4           # up to 4 epochs, repeated text is almost as good as new text (2305.16264)
 LONGEST = 1 << 24        # bytes of a line of metrics.jsonl; a longer one is cut into pieces, none of which can be read
 

@@ -50,7 +50,6 @@ from nanodomino.settings.records import check_record, remembered_settings, taken
 from nanodomino.settings.rules import check_needs
 from nanodomino.timeline.draw import draw_timeline
 
-
 PROMPT_TOKENS = 32       # length of the prompt, taken from the validation text, for the sample at the end
 
 
