@@ -69,7 +69,7 @@ def read_launch_environment(environment=os.environ) -> LaunchInfo:
     require(0 <= rank < world_size and 0 <= local_rank < local_world_size and 0 < port < 65536
             and environment.get("MASTER_ADDR"),
             f"the environment has {', '.join(f'{name}={value}' for name, value in found.items())}, but RANK must be "
-            "below WORLD_SIZE, LOCAL_RANK below LOCAL_WORLD_SIZE, MASTER_PORT from 1 to 65535, and none may be missing; "
+            "below WORLD_SIZE, LOCAL_RANK below LOCAL_WORLD_SIZE, MASTER_PORT from 1 to 65535, and all must be set; "
             "start with torchrun, which sets them all; to run one process, unset them all")
     return LaunchInfo(*numbers, launched=True)
 

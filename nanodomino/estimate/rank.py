@@ -5,7 +5,8 @@
     data              samples of one document each
     options           what depends on data takes its most even form, for example all experts are chosen equally often
 
-So no formula here can differ from the program, and a new option needs no code here. A process can be in only one world. So a dry run must come before the run's own process group, or after it.
+So no formula here can differ from the program, and a new option needs no code here. A process can be in only one world.
+So a dry run must come before the run's own process group, or after it.
 
 A Clock turns the events of a dry run into seconds, on a machine that is given by a few rates (formulas.py):
 

@@ -30,8 +30,7 @@ every POLL_INTERVAL seconds:
                                        seconds                       and kills them soon after
     no progress                        ends it after --timeout       a peer hangs, or its whole host is gone
 
-torch's own watchdog remains the last resort. It waits a minute after an error, and its timeout is a minute longer
-(collective_timeout in comm/world.py).
+torch's own watchdog remains the last resort (collective_timeout in comm/world.py).
 """
 
 import json
@@ -75,8 +74,6 @@ def run_rank(main, arguments: list[str]):
         if launch.rank != 0:
             sys.stdout = open(os.devnull, "w")
         code = main(arguments, launch)
-    except SystemExit as end:                                  # --help
-        code = end.code
     except Exception as error:
         report_and_exit(launch, error)
     except KeyboardInterrupt:                                  # Ctrl-C before a StopSignal exists
