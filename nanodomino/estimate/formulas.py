@@ -123,11 +123,7 @@ def state_bytes_per_parameter(config: Config) -> float:
 
 def bytes_sent(kind: str, payload: float, ranks: int) -> float:
     """Return the bytes that each rank sends to the other `ranks` - 1 ranks, in a ring except for an all-to-all; 0 for
-    other kinds, such as receive.
-
-    payload: the bytes of the whole tensor: what is all-reduced or sent, a reduce-scatter's or an all-to-all's input, an
-        all-gather's output.
-    """
+    other kinds, such as receive. payload: the bytes of the whole tensor, as in accounts.Launch."""
     factors = {"all_reduce": 2 * (ranks - 1) / ranks, "send": 1.0,
                **dict.fromkeys(("reduce_scatter", "all_gather", "all_to_all"), (ranks - 1) / ranks)}
     return factors.get(kind, 0.0) * payload

@@ -14,8 +14,6 @@ stages and microbatches consists of the same kinds of actions:
 
 A stage between the first and the last has neither embedding nor head, so only what grows with the layers counts. Data
 parallelism, precision, recomputation and everything else are those of the real run.
-
-A training calls require_memory() before it starts, so that a model that is too large is refused in a sentence.
 """
 
 import dataclasses
@@ -39,10 +37,8 @@ run_of = lru_cache(maxsize=512)(dry_run)
 
 def small_run(program, config: Config, depth: int, stage: int, stages: int) -> RankRun:
     """Run one stage of a pipeline of only `stages` stages, with just enough microbatches to show each kind of action.
-
-    depth: the layers of the last chunk, or its periods of different layers. Each other chunk has as many more as
-        there are layers behind the head.
-    """
+    depth: the layers of the last chunk, or its periods of different layers. Each other chunk has as many more as there
+    are layers behind the head."""
     chunks, behind = stages * config.virtual_stages, config.behind_head.layers
     layers = depth * config.layer_period + (config.first_last_layers_bf16 and chunks == 1)
     small = dataclasses.replace(
@@ -76,11 +72,8 @@ def add_up(row, kept: dict, peaks: dict) -> tuple[float, float]:
 
 
 class Stage:
-    """Estimates one stage. program, config: see dry_run().
-
-    quick: whether a stage between the first and the last may be estimated from those two. Only its seconds are right
-        then, because only what grows with the layers counts.
-    """
+    """Estimates one stage. program, config: see dry_run(). quick: whether a stage between the first and the last may be
+    estimated from those two. Only its seconds are right then, because only what grows with the layers counts."""
 
     def __init__(self, program, config: Config, stage: int, quick=False):
         placement = config.placement
@@ -207,8 +200,7 @@ def least_bytes(config: Config) -> float:
 
 def require_memory(program, config: Config, device, local_world_size: int) -> str:
     """Return in words how much memory the run needs. Raises UserError if it can't fit into the memory of a process.
-    Call it before allocating anything, and before the ranks connect, because a process can be in only one world.
-    program: has model_builder and train_step, like the module train.py."""
+    Call it before allocating anything, and before the ranks connect. program: see dry_run()."""
     memory, remedy = memory_of_process(device, local_world_size), "--num-layers or --hidden-size"
     needed, words = least_bytes(config), ""
     if needed <= memory:

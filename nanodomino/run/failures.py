@@ -66,9 +66,8 @@ def run_rank(main, arguments: list[str]):
     """Call main(arguments, launch), which returns an exit code, and end this process with that code. Only rank 0 writes
     to standard output."""
     tolerate_lost_output()
-    # The local rank decides which rank prints an error, even if the rest of the launch environment is invalid.
-    numbers = [os.environ.get(name, "") for name in ("LOCAL_RANK", "RANK")]
-    launch = LaunchInfo(local_rank=int(next(filter(str.isdecimal, numbers), 0)))
+    local_rank = os.environ.get("LOCAL_RANK", "")              # decides who prints, even if the others are invalid
+    launch = LaunchInfo(local_rank=int(local_rank) if local_rank.isdecimal() else 0)
     try:
         launch = read_launch_environment()
         if launch.rank != 0:
@@ -91,9 +90,7 @@ def stop_signals() -> list[signal.Signals]:
 
 class StopSignal:
     """Records the first stop signal, in `number` and `received_at`; the second one ends the process, and so does the
-    first one if `all_saved`.
-
-    say(line): called to confirm the first signal at once, because the current step may take long.
+    first one if `all_saved`. say(line): confirms the first signal at once, because the current step may take long.
 
     Python runs signal handlers only between two bytecode instructions, and a rank inside a collective executes none. So
     set_wakeup_fd makes Python write the signal's number into a pipe immediately, and a thread reads the pipe.
@@ -192,11 +189,9 @@ class Watchdog:
     """A context manager that watches a GPU until its block ends or `finished` is set. A CPU has no queue of work, so
     there is nothing to watch. hosts: the host of each rank.
 
-    Progress means that the device has reached a recorded event. Training records an event after each forward and each
-    backward of a microbatch, because a whole step of many microbatches can be in the queue. An empty queue counts as
-    progress too: once the pipeline stages are connected, a device with an empty queue waits only for its own host. So a
-    rank that is slow to read data does not blame its peers.
-    """
+    Progress means that the device has reached a recorded event. Training records one after each forward and each
+    backward of a microbatch, because a whole step can be in the queue. An empty queue counts as progress too: such a
+    device waits only for its own host. So a rank that is slow to read data does not blame its peers."""
 
     def __init__(self, launch: LaunchInfo, mesh: Mesh, timeout: float, hosts=()):
         self.launch, self.device, self.timeout = launch, mesh.device, timeout

@@ -6,9 +6,8 @@
               perplexity = exp(loss), bits per byte of the scored text, and how many tokens of the split were scored
     curve     loss.svg, with the values of metrics.jsonl; with --tensorboard-dir also TensorBoard's copy of them
 
-MFU is model FLOPs utilization (PaLM, appendix B): tokens per second x FLOPs per token / peak FLOP/s of all devices. A
-token takes 6 N + 12 L n d s FLOPs, with N active parameters, L layers, n heads of size d and sequence length s
-(flops_per_token in estimate/formulas.py).
+MFU is model FLOPs utilization: tokens per second x FLOPs per token / peak FLOP/s of all devices (flops_per_token in
+estimate/formulas.py).
 """
 
 import dataclasses

@@ -129,12 +129,8 @@ def check_agreement(config: Config) -> list[str]:
 
 @contextmanager
 def open_session(arguments: list[str], launch: LaunchInfo, program):
-    """Check settings, data and device, then start the process groups and yield a Session.
-
-    program: the module train.py, whose dataset_builder reads the data, and whose train_step is run dry for the
-        estimate of memory.
-    Raises UserError.
-    """
+    """Check settings, data and device, then start the process groups and yield a Session. Raises UserError. program:
+    the module train.py, whose dataset_builder reads the data, and whose train_step is run dry to estimate memory."""
     config = from_command_line(arguments, launch.world_size)
     device = find_device(config, launch)
     corpus = find_corpus(config, launch)
