@@ -23,7 +23,7 @@ import os
 import socket
 import struct
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
@@ -171,15 +171,13 @@ def collective_timeout(timeout: int, device: torch.device) -> timedelta:
 
 
 def nccl_options(timeout: timedelta, thread_blocks=None) -> dict:
-    """Return new_group's arguments for an NCCL group.
+    """Return new_group's arguments for an NCCL group. thread_blocks: the most thread blocks that an operation may use.
+    Kernels that run at the same time get the rest.
 
     The group gets a high-priority CUDA stream. Otherwise its operations could wait for matmuls launched after them.
     Megatron-LM sets CUDA_DEVICE_MAX_CONNECTIONS=1 instead: with one hardware queue, kernels start in the order of their
     launches. But then a matmul waits for all collectives launched before it to start, and of two collectives in a row,
-    the second starts only when the first has ended.
-
-    thread_blocks: the most thread blocks that an operation may use. Kernels that run at the same time get the rest.
-    """
+    the second starts only when the first has ended."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout                                 # otherwise new_group() warns that it replaces a default
     if thread_blocks:
@@ -200,25 +198,21 @@ def interface_of(address: str) -> str | None:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
-            try:
+            with suppress(OSError):                            # raised for an interface that has no address
                 answer = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:                                    # the interface has no address
-                continue
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
     return None
 
 
 def choose_interface(master_addr: str):
     """Set GLOO_SOCKET_IFNAME to the interface towards the other hosts, if there is one. A user's own value stays."""
-    try:
+    with suppress(OSError):                                    # unknown host or no route: gloo will report it
         address = address_towards(master_addr)
         if address.startswith("127."):                         # this host is MASTER_ADDR itself
             address = address_towards(UNUSED_ADDRESS)
         if name := interface_of(address):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-    except OSError:                                            # unknown host or no route: gloo will report it
-        pass
 
 
 def start_world(launch: LaunchInfo, device: torch.device, timeout: int = TIMEOUT):

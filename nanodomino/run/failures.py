@@ -41,7 +41,9 @@ import threading
 import time
 import traceback
 from collections import deque
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -161,11 +163,9 @@ def caused_by_peer(error: Exception) -> bool:
 
 def write_torchrun_error_file(text: str):
     """Write a text that torchrun quotes as the root cause at the end of its own error report."""
-    try:
-        with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
-            json.dump({"message": {"message": text, "extraInfo": {"timestamp": int(time.time())}}}, file)
-    except (KeyError, OSError):
-        pass                                                   # no torchrun, or a full disk; the text has been printed
+    message = {"message": text, "extraInfo": {"timestamp": int(time.time())}}
+    with suppress(KeyError, OSError):                          # no torchrun, or a full disk; the text has been printed
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": message}))
 
 
 def unresponsive_ranks(launch: LaunchInfo, hosts) -> str:
