@@ -37,9 +37,7 @@ A test compares these with a dry run (rank.py), which finds out all the rest. On
 waves of as many tiles as the GPU has multiprocessors, and the last wave may be nearly empty. Each element of a tile is
 a sum of k products; starting a tile takes as long as 160 more products. Small tiles load each number more often for the
 same FLOPs, so they reach less of the peak. With few tiles, kernels also cut k and add up the parts. The fastest counts.
-
-TILES, START, KERNEL and ATTENTION are assumptions, not measurements. They resemble what cuBLAS and cuDNN are reported
-to reach on an H100.
+TILES, START, KERNEL and ATTENTION are assumptions that resemble what cuBLAS and cuDNN are reported to reach on an H100.
 """
 
 import math

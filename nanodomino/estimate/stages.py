@@ -19,7 +19,7 @@ parallelism, precision, recomputation and everything else are those of the real 
 import dataclasses
 import math
 from collections import Counter
-from functools import lru_cache, wraps
+from functools import lru_cache
 
 from nanodomino.errors import require
 from nanodomino.estimate.formulas import memory_of_process, parameter_count, state_bytes_per_parameter
@@ -29,7 +29,6 @@ from nanodomino.schedules.placement_and_messages import stage_layers
 from nanodomino.settings.config import Config
 
 SMALL = 32       # up to this many layers times microbatches, the whole model runs dry
-SETTLED = 16     # after so many rounds of p microbatches, each round adds the same
 MARGIN = 0.9     # a run may need this share of its estimate
 
 run_of = lru_cache(maxsize=512)(dry_run)
@@ -134,23 +133,6 @@ class Stage:
                  for kinds, action in self.actions.items()}, self.linear(lambda run: clock_of(run, machine).after))
 
 
-def linear_in_microbatches(function):
-    """Make function(program, config, ..) -> {name: number} as quick for many microbatches as for a few. A schedule
-    repeats itself every p microbatches. So after some rounds of p microbatches, each further round adds the same to a
-    time or to a peak (mostly 0)."""
-    @wraps(function)
-    def extrapolated(program, config: Config, *arguments):
-        times, rest = divmod(config.microbatches, each := SETTLED * config.pp)
-        if times <= 2:
-            return function(program, config, *arguments)
-        one, two = (function(program, dataclasses.replace(
-            config, global_batch_size=(count * each + rest) * config.micro_batch_size * config.dp), *arguments)
-            for count in (1, 2))
-        return {name: one[name] + (times - 1) * (two[name] - one[name]) for name in one}
-    return extrapolated
-
-
-@linear_in_microbatches
 def stage_memory(program, config: Config, stage: int) -> dict[str, float]:
     """Return {name: bytes} of a rank of this stage; see Stage.memory()."""
     return Stage(program, config, stage).memory()
@@ -169,7 +151,6 @@ def message_seconds(config: Config, machine) -> float:
     return machine.collective_seconds("send", bytes_, (0, config.world_size // config.pp))
 
 
-@linear_in_microbatches
 def step_seconds(program, config: Config, machine, make_stage=Stage) -> dict[str, float]:
     """Return {part of a step: seconds}: the work and the exposed communication of the busiest stage, its idle time
     ("bubble"), the time that messages between stages add, and what follows the last action."""

@@ -35,6 +35,7 @@ torch's own watchdog remains the last resort (collective_timeout in comm/world.p
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -54,11 +55,10 @@ from nanodomino.mesh import Mesh
 
 # What gloo, TCPStore and NCCL say when a peer is gone or does not answer. Shorter texts, such as "peer" and
 # "timed out", would also match errors of this rank: "peer access is not supported", "the launch timed out".
-PEER_ERRORS = ("closed by peer", "reset by peer", "by remote peer", "broken pipe", "pair closure", "connection refused",
-               "connection was likely closed", "remote process exited", "communicator was aborted",
-               "timed out waiting", "timed out after", "timed out connecting", "connect timeout",
-               "connection timed out", "operation timed out", "operation timeout", "wait timeout", "socket timeout",
-               "timeout waiting")
+PEER_ERROR = re.compile("(closed|reset) by peer|by remote peer|broken pipe|pair closure|connection refused|"
+                        "connection was likely closed|remote process exited|communicator was aborted|"
+                        "timed out (waiting|after|connecting)|(connection|operation) timed out|"
+                        "(connect|operation|wait|socket) timeout|timeout waiting", re.IGNORECASE)
 EXIT_LOCK = threading.RLock()      # held forever by the thread that ends the process
 STOP_GRACE = 20.0                  # seconds without progress after a stop signal; torchrun kills after 30
 POLL_INTERVAL = 0.5                # seconds
@@ -158,7 +158,7 @@ def report_and_exit(launch: LaunchInfo, error: Exception):
 
 def caused_by_peer(error: Exception) -> bool:
     """Return whether the error only says that another rank has died or does not answer."""
-    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in PEER_ERRORS)
+    return isinstance(error, RuntimeError) and bool(PEER_ERROR.search(str(error)))
 
 
 def write_torchrun_error_file(text: str):
