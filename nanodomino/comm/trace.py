@@ -106,8 +106,7 @@ class Trace:
     def take(self) -> list[Event]:
         """Return all events recorded so far and forget them. Their times are nanoseconds since 1970."""
         events, self.events = self.events, []
-        # the least delay between the two readings gives the most exact offset
-        offset = max(time.time_ns() - time.perf_counter_ns() for _ in range(20))
+        offset = max(time.time_ns() - time.perf_counter_ns() for _ in range(20))     # the least delay is the most exact
         if self.device.type == "cuda":               # times are counted back from now; a short way back is more precise
             self.now = self.mark()
             torch.cuda.synchronize(self.device)

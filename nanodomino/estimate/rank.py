@@ -15,8 +15,7 @@ A Clock turns the events of a dry run into seconds, on a machine that is given b
                  While a collective is in flight, it takes a share of the GPU from compute
     wait         moves the clock to the end of the collective. The time that passes is exposed
 
-So what the program overlaps, overlaps here. Messages between stages take no time here: schedules/simulation.py knows
-when they arrive.
+Messages between stages take no time here: schedules/simulation.py knows when they arrive.
 """
 
 import itertools

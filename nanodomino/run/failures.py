@@ -24,13 +24,11 @@ continues until it needs a result or the queue is full:
     device    [ work ][ all-reduce with a dead peer .....................
 
 If a GPU dies, NCCL does not notice it on the other GPUs of the same host. So the thread of a Watchdog checks the device
-every POLL_INTERVAL seconds:
+every POLL_INTERVAL seconds. torch's own watchdog remains the last resort (collective_timeout in comm/world.py).
 
     stop signal, then no progress      ends it after STOP_GRACE      torchrun signals the other ranks when one has died,
                                        seconds                       and kills them soon after
     no progress                        ends it after --timeout       a peer hangs, or its whole host is gone
-
-torch's own watchdog remains the last resort (collective_timeout in comm/world.py).
 """
 
 import json
