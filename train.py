@@ -176,7 +176,6 @@ def pretrain(session: Session) -> int:
             session.report_loss("valid", loss_on)
         if session.time_to(config.save_interval) or session.stopped:
             session.save(model, optimizer)
-        session.check_saver()
     if session.stopped_by_signal or session.done < config.train_iters:
         return session.end_early()
     for split in ("valid", "test"):

@@ -62,10 +62,7 @@ def run_command(main, *arguments):
     """Call main(*arguments), and exit with the code that it returns (None: 0) or that the table above gives."""
     tolerate_lost_output()
     try:
-        try:
-            code = main(*arguments)
-        except SystemExit as end:                              # --help
-            code = end.code
+        code = main(*arguments)
         check_output()
     except Exception as error:
         if not (known := sentence_and_code(error)):

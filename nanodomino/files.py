@@ -53,12 +53,6 @@ def read_file(path, limit=LIMIT) -> bytes:
         return file.read()
 
 
-def file_size(path) -> int:
-    """Return the size of a regular file in bytes. Raises OSError."""
-    with open_regular_file(path) as file:
-        return os.fstat(file.fileno()).st_size
-
-
 def sha256(path) -> str:
     """Return the SHA-256 of a regular file in hexadecimal. Raises OSError. (hashlib.file_digest needs Python 3.11.)"""
     with naming(path), open_regular_file(path) as file:

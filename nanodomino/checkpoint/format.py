@@ -42,7 +42,7 @@ from typing import NamedTuple
 import torch
 
 from nanodomino.errors import UserError, require
-from nanodomino.files import file_size, make_folder, naming, open_regular_file, read_file, sha256, write_file
+from nanodomino.files import make_folder, naming, open_regular_file, read_file, sha256, write_file
 from nanodomino.model import GPT
 from nanodomino.optim.buckets import Bucket
 from nanodomino.settings.presets import DTYPES
@@ -50,7 +50,7 @@ from nanodomino.settings.presets import DTYPES
 FORMAT, INDEX = "nanodomino-checkpoint-2", "index.json"
 STEP_NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")      # matches exactly the names f"step-{step:08d}"
 FILE_NAME = re.compile(r"\w[\w.-]{0,99}")                      # with a / it could lead to any file
-MEASURES = dict(size=file_size, sha256=sha256)                 # in this order, because large files take long to hash
+MEASURES = dict(size=os.path.getsize, sha256=sha256)           # in this order, because large files take long to hash
 TYPES = dict(step=int, adam_steps=int, config=dict, files=dict)
 
 

@@ -13,8 +13,7 @@ reduce-scatter needs a receive buffer as large as the tensor.
 **Post the receives before the sends.** Two ranks that exchange 2 MB over a link with 500 Mbit/s in each direction need
 35 ms, but 67 ms if each posts its receive after its send. The reason: gloo starts a send only after the receiver has
 sent back a short "ready". If the receiver's own large send has already started, this "ready" queues behind all of it on
-the same connection. So the two directions run one after the other. (This also happens in gloo's all-to-all and in
-broadcasts: the same exchange took 45 ms with the first and 66 ms with the second.)
+the same connection. So the two directions run one after the other, as in gloo's own all-to-all and broadcasts.
 
 The functions only launch the operation. Do not read or change the tensor before wait() has returned.
 """

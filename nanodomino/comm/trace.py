@@ -18,15 +18,12 @@ The kinds of spans:
     wait                the rank waits for a collective or a message and has nothing to compute
     optimizer           adding up received gradients, gradient norm, clipping, update of this rank's partition
 
-The kinds of moments are `send` and `receive`: a message between stages was sent or received. The kinds of watched
-collectives are `all_reduce`, `reduce_scatter`, `all_gather` and `all_to_all`.
+The kinds of moments are `send` and `receive` of a message between stages. The watched collectives are `all_reduce`,
+`reduce_scatter`, `all_gather` and `all_to_all`.
 
 On the CPU, times are read from the clock. On CUDA, calls return before the work is done. So there a CUDA event is
-recorded in the current stream, and take() turns it into a time later. The ends of a group's collectives are recorded in
-a separate stream, where nothing can delay them. take() returns the time of day, on which the clocks of several hosts
-agree as well as the hosts keep them.
-
-With `recording` off, each call costs one comparison. The timeline package draws what was recorded.
+recorded in the current stream, and take() turns it into a time of day later. The ends of a group's collectives are
+recorded in a separate stream, where nothing can delay them. With `recording` off, each call costs one comparison.
 """
 
 import time
@@ -39,13 +36,9 @@ import torch
 
 @dataclass(slots=True)
 class Event:
-    """A span, which is its own context manager, a moment or a watched collective.
-
-    begin, end: times in nanoseconds, set by take(). Before that, they are values of mark(); the end of what has not
-        ended yet is 0.
-    args: slice, site, microbatch, bytes ...
-    mark: the mark() of the Trace, for the end of a span
-    """
+    """A span, which is its own context manager, a moment or a watched collective. begin, end: times in nanoseconds, set
+    by take(). Before that, they are values of mark(), and 0 is the end of what has not ended yet. args: slice, site,
+    microbatch, bytes. mark: the Trace's mark(), for the end of a span."""
     kind: str
     begin: int
     end: int
@@ -113,8 +106,7 @@ class Trace:
     def take(self) -> list[Event]:
         """Return all events recorded so far and forget them. Their times are nanoseconds since 1970."""
         events, self.events = self.events, []
-        # the least delay between the two readings gives the most exact offset
-        offset = max(time.time_ns() - time.perf_counter_ns() for _ in range(20))
+        offset = max(time.time_ns() - time.perf_counter_ns() for _ in range(20))     # the least delay is the most exact
         if self.device.type == "cuda":               # times are counted back from now; a short way back is more precise
             self.now = self.mark()
             torch.cuda.synchronize(self.device)

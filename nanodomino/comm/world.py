@@ -23,7 +23,7 @@ import os
 import socket
 import struct
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,7 +32,6 @@ import torch
 import torch.distributed as dist
 
 from nanodomino.errors import UserError, require
-
 
 TIMEOUT = 600            # seconds; the default of --timeout
 # The number of processes that srun, Open MPI, MPICH or MVAPICH has started. SLURM_NTASKS is not among them: sbatch and
@@ -54,29 +53,25 @@ class LaunchInfo:
 
 
 def read_launch_environment(environment=os.environ) -> LaunchInfo:
-    """Read torchrun's variables. Raises UserError if some are missing while others are set, if one is invalid, or if
-    another launcher has started several processes without them."""
+    """Read torchrun's variables. Raises UserError if only some are set, if one is invalid, or if another launcher has
+    started several processes without them."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    found = [name for name in names if environment.get(name)]
-    if not found:
+    if not any(environment.get(name) for name in names):
         for name in LAUNCHER_SIZES:
             count = environment.get(name, "1")
             require(count == "1", f"{name} says that {count} copies of this program were started without torchrun, and "
                     "each would run alone; start one torchrun per host instead (docs/running.md has a script for "
                     f"SLURM), or unset {name} if each should run alone")
         return LaunchInfo()
-    fix = "start with torchrun, which sets them all; to run one process, unset them all"
-    missing = [name for name in (*names, "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
-    require(not missing, f"the environment has {', '.join(found)} but not {', '.join(missing)}; {fix}")
-    for name in (*names, "MASTER_PORT"):
-        require((value := environment[name]).isdecimal(),
-                f"{name} must be a whole number, but the environment has '{value}'; {fix}")
-    require(0 < int(value) < 65536, f"MASTER_PORT must be from 1 to 65535, but the environment has {value}; {fix}")
-    launch = LaunchInfo(*(int(environment[name]) for name in names), launched=True)
-    require(launch.rank < launch.world_size and launch.local_rank < launch.local_world_size,
-            f"RANK {launch.rank} must be below WORLD_SIZE {launch.world_size} and LOCAL_RANK {launch.local_rank} below "
-            f"LOCAL_WORLD_SIZE {launch.local_world_size}; {fix}")
-    return launch
+    found = {name: environment.get(name) or "(missing)" for name in (*names, "MASTER_PORT", "MASTER_ADDR")}
+    *numbers, port = (int(found[name]) if found[name].isdecimal() else -1 for name in (*names, "MASTER_PORT"))
+    rank, world_size, local_rank, local_world_size = numbers
+    require(0 <= rank < world_size and 0 <= local_rank < local_world_size and 0 < port < 65536
+            and environment.get("MASTER_ADDR"),
+            f"the environment has {', '.join(f'{name}={value}' for name, value in found.items())}, but RANK must be "
+            "below WORLD_SIZE, LOCAL_RANK below LOCAL_WORLD_SIZE, MASTER_PORT from 1 to 65535, and all must be set; "
+            "start with torchrun, which sets them all; to run one process, unset them all")
+    return LaunchInfo(*numbers, launched=True)
 
 
 # ---- the device
@@ -176,15 +171,13 @@ def collective_timeout(timeout: int, device: torch.device) -> timedelta:
 
 
 def nccl_options(timeout: timedelta, thread_blocks=None) -> dict:
-    """Return new_group's arguments for an NCCL group.
+    """Return new_group's arguments for an NCCL group. thread_blocks: the most thread blocks that an operation may use.
+    Kernels that run at the same time get the rest.
 
     The group gets a high-priority CUDA stream. Otherwise its operations could wait for matmuls launched after them.
     Megatron-LM sets CUDA_DEVICE_MAX_CONNECTIONS=1 instead: with one hardware queue, kernels start in the order of their
     launches. But then a matmul waits for all collectives launched before it to start, and of two collectives in a row,
-    the second starts only when the first has ended.
-
-    thread_blocks: the most thread blocks that an operation may use. Kernels that run at the same time get the rest.
-    """
+    the second starts only when the first has ended."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout                                 # otherwise new_group() warns that it replaces a default
     if thread_blocks:
@@ -205,25 +198,21 @@ def interface_of(address: str) -> str | None:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
-            try:
+            with suppress(OSError):                            # raised for an interface that has no address
                 answer = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:                                    # the interface has no address
-                continue
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
     return None
 
 
 def choose_interface(master_addr: str):
     """Set GLOO_SOCKET_IFNAME to the interface towards the other hosts, if there is one. A user's own value stays."""
-    try:
+    with suppress(OSError):                                    # unknown host or no route: gloo will report it
         address = address_towards(master_addr)
         if address.startswith("127."):                         # this host is MASTER_ADDR itself
             address = address_towards(UNUSED_ADDRESS)
         if name := interface_of(address):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-    except OSError:                                            # unknown host or no route: gloo will report it
-        pass
 
 
 def start_world(launch: LaunchInfo, device: torch.device, timeout: int = TIMEOUT):

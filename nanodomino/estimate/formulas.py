@@ -37,9 +37,7 @@ A test compares these with a dry run (rank.py), which finds out all the rest. On
 waves of as many tiles as the GPU has multiprocessors, and the last wave may be nearly empty. Each element of a tile is
 a sum of k products; starting a tile takes as long as 160 more products. Small tiles load each number more often for the
 same FLOPs, so they reach less of the peak. With few tiles, kernels also cut k and add up the parts. The fastest counts.
-
-TILES, START, KERNEL and ATTENTION are assumptions, not measurements. They resemble what cuBLAS and cuDNN are reported
-to reach on an H100.
+TILES, START, KERNEL and ATTENTION are assumptions that resemble what cuBLAS and cuDNN are reported to reach on an H100.
 """
 
 import math
@@ -123,15 +121,10 @@ def state_bytes_per_parameter(config: Config) -> float:
 
 def bytes_sent(kind: str, payload: float, ranks: int) -> float:
     """Return the bytes that each rank sends to the other `ranks` - 1 ranks, in a ring except for an all-to-all; 0 for
-    other kinds, such as receive.
-
-    payload: the bytes of the whole tensor: what is all-reduced or sent, a reduce-scatter's or an all-to-all's input, an
-        all-gather's output.
-    """
+    other kinds, such as receive. payload: the bytes of the whole tensor, as in accounts.Launch."""
     factors = {"all_reduce": 2 * (ranks - 1) / ranks, "send": 1.0,
                **dict.fromkeys(("reduce_scatter", "all_gather", "all_to_all"), (ranks - 1) / ranks)}
     return factors.get(kind, 0.0) * payload
-
 
 
 # ---- data sheets of GPUs

@@ -5,7 +5,8 @@
     data              samples of one document each
     options           what depends on data takes its most even form, for example all experts are chosen equally often
 
-A process can be in only one world. So a dry run must come before the run's own process group, or after it.
+So no formula here can differ from the program, and a new option needs no code here. A process can be in only one world.
+So a dry run must come before the run's own process group, or after it.
 
 A Clock turns the events of a dry run into seconds, on a machine that is given by a few rates (formulas.py):
 
@@ -14,8 +15,7 @@ A Clock turns the events of a dry run into seconds, on a machine that is given b
                  While a collective is in flight, it takes a share of the GPU from compute
     wait         moves the clock to the end of the collective. The time that passes is exposed
 
-So what the program overlaps, overlaps here. Messages between stages take no time here: schedules/simulation.py knows
-when they arrive.
+Messages between stages take no time here: schedules/simulation.py knows when they arrive.
 """
 
 import itertools
@@ -41,13 +41,12 @@ from nanodomino.schedules import simulation
 from nanodomino.settings.config import Config
 from nanodomino.zero import ZeroOptimizer
 
-
 META, MOST_TOKENS = torch.device("meta"), 2**26       # for a GPU, the host holds the tokens of a microbatch
 
 
 @dataclass(frozen=True, eq=False)
 class RankRun:
-    """Says what a rank does in a training step. `kinds` are the kinds of an action; see kinds_of()."""
+    """Says what a rank does in a training step. kinds: the kinds of an action; see kinds_of()."""
     state: dict[str, int]        # bytes of parameters, gradients and optimizer
     activations: int             # peak bytes between two actions, besides the state: what the tapes keep
     peak: int                    # peak bytes
@@ -97,16 +96,13 @@ def world_of(rank: int, size: int):
 
 
 def groups_of(mesh: Mesh) -> dict:
-    """Return {name: process group} of a rank, as `Accounts` needs it."""
+    """Return {name: process group} of a rank, as Accounts needs it."""
     return {"world": dist.group.WORLD, **mesh.groups}
 
 
 def dry_run(program, config: Config, rank=0) -> RankRun:
-    """Run a step of one rank.
-
-    program: has model_builder and train_step, like the module train.py
-    config: resolved, and with its vocabulary; config.device, "cpu" or "cuda", is the device that meta tensors stand for
-    """
+    """Run a step of one rank. program: has model_builder and train_step, like the module train.py. config: resolved,
+    and with its vocabulary; config.device, "cpu" or "cuda", is the device that meta tensors stand for."""
     compiles = config.device == "cuda" if config.compile is None else config.compile
     tokens = config.micro_batch_size * config.seq_length
     require(tokens <= MOST_TOKENS, f"a dry run takes at most {MOST_TOKENS:,} tokens in a microbatch, but "
@@ -219,6 +215,4 @@ class Clock:
             self.in_flight_until = max(self.in_flight_until, end)
 
 
-@lru_cache(maxsize=256)
-def clock_of(run, machine: Machine) -> Clock:
-    return Clock(run, machine)
+clock_of = lru_cache(maxsize=256)(Clock)

@@ -14,14 +14,12 @@ stages and microbatches consists of the same kinds of actions:
 
 A stage between the first and the last has neither embedding nor head, so only what grows with the layers counts. Data
 parallelism, precision, recomputation and everything else are those of the real run.
-
-A training calls require_memory() before it starts, so that a model that is too large is refused in a sentence.
 """
 
 import dataclasses
 import math
 from collections import Counter
-from functools import lru_cache, wraps
+from functools import lru_cache
 
 from nanodomino.errors import require
 from nanodomino.estimate.formulas import memory_of_process, parameter_count, state_bytes_per_parameter
@@ -30,9 +28,7 @@ from nanodomino.schedules import simulation
 from nanodomino.schedules.simulation import stage_layers
 from nanodomino.settings.config import Config
 
-
 SMALL = 32       # up to this many layers times microbatches, the whole model runs dry
-SETTLED = 16     # after so many rounds of p microbatches, each round adds the same
 MARGIN = 0.9     # a run may need this share of its estimate
 
 run_of = lru_cache(maxsize=512)(dry_run)
@@ -40,10 +36,8 @@ run_of = lru_cache(maxsize=512)(dry_run)
 
 def small_run(program, config: Config, depth: int, stage: int, stages: int) -> RankRun:
     """Run one stage of a pipeline of only `stages` stages, with just enough microbatches to show each kind of action.
-
-    depth: the layers of the last chunk, or its periods of different layers. Each other chunk has as many more as
-        there are layers behind the head.
-    """
+    depth: the layers of the last chunk, or its periods of different layers. Each other chunk has as many more as there
+    are layers behind the head."""
     chunks, behind = stages * config.virtual_stages, config.behind_head.layers
     layers = depth * config.layer_period + (config.first_last_layers_bf16 and chunks == 1)
     small = dataclasses.replace(
@@ -77,11 +71,8 @@ def add_up(row, kept: dict, peaks: dict) -> tuple[float, float]:
 
 
 class Stage:
-    """Estimates one stage. program, config: see dry_run().
-
-    quick: whether a stage between the first and the last may be estimated from those two. Only its seconds are right
-        then, because only what grows with the layers counts.
-    """
+    """Estimates one stage. program, config: see dry_run(). quick: whether a stage between the first and the last may be
+    estimated from those two. Only its seconds are right then, because only what grows with the layers counts."""
 
     def __init__(self, program, config: Config, stage: int, quick=False):
         placement = config.placement
@@ -142,23 +133,6 @@ class Stage:
                  for kinds, action in self.actions.items()}, self.linear(lambda run: clock_of(run, machine).after))
 
 
-def linear_in_microbatches(function):
-    """Make function(program, config, ..) -> {name: number} as quick for many microbatches as for a few. A schedule
-    repeats itself every p microbatches. So after some rounds of p microbatches, each further round adds the same to a
-    time or to a peak (mostly 0)."""
-    @wraps(function)
-    def extrapolated(program, config: Config, *arguments):
-        times, rest = divmod(config.microbatches, each := SETTLED * config.pp)
-        if times <= 2:
-            return function(program, config, *arguments)
-        one, two = (function(program, dataclasses.replace(
-            config, global_batch_size=(count * each + rest) * config.micro_batch_size * config.dp), *arguments)
-            for count in (1, 2))
-        return {name: one[name] + (times - 1) * (two[name] - one[name]) for name in one}
-    return extrapolated
-
-
-@linear_in_microbatches
 def stage_memory(program, config: Config, stage: int) -> dict[str, float]:
     """Return {name: bytes} of a rank of this stage; see Stage.memory()."""
     return Stage(program, config, stage).memory()
@@ -177,7 +151,6 @@ def message_seconds(config: Config, machine) -> float:
     return machine.collective_seconds("send", bytes_, (0, config.world_size // config.pp))
 
 
-@linear_in_microbatches
 def step_seconds(program, config: Config, machine, make_stage=Stage) -> dict[str, float]:
     """Return {part of a step: seconds}: the work and the exposed communication of the busiest stage, its idle time
     ("bubble"), the time that messages between stages add, and what follows the last action."""
@@ -196,7 +169,6 @@ def step_seconds(program, config: Config, machine, make_stage=Stage) -> dict[str
                     **{f"{name}, at the end": seconds for name, seconds in after.items()}}
 
 
-
 def least_bytes(config: Config) -> float:
     """Return a lower bound of the bytes of the fullest rank: a rank's mean model state plus one activation. Quick for
     a model of any size."""
@@ -209,8 +181,7 @@ def least_bytes(config: Config) -> float:
 
 def require_memory(program, config: Config, device, local_world_size: int) -> str:
     """Return in words how much memory the run needs. Raises UserError if it can't fit into the memory of a process.
-    Call it before allocating anything, and before the ranks connect, because a process can be in only one world.
-    program: has model_builder and train_step, like the module train.py."""
+    Call it before allocating anything, and before the ranks connect. program: see dry_run()."""
     memory, remedy = memory_of_process(device, local_world_size), "--num-layers or --hidden-size"
     needed, words = least_bytes(config), ""
     if needed <= memory:

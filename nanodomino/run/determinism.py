@@ -6,13 +6,13 @@ would keep the backward of flash and of memory-efficient attention, and cuDNN's 
 
 **Attention.** On an H100 torch prefers cuDNN's attention to flash attention. With an attention bias, the backward of
 cuDNN's attention can return NaN if the sequence length modulo 128 is 64 (github.com/pytorch/pytorch/issues/196678).
-Attention within documents and generation use flash attention anyway: torch's own, which is version 2, or version 3 if
-its package is installed. Deterministic mode stays with version 2, because gradients of version 3 may not always have
-the same bits (github.com/Dao-AILab/flash-attention/issues/2244).
+Attention within documents and generation use flash attention anyway: torch's version 2, or version 3 if its package is
+installed. Deterministic mode stays with version 2, because gradients of version 3 may not always have the same bits
+(github.com/Dao-AILab/flash-attention/issues/2244).
 
-**Threads.** On a CPU, threads that share a matmul wait for the slowest of them. On two idle cores a step of nano takes
-190 ms with two threads and 320 with one. If other programs use the cores, it takes 17 to 25 s with two and 0.7 to 2 s
-with one. The number also changes how sums are rounded. So a run records it, and keeps it when it resumes.
+**Threads.** On a CPU, threads that share a matmul wait for the slowest of them. A step of nano took 190 ms with two
+threads and 320 with one on two idle cores, but 17 to 25 s and 0.7 to 2 s on two busy cores. The number also changes how
+sums are rounded. So a run records it, and keeps it when it resumes.
 
 **Copies.** Every parameter has a copy on each replica (dp); an expert has copies only on the replicas that hold it
 (expert_dp). A parameter that is not sharded (norms, row-parallel biases, positions) has a copy on each tensor-parallel

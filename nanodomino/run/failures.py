@@ -24,25 +24,25 @@ continues until it needs a result or the queue is full:
     device    [ work ][ all-reduce with a dead peer .....................
 
 If a GPU dies, NCCL does not notice it on the other GPUs of the same host. So the thread of a Watchdog checks the device
-every POLL_INTERVAL seconds:
+every POLL_INTERVAL seconds. torch's own watchdog remains the last resort (collective_timeout in comm/world.py).
 
     stop signal, then no progress      ends it after STOP_GRACE      torchrun signals the other ranks when one has died,
                                        seconds                       and kills them soon after
     no progress                        ends it after --timeout       a peer hangs, or its whole host is gone
-
-torch's own watchdog remains the last resort. It waits a minute after an error, and its timeout is a minute longer
-(collective_timeout in comm/world.py).
 """
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
 import time
 import traceback
 from collections import deque
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -53,11 +53,10 @@ from nanodomino.mesh import Mesh
 
 # What gloo, TCPStore and NCCL say when a peer is gone or does not answer. Shorter texts, such as "peer" and
 # "timed out", would also match errors of this rank: "peer access is not supported", "the launch timed out".
-PEER_ERRORS = ("closed by peer", "reset by peer", "by remote peer", "broken pipe", "pair closure", "connection refused",
-               "connection was likely closed", "remote process exited", "communicator was aborted",
-               "timed out waiting", "timed out after", "timed out connecting", "connect timeout",
-               "connection timed out", "operation timed out", "operation timeout", "wait timeout", "socket timeout",
-               "timeout waiting")
+PEER_ERROR = re.compile("(closed|reset) by peer|by remote peer|broken pipe|pair closure|connection refused|"
+                        "connection was likely closed|remote process exited|communicator was aborted|"
+                        "timed out (waiting|after|connecting)|(connection|operation) timed out|"
+                        "(connect|operation|wait|socket) timeout|timeout waiting", re.IGNORECASE)
 EXIT_LOCK = threading.RLock()      # held forever by the thread that ends the process
 STOP_GRACE = 20.0                  # seconds without progress after a stop signal; torchrun kills after 30
 POLL_INTERVAL = 0.5                # seconds
@@ -67,16 +66,13 @@ def run_rank(main, arguments: list[str]):
     """Call main(arguments, launch), which returns an exit code, and end this process with that code. Only rank 0 writes
     to standard output."""
     tolerate_lost_output()
-    # The local rank decides which rank prints an error, even if the rest of the launch environment is invalid.
-    numbers = [os.environ.get(name, "") for name in ("LOCAL_RANK", "RANK")]
-    launch = LaunchInfo(local_rank=int(next(filter(str.isdecimal, numbers), 0)))
+    local_rank = os.environ.get("LOCAL_RANK", "")              # decides who prints, even if the others are invalid
+    launch = LaunchInfo(local_rank=int(local_rank) if local_rank.isdecimal() else 0)
     try:
         launch = read_launch_environment()
         if launch.rank != 0:
             sys.stdout = open(os.devnull, "w")
         code = main(arguments, launch)
-    except SystemExit as end:                                  # --help
-        code = end.code
     except Exception as error:
         report_and_exit(launch, error)
     except KeyboardInterrupt:                                  # Ctrl-C before a StopSignal exists
@@ -94,9 +90,7 @@ def stop_signals() -> list[signal.Signals]:
 
 class StopSignal:
     """Records the first stop signal, in `number` and `received_at`; the second one ends the process, and so does the
-    first one if `all_saved`.
-
-    say(line): called to confirm the first signal at once, because the current step may take long.
+    first one if `all_saved`. say(line): confirms the first signal at once, because the current step may take long.
 
     Python runs signal handlers only between two bytecode instructions, and a rank inside a collective executes none. So
     set_wakeup_fd makes Python write the signal's number into a pipe immediately, and a thread reads the pipe.
@@ -162,16 +156,14 @@ def report_and_exit(launch: LaunchInfo, error: Exception):
 
 def caused_by_peer(error: Exception) -> bool:
     """Return whether the error only says that another rank has died or does not answer."""
-    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in PEER_ERRORS)
+    return isinstance(error, RuntimeError) and bool(PEER_ERROR.search(str(error)))
 
 
 def write_torchrun_error_file(text: str):
     """Write a text that torchrun quotes as the root cause at the end of its own error report."""
-    try:
-        with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
-            json.dump({"message": {"message": text, "extraInfo": {"timestamp": int(time.time())}}}, file)
-    except (KeyError, OSError):
-        pass                                                   # no torchrun, or a full disk; the text has been printed
+    message = {"message": text, "extraInfo": {"timestamp": int(time.time())}}
+    with suppress(KeyError, OSError):                          # no torchrun, or a full disk; the text has been printed
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": message}))
 
 
 def unresponsive_ranks(launch: LaunchInfo, hosts) -> str:
@@ -195,11 +187,9 @@ class Watchdog:
     """A context manager that watches a GPU until its block ends or `finished` is set. A CPU has no queue of work, so
     there is nothing to watch. hosts: the host of each rank.
 
-    Progress means that the device has reached a recorded event. Training records an event after each forward and each
-    backward of a microbatch, because a whole step of many microbatches can be in the queue. An empty queue counts as
-    progress too: once the pipeline stages are connected, a device with an empty queue waits only for its own host. So a
-    rank that is slow to read data does not blame its peers.
-    """
+    Progress means that the device has reached a recorded event. Training records one after each forward and each
+    backward of a microbatch, because a whole step can be in the queue. An empty queue counts as progress too: such a
+    device waits only for its own host. So a rank that is slow to read data does not blame its peers."""
 
     def __init__(self, launch: LaunchInfo, mesh: Mesh, timeout: float, hosts=()):
         self.launch, self.device, self.timeout = launch, mesh.device, timeout

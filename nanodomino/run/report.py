@@ -6,9 +6,8 @@
               perplexity = exp(loss), bits per byte of the scored text, and how many tokens of the split were scored
     curve     loss.svg, with the values of metrics.jsonl; with --tensorboard-dir also TensorBoard's copy of them
 
-MFU is model FLOPs utilization (PaLM, appendix B): tokens per second x FLOPs per token / peak FLOP/s of all devices. A
-token takes 6 N + 12 L n d s FLOPs, with N active parameters, L layers, n heads of size d and sequence length s
-(flops_per_token in estimate/formulas.py).
+MFU is model FLOPs utilization: tokens per second x FLOPs per token / peak FLOP/s of all devices (flops_per_token in
+estimate/formulas.py).
 """
 
 import dataclasses
@@ -18,7 +17,6 @@ import math
 import os
 import sys
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
@@ -35,9 +33,7 @@ from nanodomino.schedules import simulation
 from nanodomino.schedules.simulation import stage_layers
 from nanodomino.settings.config import Config
 
-
 FEW_EPOCHS = 4           # up to 4 epochs, repeated text is almost as good as new text (2305.16264)
-LONGEST = 1 << 24        # bytes of a line of metrics.jsonl; a longer one is cut into pieces, none of which can be read
 
 
 class Report:
@@ -246,27 +242,24 @@ class MetricsFile:
 
 def remove_outdated(path: Path, first_step: int, outdated=("test_loss",), say=print, add=lambda values: None):
     """Leave only the lines in metrics.jsonl that a run with `first_step` steps done continues, and call add(values) for
-    each. The file is read line by line, at most LONGEST bytes at a time, because it may be of any size. A killed run
-    may have written lines of steps after its last checkpoint, and half a line at the end. outdated: the losses of step
-    `first_step` that the run will score again. A run that starts over keeps its old file under another name."""
-    def lines():
-        file.seek(0)
-        return iter(partial(file.readline, LONGEST), b"")
-
+    each. A killed run may have written lines of steps after its last checkpoint, and half a line at the end. outdated:
+    the losses of step `first_step` that the run will score again. A run that starts over keeps its old file under
+    another name."""
     with open_regular_file(path, "a+b") as file:               # makes the file if there is none
-        if not first_step and len([*itertools.islice(lines(), 2)]) == 2:   # else it was killed before its first step
-            copy = next(name for number in itertools.count(1)
-                        if not os.path.lexists(name := path.with_name(f"metrics-{number:03d}.jsonl")))
-            path.rename(copy)
-            say(f"this run starts over from step 0; the metrics of its previous start are in {copy}")
-        current = []
-        for line in lines():
-            values = first_step and current_values(line, first_step, outdated)
-            current.append(bool(values))
-            if values:
-                add(values)
-        if not all(current):
-            write_file(path, itertools.compress(lines(), current))
+        file.seek(0)
+        lines = file.readlines()
+    if not first_step and len(lines) > 1:                      # else it was killed before its first step
+        copy = next(name for number in itertools.count(1)
+                    if not os.path.lexists(name := path.with_name(f"metrics-{number:03d}.jsonl")))
+        path.rename(copy)
+        say(f"this run starts over from step 0; the metrics of its previous start are in {copy}")
+    current = []
+    for line in lines:
+        if first_step and (values := current_values(line, first_step, outdated)):
+            add(values)
+            current.append(line)
+    if len(current) < len(lines):
+        write_file(path, current)
 
 
 def current_values(line: bytes, first_step: int, outdated=()) -> dict | None:

@@ -1,4 +1,4 @@
-"""Does everything that stands around a training: what comes before the first step, and what happens between two steps.
+"""Does everything around the training loop: what comes before the first step, and what happens between two steps.
 
 open_session() turns a command line into a Session: it checks settings, data, memory and the run's folder, then connects
 the ranks. Checks that need no other rank come first, so that most mistakes end the run before any rank communicates.
@@ -10,8 +10,9 @@ Each setting comes from the first of these sources that has it:
 So `train.py --run-dir runs/mine` alone resumes a run as it was. Some settings must not change when a run is resumed
 (EFFECTS in settings/flags.py). folder.py checks them, once it has found the checkpoint.
 
-The Session then answers train.py's questions (which step comes next? is it time to save?). It also does all that is not
-training itself: reports, checkpoints, timelines, signals, a sample at the end.
+The Session then does what train.py's loop asks for besides training: reports, checkpoints, timelines, a sample. Read on
+in folder.py (a run's folder, and the checkpoint to resume from), report.py (the terminal, metrics.jsonl, TensorBoard,
+loss.svg), failures.py (how a rank starts, stops and fails), determinism.py (why a run repeats bit by bit).
 """
 
 import argparse
@@ -49,7 +50,6 @@ from nanodomino.settings.flags import Parser, add_flags, expand_home, flag_setti
 from nanodomino.settings.records import check_record, remembered_settings, taken_over
 from nanodomino.settings.rules import check_needs
 from nanodomino.timeline.draw import draw_timeline
-
 
 PROMPT_TOKENS = 32       # length of the prompt, taken from the validation text, for the sample at the end
 
@@ -129,12 +129,8 @@ def check_agreement(config: Config) -> list[str]:
 
 @contextmanager
 def open_session(arguments: list[str], launch: LaunchInfo, program):
-    """Check settings, data and device, then start the process groups and yield a Session.
-
-    program: the module train.py, whose dataset_builder reads the data, and whose train_step is run dry for the
-        estimate of memory.
-    Raises UserError.
-    """
+    """Check settings, data and device, then start the process groups and yield a Session. Raises UserError. program:
+    the module train.py, whose dataset_builder reads the data, and whose train_step is run dry to estimate memory."""
     config = from_command_line(arguments, launch.world_size)
     device = find_device(config, launch)
     corpus = find_corpus(config, launch)
@@ -204,6 +200,8 @@ class Session:
         if self.mesh.device.type == "cuda":                    # a long garbage collection would let the GPU run dry
             gc.freeze()
         while self.done < self.config.train_iters and not self.stopped:
+            if failure := self.saver.failure():
+                self.report.say(f"warning: {failure}; training continues")
             self.step, self.step_start = self.done + 1, time.perf_counter()
             self.watchdog.context.update(step=self.step, signals=self.signals)
             self.trace.recording = self.step in self.config.traced_steps
@@ -274,11 +272,6 @@ class Session:
             self.report.say(f"warning: {warning}")
         self.saver.save(self.done, model, optimizer, self.config)
         self.report.draw_curve()
-
-    def check_saver(self):
-        """Warn if an earlier checkpoint could not be written. steps() reports the last one, on all ranks."""
-        if self.done < self.config.train_iters and not self.stopped and (failure := self.saver.failure()):
-            self.report.say(f"warning: {failure}; training continues")
 
     # ---- the end
 

@@ -52,8 +52,8 @@ SHARD = "rank-00000.bin"
 DAMAGES = {
     "missing": (replace(SHARD, lambda path: None), f"{SHARD} can't be read (No such file or directory)"),
     "truncated": (lambda folder: os.truncate(folder / SHARD, (folder / SHARD).stat().st_size - 1), f"{SHARD} is dama"),
-    "a folder": (replace(SHARD, Path.mkdir), f"{SHARD} can't be read (Is a directory)"),
-    "a pipe": (replace("index.json", os.mkfifo), "index.json can't be read (not a regular file)"),
+    "a folder": (replace(SHARD, Path.mkdir), f"{SHARD} is damaged: its size differs"),
+    "a pipe": (replace("index.json", os.mkfifo), "index.json is damaged: its size"),
     "a broken link": (replace("index.json", lambda path: path.symlink_to("nowhere")), "index.json can't be read (No"),
     "no manifest": (replace("manifest.json", lambda path: None), "is not a complete checkpoint"),
     "a folder for a manifest": (replace("manifest.json", Path.mkdir), "its manifest.json can't be read"),

@@ -152,15 +152,11 @@ def test_with_free_communication_there_is_only_the_bubble(schedule, least, most)
     assert sum(parts.values()) == pytest.approx(ideal + parts["bubble"])
 
 
-@pytest.mark.parametrize("microbatches", [96, 100])
-def test_a_schedule_is_extrapolated_to_many_microbatches_and_memory_without_the_hosts_decides(microbatches):
-    """The step of 96 or 100 microbatches on two stages follows from those of 32 and 64 and the rest."""
+def test_the_fullest_rank_is_found_without_the_memory_of_the_host():
     config = tiny(2, **PP2, **FULL, checkpoint_in_cpu=True, num_layers=8, hidden_size=64, device="cuda",
-                  dtype="bfloat16", global_batch_size=3 * microbatches)
-    one = machine(matmul_rate=1e12, inter_host_rate=1e9, ranks_per_host=1)
-    assert step_seconds(train, config, one) == pytest.approx(step_seconds.__wrapped__(train, config, one))
+                  dtype="bfloat16", global_batch_size=24)
     stages = [stage_memory(train, config, stage) for stage in (0, 1)]
-    assert stages[0] == pytest.approx(stage_memory.__wrapped__(train, config, 0)) and stages[0]["host"] > 0
+    assert stages[0]["host"] > 0
     assert fullest_rank_bytes(train, config) == max(sum(found.values()) - found["host"] for found in stages)
 
 

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import time
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -25,7 +24,6 @@ from nanodomino.checkpoint.load import checkpoints_of
 from nanodomino.checkpoint.format import verify
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.run.failures import caused_by_peer, unresponsive_ranks
-from nanodomino.run.session import Session
 
 LENGTH = ["--train-iters", 14, "--save-interval", 3]
 LONG = ["--train-iters", 1_000_000, "--eval-interval", 1_000_000]
@@ -371,13 +369,3 @@ def test_a_copy_that_differs_in_one_bit_is_named_at_the_next_save(pool, tmp_path
     assert ended.code == 2 and "error: the checkpoint of step 14 could not be written" in ended.output, ended.output
     assert saved_steps(tmp_path / "run") == [12, 6, 3]
     assert not list((tmp_path / "run" / "checkpoints").glob(".step-*")), "an unfinished one would keep a full disk full"
-
-
-@pytest.mark.parametrize("done, stopped, warns", [(4, False, True), (5, False, False), (4, True, False)])
-def test_a_failed_last_save_is_left_to_the_end_where_all_ranks_wait_for_it(done, stopped, warns):
-    """A rank that notices it earlier would only warn and go on, while the others end."""
-    said, failures = [], ["it failed"]
-    state = SimpleNamespace(done=done, stopped=stopped, config=SimpleNamespace(train_iters=5),
-                            report=SimpleNamespace(say=said.append), saver=SimpleNamespace(failure=failures.pop))
-    Session.check_saver(state)
-    assert said == ["warning: it failed; training continues"] * warns and len(failures) == 1 - warns
