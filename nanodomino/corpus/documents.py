@@ -1,4 +1,4 @@
-"""Finds text files and reads the documents in them.
+"""Finds text files and reads the documents in them, for data/prepare.py.
 
 **Types.** open_input() decides the type of a file by its name as typed (for a link: its own) and by its first bytes:
 
@@ -49,11 +49,8 @@ class Document:
 
 
 def find_files(inputs: list, key: str) -> tuple[list[tuple[str, str, int]], defaultdict]:
-    """Find the text files that `inputs`, files and folders, name. Raises UserError.
-
-    Returns ([(path, type, bytes if the type is text)], {note: the files that it is about}). A file with several names
-    or links is read once.
-    """
+    """Find the text files that `inputs`, files and folders, name. Return ([(path, type, bytes if the type is text)],
+    {note: the files that it is about}). A file with several names or links is read once. Raises UserError."""
     found, notes, folders = {}, defaultdict(list), set()
     for name in map(str, inputs):
         require(os.path.exists(name), f"no file or folder matches the input {name}; check the path")
@@ -145,8 +142,7 @@ def parquet_rows(path: str, file: io.BufferedIOBase, key: str) -> Iterator[dict]
 
 
 def text_of(record: bytes | dict, key: str, place: str, advice=", and --key names another key") -> str:
-    """Return the text of a JSON line or of a row. Raises UserError. place: file and line. advice: how to use another
-    key."""
+    """Return the text of a JSON line or of a row. Raises UserError, with `place` and how to use another key."""
     advice = f'; each must look like {{"{key}": "..."}}{advice}'
     try:
         record = json.loads(record) if isinstance(record, bytes) else record
