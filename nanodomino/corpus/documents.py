@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
-from nanodomino.errors import UserError, require
+from nanodomino.errors import UserError, import_optional, require
 from nanodomino.files import LIMIT
 
 CHUNK = 1 << 20                 # characters read at once
@@ -129,12 +129,7 @@ def read_documents(files: list[tuple[str, str, int]], key: str) -> Iterator[Docu
 
 def parquet_rows(path: str, file: io.BufferedIOBase, key: str) -> Iterator[dict]:
     """Yield {key: text} for each row. Raises UserError."""
-    try:
-        from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise UserError(f"{path} needs the package pyarrow, which cannot be imported ({error}); pip install -r "
-                        "requirements-extra.txt") from None
-    table = ParquetFile(file)
+    table = import_optional("pyarrow.parquet", path).parquet.ParquetFile(file)
     columns = table.schema_arrow.names
     require(key in columns, f'{path} has no column "{key}", only {str(columns)[:200]}; name another with --key')
     for rows in table.iter_batches(1000, columns=[key]):

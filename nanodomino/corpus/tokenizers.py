@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from nanodomino.errors import UserError, require
+from nanodomino.errors import UserError, import_optional, require
 from nanodomino.files import read_file, read_json
 
 END_OF_TEXT = "<|endoftext|>"
@@ -172,13 +172,9 @@ def read_huggingface(path: Path, *options) -> HuggingFaceTokenizer:
     path = path / "tokenizer.json" if path.is_dir() else path
     require(path.is_file() and path.name != "tokenizer.model", f"there is no {path} (sentencepiece's tokenizer.model "
             "can't be used instead); write one with AutoTokenizer's save_pretrained, or choose another folder")
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise UserError(f"{path} needs the package tokenizers, which cannot be imported ({error}); pip install -r "
-                        "requirements-extra.txt") from None
+    package = import_optional("tokenizers", path)
     with errors_of_the_package(f"read {path}"):
-        return HuggingFaceTokenizer(Tokenizer.from_str(read_file(path).decode()), path, *options)
+        return HuggingFaceTokenizer(package.Tokenizer.from_str(read_file(path).decode()), path, *options)
 
 
 Tokenizer = TiktokenTokenizer | HuggingFaceTokenizer

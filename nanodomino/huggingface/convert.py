@@ -35,7 +35,7 @@ from nanodomino.checkpoint.format import FORMAT, Index, LocalBox, write_boxes, w
 from nanodomino.checkpoint.load import find_checkpoint, open_weights, read_box
 from nanodomino.settings.config import Config
 from nanodomino.corpus.tokenizers import FILES
-from nanodomino.errors import UserError, counted, require
+from nanodomino.errors import UserError, counted, import_optional, require
 from nanodomino.files import delete, read_json, write_file
 from nanodomino.huggingface.families import Family, family_of, family_of_json, read_config, write_config
 from nanodomino.huggingface.tensors import TensorMapping, element_count, map_tensors
@@ -46,16 +46,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 *TOKENIZER_FILES, GENERATION = FILES
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-def import_safetensors():
-    """Import and return the package safetensors. Raises UserError if that fails."""
-    try:
-        import safetensors.torch
-        return safetensors
-    except Exception as error:                                 # its own imports can raise anything
-        raise UserError("the files of Hugging Face models need the package safetensors, which can't be imported "
-                        f"({error}); pip install -r requirements-extra.txt") from None
+import_safetensors = partial(import_optional, "safetensors.torch", "the file format of Hugging Face")
 
 
 @contextmanager
