@@ -152,8 +152,8 @@ def raise_small_shares(weights: list[float], size: int) -> list[float]:
 
 def write_splits(folder: Path, files: list, total: int, tokenizer: Tokenizer, dtype, weights: list[float],
                  notes: defaultdict, progress: bool, key: str) -> tuple[list[int], list[int]]:
-    """Write each document to its split. Return the numbers of tokens and of documents in each split. total: bytes of all
-    files. notes: from find_files(); updated here."""
+    """Write each document to its split. Return the numbers of tokens and of documents in each split. total: bytes of
+    all files. notes: from find_files(); updated here."""
     begin = [] if tokenizer.begin_of_text is None else [tokenizer.begin_of_text]
     documents, written, split_of, separator = [0] * 3, [0] * 3, {}, [tokenizer.end_of_text]
     with ExitStack() as stack:
@@ -208,7 +208,7 @@ def write_splits(folder: Path, files: list, total: int, tokenizer: Tokenizer, dt
 
 
 def batches(pieces: Iterator[tuple[int, str | None, str]]) -> Iterator[list[tuple[int, str | None, str]]]:
-    """Yield lists of pieces (split, text, place) of about AT_ONCE characters. Each text counts 64 more for its memory."""
+    """Yield lists of pieces (split, text, place) of about AT_ONCE characters. A text counts 64 more for its memory."""
     batch, size = [], 0
     for piece in pieces:
         batch.append(piece)
@@ -234,8 +234,8 @@ def choose_split(size: int, written: list[int], documents: list[int], weights: l
 
 
 def fill_empty_splits(folder: Path, tokens: list[int], dtype, weights: list[float]) -> list[str]:
-    """Fill each empty split from the end of the largest split. Return the filled splits. tokens: the number of tokens in
-    each split; updated here."""
+    """Fill each empty split from the end of the largest split. Return the filled splits. tokens: the number of tokens
+    in each split; updated here."""
     total, largest = sum(tokens), tokens.index(max(tokens))
     empty = [i for i in range(3) if weights[i] > 0 and not tokens[i]]
     for i in reversed(empty):       # test first, so that the text continues from train to valid to test
