@@ -1,1 +1,1 @@
-"""Turns text into a folder of token ids, and loads it."""
+"""Turns text into a folder of token ids, and loads it: documents, tokenizers, prepared_folder."""

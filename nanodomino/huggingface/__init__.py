@@ -1,1 +1,1 @@
-"""Converts models from and to the format of Hugging Face."""
+"""Converts models from and to the format of Hugging Face: convert, families, tensors."""
