@@ -27,9 +27,8 @@ one parameter, and each rank holds rows of both. So the full tensor is stored as
 shard is one box. The experts of a layer are stacked in one parameter too, with up to four dimensions.
 
 verify() finds any damage: flipped bits, truncated files, missing files. Reading a checkpoint runs no code. Even a file
-with the right checksum could have been written to do harm. So the size of the index is limited, and each box must lie
-in a file that the manifest lists. Memory is allocated only for bytes in that file, and for elements that the reader has
-asked for.
+with the right checksum could have been written to do harm. So the size of the index is limited, each box must lie in a
+file that the manifest lists, and memory is allocated only for bytes in that file and for elements that are asked for.
 """
 
 import hashlib
@@ -241,8 +240,8 @@ def manifest_text(content: dict) -> str:
 
 
 def write_manifest(folder: Path, content: dict, shares: list[Share], advice: str):
-    """Write the index and the manifest of a checkpoint and flush them to the disk. content: all entries of the manifest
-    except "files", which is added. Raises UserError with this advice if a file is missing."""
+    """Write the index and the manifest of a checkpoint and flush them to the disk. content: the manifest, to which
+    "files" is added. Raises UserError with this advice if a file is missing."""
     tensors = {}
     for name, dtype, shape, stored in (entry for share in shares for entry in share.entries):
         tensors.setdefault(name, dict(dtype=dtype, shape=shape, boxes=[]))["boxes"].append(stored)

@@ -38,11 +38,9 @@ from nanodomino.zero import ZeroOptimizer
 
 
 def range_to_save(bucket: Bucket, mesh: Mesh) -> tuple[int, int]:
-    """Return the range (start, end) of a bucket that this rank saves.
-
-    All ranks that hold the same bucket share the work. These are the replicas and, if the bucket is not cut over tp,
-    also the tp ranks. Each replica saves the part that it owns with ZeRO. Only the first stage saves a tied embedding.
-    """
+    """Return the range (start, end) of a bucket that this rank saves. The replicas share the work and, if the bucket is
+    not cut over tp, also the tp ranks. Each replica saves the part that it owns with ZeRO. Only the first stage saves a
+    tied embedding."""
     holders, index = mesh.axis(bucket.kind.replicas)
     if "tp" not in bucket.kind.shards:
         holders, index = holders * mesh.tp, index * mesh.tp + mesh.tp_rank

@@ -11,7 +11,7 @@
 **Long documents.** A file is encoded in chunks, because it may have gigabytes, and encoding takes some 60 bytes of
 memory per byte of text. A tokenizer splits a text into words, and byte-pair encoding (BPE) merges only within a word.
 If the chunks end between two words, they have the token ids of the whole file. (Some tokenizers, such as Llama 2's, put
-a space in front of each text that they encode. They also put one in front of each chunk.)
+a space in front of each text that they encode, so also in front of each chunk.)
 """
 
 import gzip

@@ -18,7 +18,7 @@ from functools import partial
 from types import SimpleNamespace
 
 from nanodomino.errors import UserError, require
-from nanodomino.huggingface.tensors import GPT2_MODULES, LLAMA_MODULES, MIXTRAL_MODULES, QWEN3_MOE_MODULES
+from nanodomino.huggingface.tensors import GPT2_MODULES, LLAMA_MODULES, with_experts
 from nanodomino.layers.attention_mask import HIGH_FREQUENCY, LOW_FREQUENCY, ORIGINAL_LENGTH
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import MAX_INT, flag_name, flag_settings
@@ -124,11 +124,9 @@ def read_biases(reader: ConfigReader) -> dict:
 
 
 def read_windows(reader: ConfigReader) -> dict:
-    """Read which layers have a sliding window. Its length counts the token itself, but --window-size does not.
-
-    Mistral has a window in all layers unless the entry is null. Qwen has one only with use_sliding_window: in Qwen2 and
-    Qwen3 from layer max_window_layers on, or where layer_types says so. A window of the longest sequence is none.
-    """
+    """Read which layers have a sliding window. Its length counts the token itself, but --window-size does not. Mistral
+    has a window in all layers unless the entry is null. Qwen has one only with use_sliding_window: in Qwen2 and Qwen3
+    from layer max_window_layers on, or where layer_types says so. A window of the longest sequence is none."""
     used = reader.get("use_sliding_window") if "use_sliding_window" in reader.defaults else True
     by_layer, longest = "max_window_layers" in reader.defaults, reader.get("max_position_embeddings")
     layers, types, window = map(reader.get, ("num_hidden_layers", "layer_types", "sliding_window"))
@@ -226,7 +224,7 @@ QWEN3 = dataclasses.replace(
 EXPERTS = dict(moe_layer_freq=1, moe_router_score_function="softmax", moe_router_topk_scaling_factor=1.0,
                moe_router_enable_expert_bias=False, moe_shared_expert_intermediate_size=None)
 MIXTRAL = dataclasses.replace(
-    MISTRAL, architecture="MixtralForCausalLM", modules=MIXTRAL_MODULES,
+    MISTRAL, architecture="MixtralForCausalLM", modules=with_experts("block_sparse_moe", "w1", "w3", "w2"),
     # the unused ffn_hidden_size gets the width of the experts; the preset's might not suit tp
     read=(*MISTRAL.read, lambda reader: dict(ffn_hidden_size=reader.get("intermediate_size"))),
     sizes=LLAMA.sizes | {"intermediate_size": ("moe_ffn_hidden_size", None), "num_local_experts": ("num_experts", None),
@@ -235,7 +233,7 @@ MIXTRAL = dataclasses.replace(
     defaults=LLAMA.defaults | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
                                "num_local_experts": 8, "num_experts_per_tok": 2})
 QWEN3_MOE = dataclasses.replace(
-    QWEN3, architecture="Qwen3MoeForCausalLM", modules=QWEN3_MOE_MODULES,
+    QWEN3, architecture="Qwen3MoeForCausalLM", modules=with_experts("mlp", "gate_proj", "up_proj", "down_proj"),
     # whether the weights of a token's experts add up to 1: softmax over the chosen logits instead of over all
     read=(*QWEN3.read, lambda reader: dict(moe_router_pre_softmax=not reader.get("norm_topk_prob"))),
     write=(*QWEN3.write, lambda config: dict(norm_topk_prob=not config.moe_router_pre_softmax)),

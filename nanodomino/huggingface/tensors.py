@@ -15,8 +15,8 @@ In nanodomino the rows of qkv are ordered group by group: the r q heads, the k h
 those of group 1, and so on. So a contiguous shard holds whole groups, and each tensor-parallel rank can compute
 attention on its own. GPT-2 computes x W (its Conv1D), the others x W^T; therefore GPT-2's matrices are transposed.
 
-The experts of a layer are stacked in one parameter. In Hugging Face's files each expert has its own tensors, with the
-shapes of an MLP's. So an expert is converted like an MLP, and only one expert is in memory at a time.
+The experts of a layer are stacked in one parameter. In Hugging Face's files each expert has its own tensors. So an
+expert is converted like an MLP, and only one expert is in memory at a time.
 """
 
 import re
@@ -98,10 +98,6 @@ def with_experts(block: str, gate: str, up: str, down: str) -> dict:
         "layers.#.mlp.router": ([f"{layer}.gate"], SAME),
         "layers.#.mlp.experts.dense_h_to_4h": ([f"{experts}.{gate}", f"{experts}.{up}"], GATE_AND_UP),
         "layers.#.mlp.experts.dense_4h_to_h": ([f"{experts}.{down}"], SAME)}
-
-
-MIXTRAL_MODULES = with_experts("block_sparse_moe", "w1", "w3", "w2")
-QWEN3_MOE_MODULES = with_experts("mlp", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
