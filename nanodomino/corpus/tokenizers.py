@@ -48,7 +48,7 @@ class TiktokenTokenizer:
         self.end_of_text = encoding.eot_token       # the id that ends a document
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the ids of a text, without begin_of_text and end_of_text. "<|endoftext|>" is ordinary text here."""
+        """Return the ids of a text, without begin_of_text and end_of_text. "<|endoftext|>" is ordinary text."""
         return self.encoding.encode_to_numpy(text, disallowed_special=())
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
