@@ -33,7 +33,7 @@ from benchmarks.runner import (CONFIG_FLAGS, GPT2, RandomTokens, Times, about, a
                                describe, join, ratio_text, ratios, require_same_work, table)
 from nanodomino.checkpoint.format import slices
 from nanodomino.domino import Domino
-from nanodomino.errors import UserError, require
+from nanodomino.errors import import_optional, require
 from nanodomino.estimate.formulas import find_peak_flops, flops_per_token, parameter_count
 from nanodomino.huggingface.families import family_of, write_config
 from nanodomino.huggingface.tensors import map_tensors
@@ -151,11 +151,7 @@ def plain(config, ours) -> MeanLoss:
 def transformers(config, ours) -> MeanLoss:
     """Return Transformers' model of the same family with the weights of `ours`. Raises UserError without the package.
     """
-    try:
-        import transformers
-    except ImportError as error:
-        raise UserError(f"--against transformers needs the package transformers, which can't be imported ({error}); "
-                        "pip install -r requirements-extra.txt") from None
+    transformers = import_optional("transformers", "--against transformers")
     weights, theirs = dict(ours.named_parameters()), {}
     for mapping in map_tensors(config, family_of(config).modules):
         whole = weights[mapping.name].detach().float().view(mapping.shape)

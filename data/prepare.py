@@ -19,9 +19,8 @@ because the input is one big file, its share is cut off the end of the largest s
 No document may be in both training and validation data. So a file that several inputs name is read once, and copies
 of a document go to the same split.
 
-Memory use does not grow with the size of a text file, because text is read in chunks. A line or row is one chunk. Each
-document costs about a hundred bytes of memory. The tokenizer gets the chunks of many documents at once, so that all
-cores have work.
+Memory use does not grow with the size of a text file, because text is read in chunks. Each document costs about a
+hundred bytes of memory. The tokenizer gets the chunks of many documents at once, so that all cores have work.
 """
 
 import argparse
@@ -42,11 +41,10 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a script, Python looks in data/ only
 
 from nanodomino.corpus.documents import find_files, read_documents
-from nanodomino.corpus.prepared_folder import FORMAT, SPLITS, Corpus, check, load_corpus
+from nanodomino.corpus.prepared_folder import BLOCK, FORMAT, SPLITS, Corpus, check, load_corpus
 from nanodomino.corpus.tokenizers import Tokenizer, build_tokenizer
 from nanodomino.errors import UserError, counted, require, run_command
 from nanodomino.files import delete, naming, open_regular_file, read_file, sha256, write_file
@@ -56,7 +54,6 @@ DEFAULT_CORPUS = Path(__file__).resolve().parent / "python-stdlib"
 STANDARD_LIBRARY = f"the standard library of Python {sys.version.split()[0]}"
 SAMPLE_TOKENS = 2049            # of a sample of 2,048 tokens and their labels
 AT_ONCE = 1 << 22               # characters of all texts that are tokenized at once
-BLOCK = 1 << 20                 # tokens counted at once
 SEPARATOR_INSIDE = "documents with end-of-text inside, where --reset-attention-mask cuts them (see --end-of-text)"
 PAIRS_COUNTED = 1 << 24         # only pairs in the first 2**24 tokens are counted, which takes up to 0.5 GB of memory
 
@@ -96,12 +93,9 @@ def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), progress=True,
 
 @contextmanager
 def new_folder(output: Path) -> Iterator[Path]:
-    """Yield a hidden folder next to `output`, and rename it to `output` at the end.
-
-    Renaming is atomic, so a reader never sees half a corpus. It fails if `output` holds files by then: nothing is
-    replaced, and of several processes that prepare the same output, the first to finish wins. A process that is killed
-    leaves its hidden folder, which a user can delete.
-    """
+    """Yield a hidden folder next to `output`, and rename it to `output` at the end, so that a reader never sees half a
+    corpus. Renaming fails if `output` holds files by then: of several processes that prepare the same output, the first
+    to finish wins. A process that is killed leaves its hidden folder, which a user can delete."""
     require(not output.exists() or output.is_dir() and not any(output.iterdir()),
             f"the output {output} already exists, and nothing is replaced; delete it, or choose another --output")
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -158,10 +152,8 @@ def raise_small_shares(weights: list[float], size: int) -> list[float]:
 
 def write_splits(folder: Path, files: list, total: int, tokenizer: Tokenizer, dtype, weights: list[float],
                  notes: defaultdict, progress: bool, key: str) -> tuple[list[int], list[int]]:
-    """Write each document to its split. Returns the numbers of tokens and of documents in each split.
-
-    total: bytes of all files. notes: from find_files(); updated here.
-    """
+    """Write each document to its split. Return the numbers of tokens and of documents in each split. total: bytes of
+    all files. notes: from find_files(); updated here."""
     begin = [] if tokenizer.begin_of_text is None else [tokenizer.begin_of_text]
     documents, written, split_of, separator = [0] * 3, [0] * 3, {}, [tokenizer.end_of_text]
     with ExitStack() as stack:
@@ -216,8 +208,7 @@ def write_splits(folder: Path, files: list, total: int, tokenizer: Tokenizer, dt
 
 
 def batches(pieces: Iterator[tuple[int, str | None, str]]) -> Iterator[list[tuple[int, str | None, str]]]:
-    """Yield lists of pieces (split, text, place) with about AT_ONCE characters. A short text takes memory too: 64 more.
-    """
+    """Yield lists of pieces (split, text, place) of about AT_ONCE characters. A text counts 64 more for its memory."""
     batch, size = [], 0
     for piece in pieces:
         batch.append(piece)
@@ -243,10 +234,8 @@ def choose_split(size: int, written: list[int], documents: list[int], weights: l
 
 
 def fill_empty_splits(folder: Path, tokens: list[int], dtype, weights: list[float]) -> list[str]:
-    """Fill each empty split from the end of the largest split. Returns the filled splits.
-
-    tokens: the number of tokens in each split; updated here.
-    """
+    """Fill each empty split from the end of the largest split. Return the filled splits. tokens: the number of tokens
+    in each split; updated here."""
     total, largest = sum(tokens), tokens.index(max(tokens))
     empty = [i for i in range(3) if weights[i] > 0 and not tokens[i]]
     for i in reversed(empty):       # test first, so that the text continues from train to valid to test
@@ -274,11 +263,8 @@ def file_stamp(path: Path) -> dict:
 
 
 def check_unchanged(corpus: Corpus):
-    """Raise UserError if a file of tokens has changed since it was prepared.
-
-    If a stamp differs, the checksums decide: they take longer, but a copied folder may have other time stamps, and one
-    of an earlier version has none.
-    """
+    """Raise UserError if a file of tokens has changed since it was prepared. If a stamp differs, the checksums decide:
+    they take longer, but a copied folder may have other time stamps, and one of an earlier version has none."""
     paths = {split: corpus.path / f"{split}.bin" for split in SPLITS}
     if {split: file_stamp(path) for split, path in paths.items()} != corpus.meta.get("stamps"):
         for split, path in paths.items():

@@ -40,6 +40,16 @@ def require(condition, message: str, error: type[UserError] = UserError):
         raise error(message)
 
 
+def import_optional(name: str, user):
+    """Import a module, and return its package, which is in requirements-extra.txt. user: what needs the package. Raises
+    UserError."""
+    try:
+        return __import__(name)
+    except Exception as error:                                 # the package's own imports can raise anything
+        raise UserError(f"{user} needs the package {name.split('.')[0]}, which can't be imported ({error}); pip "
+                        "install -r requirements-extra.txt") from None
+
+
 def counted(number: int, noun: str, form="") -> str:
     """Return for example "1 replica", "2 processes" or, with the format ",", "1,000 tokens"."""
     return f"{number:{form}} {noun}" + ("" if number == 1 else "es" if noun.endswith(("s", "ch")) else "s")

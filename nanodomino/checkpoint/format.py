@@ -1,14 +1,18 @@
 """Defines the files of a checkpoint: boxes of tensors as raw bytes, the index that locates them, and the manifest.
 
+Weights, optimizer state and a few counters are enough to resume with the same bits, because the data order, the dropout
+masks and the learning rate depend only on the settings and the step.
+
 A box is a rectangular part of a tensor, given by its offset and size. Each rank writes the boxes that it holds, one
 after another, as little-endian numbers and nothing else. A reader on another layout asks for other boxes. They are put
 together from the stored ones, whichever rank wrote them.
 
+    rank-00000.bin  the numbers that rank 0 wrote; rank-00001.bin ...
     index.json      {"weight.final_norm.weight": {"dtype": "float32", "shape": [8], "boxes": [
                         ["rank-00000.bin", 0, [0], [5]],        file, first byte, offset in the tensor, size
                         ["rank-00001.bin", 0, [5], [3]]]}, ...}
     manifest.json   {"sha256": of the rest of this file, "format", "step", "adam_steps", "skipped_in_a_row",
-                     "loss_scale", "config", "files": {name: {"size", "sha256"}}}
+                     "loss_scale", "config", "files": {name: {"size", "sha256"}}}; written last
 
 The range of a flat buffer that a rank owns need not begin or end where a row of a matrix does. It may hold the end of
 one row, some whole rows and the start of another row, which makes at most three boxes:
@@ -22,10 +26,9 @@ With tensor parallelism this matrix is a shard, at some offset in the full tenso
 one parameter, and each rank holds rows of both. So the full tensor is stored as [2, rows, columns], in which every
 shard is one box. The experts of a layer are stacked in one parameter too, with up to four dimensions.
 
-The manifest is written last, when all other files are on the disk. verify() finds any later damage: flipped bits,
-truncated files, missing files. Reading a checkpoint runs no code, whatever its files hold. Even a file with the right
-checksum could have been written to do harm. So the size of the index is limited, and each box must lie in a file that
-the manifest lists. Memory is allocated only for bytes in that file, and for elements that the reader has asked for.
+verify() finds any damage: flipped bits, truncated files, missing files. Reading a checkpoint runs no code. Even a file
+with the right checksum could have been written to do harm. So the size of the index is limited, each box must lie in a
+file that the manifest lists, and memory is allocated only for bytes in that file and for elements that are asked for.
 """
 
 import hashlib
@@ -51,7 +54,6 @@ FORMAT, INDEX = "nanodomino-checkpoint-2", "index.json"
 STEP_NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")      # matches exactly the names f"step-{step:08d}"
 FILE_NAME = re.compile(r"\w[\w.-]{0,99}")                      # with a / it could lead to any file
 MEASURES = dict(size=os.path.getsize, sha256=sha256)           # in this order, because large files take long to hash
-TYPES = dict(step=int, adam_steps=int, config=dict, files=dict)
 
 
 def check(condition, sentence: str):
@@ -97,11 +99,6 @@ def boxes_of_range(start: int, end: int, shape) -> list[Box]:
             boxes += [Box((row, *offset), (1, *size))
                       for offset, size in boxes_of_range(first - row * row_size, last - row * row_size, shape[1:])]
     return boxes
-
-
-def full_shapes(model: GPT) -> dict[str, tuple[int, ...]]:
-    """Return {name of a parameter: shape of its full tensor} for a model."""
-    return {name: weight.spec.shape for name, weight in model.named_parameters()}
 
 
 def local_boxes(model: GPT, ranges: list[BucketRange]) -> list[LocalBox]:
@@ -154,8 +151,8 @@ class Share(NamedTuple):
 
 
 def write_boxes(path: Path, boxes: Iterable[LocalBox]) -> Share:
-    """Write the values of the boxes to a file and flush it to the disk. Each rank computes the checksum of its own
-    file, so the ranks share this work. boxes: can be a generator, because only one box is needed at a time."""
+    """Write the values of the boxes to a file, flush it to the disk, and compute its checksum. boxes: can be a
+    generator, because only one box is needed at a time."""
     make_folder(path.parent)
     digest, start, entries = hashlib.sha256(), 0, []
     with naming(path), open_regular_file(path, "wb") as file:
@@ -243,8 +240,8 @@ def manifest_text(content: dict) -> str:
 
 
 def write_manifest(folder: Path, content: dict, shares: list[Share], advice: str):
-    """Write the index and the manifest of a checkpoint and flush them to the disk. content: all entries of the manifest
-    except "files", which is added. Raises UserError with this advice if a file is missing."""
+    """Write the index and the manifest of a checkpoint and flush them to the disk. content: the manifest, to which
+    "files" is added. Raises UserError with this advice if a file is missing."""
     tensors = {}
     for name, dtype, shape, stored in (entry for share in shares for entry in share.entries):
         tensors.setdefault(name, dict(dtype=dtype, shape=shape, boxes=[]))["boxes"].append(stored)
@@ -280,7 +277,8 @@ def read_manifest(folder: Path) -> dict:
     check(intact, f"{path} is damaged: its checksum is wrong")
     require(content.get("format") == FORMAT, f"{path} has format {str(content.get('format'))[:80]!r}, but this version "
             f"reads {FORMAT!r}; use the version that wrote it")
-    wrong = [name for name, kind in TYPES.items() if type(content.get(name)) is not kind]
+    kinds = dict(step=int, adam_steps=int, config=dict, files=dict)
+    wrong = [name for name, kind in kinds.items() if type(content.get(name)) is not kind]
     check(not wrong, f"{path} lacks {', '.join(wrong)}")
     for name in content["files"]:
         check(FILE_NAME.fullmatch(name), f"{path} must list files beside it, but has {name[:80]!r}")

@@ -5,7 +5,7 @@
     runs/nano-001/checkpoints/.step-00000200.unfinished/    a checkpoint that is being written
     runs/nano-001/checkpoints/.step-00000050.discarded/     a checkpoint that is being deleted
 
-A killed process can leave hidden folders behind; the next launch deletes them. Folders with other names, such as a
+A killed process can leave hidden folders behind, which the next launch deletes. Folders with other names, such as a
 user's copy of a checkpoint, are ignored and never deleted.
 
 Each rank reads only the values that it owns, directly into its flat buffers. With ZeRO it owns 1/dp of the parameters
@@ -21,8 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nanodomino.checkpoint.format import (Box, BucketRange, Index, LocalBox, full_shapes, local_boxes, read_manifest,
-                                          step_of, verify)
+from nanodomino.checkpoint.format import Box, BucketRange, Index, LocalBox, local_boxes, read_manifest, step_of, verify
 from nanodomino.errors import UserError, require, sentence_and_code
 from nanodomino.files import read_json
 from nanodomino.mesh import Mesh
@@ -73,10 +72,8 @@ def find_checkpoint(folder: Path) -> Path:
 
 
 def recorded_settings(folder: Path) -> dict | None:
-    """Return the settings of a run's latest launch, or of a checkpoint; None if none can be read.
-
-    If config.json can't be read, return the settings of the newest checkpoint.
-    """
+    """Return the settings in a run's config.json, else in the checkpoint `folder` or the run's newest readable one, or
+    None."""
     with suppress(UserError):
         return read_json(folder / "config.json")
     with suppress(OSError):                                    # for example, the name is too long
@@ -106,10 +103,8 @@ def restore(folder: Path, model: GPT, optimizer: ZeroOptimizer, mesh: Mesh, weig
 
 def load_weights(folder: Path, model: GPT):
     """Fill a model of any layout, without an optimizer. All ranks must call this together. Raises UserError."""
-    boxes = []
-    for name, weight in model.named_parameters():
-        spec, values = weight.spec, weight.detach().view(weight.spec.size)
-        boxes.append(LocalBox(f"weight.{name}", spec.shape, Box(spec.offset, spec.size), values))
+    boxes = [LocalBox(f"weight.{name}", weight.spec.shape, Box(weight.spec.offset, weight.spec.size),
+                      weight.detach().view(weight.spec.size)) for name, weight in model.named_parameters()]
     read_boxes(folder, together(lambda: read_manifest(folder)), boxes)
 
 
@@ -144,8 +139,8 @@ def open_weights(folder: Path) -> tuple[Index, GPT]:
     manifest = read_manifest(folder)
     index = Index(folder, manifest)
     model = meta_model(config_of(folder, manifest))
-    for name, shape in full_shapes(model).items():
-        index.find(f"weight.{name}", shape)
+    for name, weight in model.named_parameters():
+        index.find(f"weight.{name}", weight.spec.shape)
     return index, model
 
 

@@ -1,8 +1,8 @@
 """Saves checkpoints in the background. Each rank writes its share, and renaming the folder completes the checkpoint.
 
-**Each rank writes its share.** Ranks that hold the same values share the work (range_to_save). So the bytes that
-a rank writes, the host memory for them and the time that training waits for the copy all fall as 1/dp. With AdamW a
-share is 12/dp bytes for each parameter that the rank holds: the fp32 master weight and two fp32 moments.
+**Each rank writes its share.** Ranks that hold the same values share the work (range_to_save). So a share, the host
+memory for it and the time that training waits for the copy all fall as 1/dp. With AdamW a share is 12/dp bytes for each
+parameter that the rank holds: the fp32 master weight and two fp32 moments.
 
 **In the background.** Training waits only for the copy to host memory. Then a thread on each rank writes the copy. The
 thread has its own process group, so that its collectives can't mix with training's. It makes no CUDA calls: they would
@@ -38,11 +38,9 @@ from nanodomino.zero import ZeroOptimizer
 
 
 def range_to_save(bucket: Bucket, mesh: Mesh) -> tuple[int, int]:
-    """Return the range (start, end) of a bucket that this rank saves.
-
-    All ranks that hold the same bucket share the work. These are the replicas and, if the bucket is not cut over tp,
-    also the tp ranks. Each replica saves the part that it owns with ZeRO. Only the first stage saves a tied embedding.
-    """
+    """Return the range (start, end) of a bucket that this rank saves. The replicas share the work and, if the bucket is
+    not cut over tp, also the tp ranks. Each replica saves the part that it owns with ZeRO. Only the first stage saves a
+    tied embedding."""
     holders, index = mesh.axis(bucket.kind.replicas)
     if "tp" not in bucket.kind.shards:
         holders, index = holders * mesh.tp, index * mesh.tp + mesh.tp_rank
@@ -136,10 +134,9 @@ class Saver:
         return outcome[0]
 
     def complete(self, temporary: Path, final: Path, manifest: dict, shares: list[Share]):
-        """Write the index and the manifest, rename the folder, and only then delete old checkpoints.
-
-        If the latest steps were skipped, the run may have diverged and may have to restart from an older checkpoint. So
-        no checkpoint is deleted then. A damaged checkpoint does not count as one of the last keep_last."""
+        """Write the index and the manifest, rename the folder, and only then delete old checkpoints. Delete none if the
+        latest steps were skipped, because the run may have to restart from an older one. A damaged checkpoint does not
+        count as one of the last keep_last."""
         write_manifest(temporary, manifest, shares, "--run-dir must lie on a disk that all hosts share")
         if os.path.lexists(final):                             # the run went back and has reached this step again
             delete_checkpoint(final)

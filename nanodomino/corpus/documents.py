@@ -1,4 +1,4 @@
-"""Finds text files and reads the documents in them.
+"""Finds text files and reads the documents in them, for data/prepare.py.
 
 **Types.** open_input() decides the type of a file by its name as typed (for a link: its own) and by its first bytes:
 
@@ -11,7 +11,7 @@
 **Long documents.** A file is encoded in chunks, because it may have gigabytes, and encoding takes some 60 bytes of
 memory per byte of text. A tokenizer splits a text into words, and byte-pair encoding (BPE) merges only within a word.
 If the chunks end between two words, they have the token ids of the whole file. (Some tokenizers, such as Llama 2's, put
-a space in front of each text that they encode. They also put one in front of each chunk.)
+a space in front of each text that they encode, so also in front of each chunk.)
 """
 
 import gzip
@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
-from nanodomino.errors import UserError, require
+from nanodomino.errors import UserError, import_optional, require
 from nanodomino.files import LIMIT
 
 CHUNK = 1 << 20                 # characters read at once
@@ -49,11 +49,8 @@ class Document:
 
 
 def find_files(inputs: list, key: str) -> tuple[list[tuple[str, str, int]], defaultdict]:
-    """Find the text files that `inputs`, files and folders, name. Raises UserError.
-
-    Returns ([(path, type, bytes if the type is text)], {note: the files that it is about}). A file with several names
-    or links is read once.
-    """
+    """Find the text files that `inputs`, files and folders, name. Return ([(path, type, bytes if the type is text)],
+    {note: the files that it is about}). A file with several names or links is read once. Raises UserError."""
     found, notes, folders = {}, defaultdict(list), set()
     for name in map(str, inputs):
         require(os.path.exists(name), f"no file or folder matches the input {name}; check the path")
@@ -132,12 +129,7 @@ def read_documents(files: list[tuple[str, str, int]], key: str) -> Iterator[Docu
 
 def parquet_rows(path: str, file: io.BufferedIOBase, key: str) -> Iterator[dict]:
     """Yield {key: text} for each row. Raises UserError."""
-    try:
-        from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise UserError(f"{path} needs the package pyarrow, which cannot be imported ({error}); pip install -r "
-                        "requirements-extra.txt") from None
-    table = ParquetFile(file)
+    table = import_optional("pyarrow.parquet", path).parquet.ParquetFile(file)
     columns = table.schema_arrow.names
     require(key in columns, f'{path} has no column "{key}", only {str(columns)[:200]}; name another with --key')
     for rows in table.iter_batches(1000, columns=[key]):
@@ -145,8 +137,7 @@ def parquet_rows(path: str, file: io.BufferedIOBase, key: str) -> Iterator[dict]
 
 
 def text_of(record: bytes | dict, key: str, place: str, advice=", and --key names another key") -> str:
-    """Return the text of a JSON line or of a row. Raises UserError. place: file and line. advice: how to use another
-    key."""
+    """Return the text of a JSON line or of a row. Raises UserError, with `place` and how to use another key."""
     advice = f'; each must look like {{"{key}": "..."}}{advice}'
     try:
         record = json.loads(record) if isinstance(record, bytes) else record

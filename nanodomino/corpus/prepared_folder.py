@@ -25,11 +25,7 @@ BLOCK = 1 << 20         # tokens counted at once
 
 @dataclass
 class Corpus:
-    """The checked contents of meta.json.
-
-    unigram_entropy is the loss of a model that knows only how frequent each token is, in nats per token of the training
-    text. bigram_entropy is the loss of a model that also sees the previous token.
-    """
+    """The checked contents of meta.json."""
     path: Path
     tokenizer_name: str
     vocab_size: int
@@ -37,8 +33,8 @@ class Corpus:
     dtype: np.dtype
     tokens: dict[str, int]      # {split: number of tokens}
     sha256: dict[str, str]      # {split: checksum}
-    unigram_entropy: float
-    bigram_entropy: float
+    unigram_entropy: float      # nats per training token: the loss of a model that knows only token frequencies,
+    bigram_entropy: float       # and of one that also sees the previous token
     meta: dict                  # the whole of meta.json
 
     def text_bytes(self, split: str, count: int) -> int | None:
@@ -80,9 +76,7 @@ class Corpus:
 
     def check_tokenizer_of(self, checkpoint: Path):
         """Raise UserError if an imported checkpoint's tokenizer.json reads other text from the first training tokens.
-
-        The sizes do not tell: the tokenizers of Llama 2 and of Mistral 7B both have 32,000 tokens.
-        """
+        The sizes do not tell: the tokenizers of Llama 2 and of Mistral 7B both have 32,000 tokens."""
         if (checkpoint / "tokenizer.json").is_file():
             ids = np.fromfile(self.path / "train.bin", self.dtype, SAMPLE)
             ids = ids[(ids < self.vocab_size) & (ids != self.end_of_text)]     # a model may rename its end-of-text
@@ -98,10 +92,8 @@ def check(condition, sentence: str):
 
 
 def load_corpus(folder) -> Corpus:
-    """Read and check the meta.json of a corpus, and compare it with the sizes of the other files.
-    Raises UserError."""
-    folder = Path(folder)
-    path = folder / "meta.json"
+    """Read and check the meta.json of a corpus, and compare it with the files' sizes. Raises UserError."""
+    folder, path = Path(folder), Path(folder) / "meta.json"
     require(not folder.is_file(), f"{folder} is a file, not a data folder; prepare it with "
             f"data/prepare.py --input {folder} --output {folder}-tokens")
     require(path.is_file(), f"there is no data folder {folder} with a meta.json; give another folder, or make one with "

@@ -16,10 +16,8 @@ A tokenizer.json is read with the optional package `tokenizers`. Two kinds of BP
 
 For both kinds the bytes of each token are known, so generated text can be printed token by token. The name of a
 special token is ordinary text in documents and prompts: a web page about <|endoftext|> does not end where it mentions
-this token. With --special-tokens the name means the token, as in the text that a chat template writes.
-
-A tokenizer must not change a text, except that it may compose characters, as Qwen's does (Unicode's NFC). Nearly all
-texts are in NFC, and stay as they are.
+this token. With --special-tokens the name means the token, as in the text that a chat template writes. A tokenizer must
+not change a text, except that it may compose characters, as Qwen's does (Unicode's NFC).
 """
 
 import os
@@ -27,64 +25,48 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import tiktoken
 
-from nanodomino.errors import UserError, require
+from nanodomino.errors import UserError, import_optional, require
 from nanodomino.files import read_file, read_json
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZERS = ("byte", "gpt2")
 
 
-class Tokenizer(Protocol):
-    """The methods and attributes that every tokenizer has. Documents and prompts are encoded alike."""
-    name: str               # byte, gpt2 or huggingface, as in meta.json
-    vocab_size: int         # 1 + the largest id
-    end_of_text: int        # the id that ends a document
-    begin_of_text: int | None       # the id in front of each document and prompt, if there is one
-    files: dict[str, Path]  # the tokenizer's own files: {name of the copy in a corpus: original file}
-
-    def encode(self, text: str) -> np.ndarray:
-        """Return the ids of a text, without begin_of_text and end_of_text. "<|endoftext|>" is ordinary text, unless
-        the tokenizer was built with special_tokens."""
-
-    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Return encode(text) of each text; several threads share the work."""
-
-    def decode(self, ids) -> str:
-        """Return the text of these ids. Bytes that are not UTF-8 become U+FFFD."""
-
-    def token_bytes(self, token: int) -> bytes:
-        """Return the bytes of a token. They may be only a part of a UTF-8 character."""
-
-
 class TiktokenTokenizer:
-    """Wraps a tiktoken.Encoding as a Tokenizer."""
-    begin_of_text, files = None, {}
+    """Wraps a tiktoken.Encoding. Every tokenizer has the methods and attributes of this class."""
+    begin_of_text: int | None = None        # the id in front of each document and prompt, if there is one
+    files: dict[str, Path] = {}             # the tokenizer's own files: {name of the copy in a corpus: original file}
 
     def __init__(self, encoding: tiktoken.Encoding):
-        self.encoding, self.name = encoding, encoding.name
-        self.vocab_size, self.end_of_text = encoding.n_vocab, encoding.eot_token
+        self.encoding = encoding
+        self.name = encoding.name                   # byte, gpt2 or huggingface, as in meta.json
+        self.vocab_size = encoding.n_vocab          # 1 + the largest id
+        self.end_of_text = encoding.eot_token       # the id that ends a document
 
     def encode(self, text: str) -> np.ndarray:
+        """Return the ids of a text, without begin_of_text and end_of_text. "<|endoftext|>" is ordinary text."""
         return self.encoding.encode_to_numpy(text, disallowed_special=())
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """Return encode(text) of each text; several threads share the work."""
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             return list(threads.map(self.encode, texts))
 
     def decode(self, ids) -> str:
+        """Return the text of these ids. Bytes that are not UTF-8 become U+FFFD."""
         return self.encoding.decode(ids)
 
     def token_bytes(self, token: int) -> bytes:
+        """Return the bytes of a token. They may be only a part of a UTF-8 character."""
         return self.encoding.decode_single_token_bytes(token)
 
 
 class ByteTokenizer(TiktokenTokenizer):
-    """A Tokenizer whose ids are bytes."""
+    """A tokenizer whose ids are bytes."""
 
     def __init__(self):
         super().__init__(tiktoken.Encoding("byte", pat_str=r"(?s:.)", special_tokens={END_OF_TEXT: 256},
@@ -94,39 +76,13 @@ class ByteTokenizer(TiktokenTokenizer):
         return np.frombuffer(text.encode(), np.uint8)       # faster than tiktoken, same ids
 
 
-def build_tokenizer(name, special_tokens=False, begin_of_text=False, end_of_text=None) -> Tokenizer:
-    """Return the tokenizer `name`: "byte", "gpt2", or the path of a Hugging Face tokenizer. Raises UserError.
-
-    The other arguments are for Hugging Face tokenizers only:
-    special_tokens: the name of a special token in a text means the token; otherwise the name is ordinary text.
-    begin_of_text: put the tokenizer's begin-of-text token in front of each document and prompt.
-    end_of_text: name or id of the token that ends a document. "eos_token": the eos_token of tokenizer_config.json.
-        None: the eos_token too, unless it may end a chat turn and the tokenizer has <|endoftext|> or <|end_of_text|>.
-    """
-    if name not in TOKENIZERS:
-        require(Path(name).exists(), f"unknown tokenizer '{name}'; try one of {', '.join(TOKENIZERS)}, or the path of "
-                "a Hugging Face tokenizer's folder")
-        return read_huggingface(name, special_tokens, begin_of_text, end_of_text)
-    for flag, value in (("--special-tokens", special_tokens), ("--begin-of-text", begin_of_text),
-                        ("--end-of-text", isinstance(end_of_text, str))):
-        require(not value, f"{flag} is for Hugging Face tokenizers, but the tokenizer is {name}; leave {flag} out")
-    if name == "byte":
-        return ByteTokenizer()
-    try:
-        return TiktokenTokenizer(tiktoken.get_encoding("gpt2"))
-    except Exception as error:              # tiktoken's cache, the network, a proxy: the advice is the same
-        raise UserError(f"the gpt2 vocabulary could not be downloaded ({type(error).__name__}); prepare the text with "
-                        "the folder of GPT-2's tokenizer.json as --tokenizer, or with --tokenizer byte") from None
-
-
 # ---- Hugging Face
 
 # The files of a tokenizer; all but the first are optional.
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
          "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json")
 SEPARATORS = (END_OF_TEXT, "<|end_of_text|>")       # end documents, but not a chat's turns
-# The usual names of the tokens that tokenizer_config.json may name
-SPECIAL_TOKENS = {"eos_token": (*SEPARATORS, "</s>"), "bos_token": ("<|begin_of_text|>", "<s>")}
+SPECIAL_TOKENS = {"eos_token": (*SEPARATORS, "</s>"), "bos_token": ("<|begin_of_text|>", "<s>")}        # usual names
 # Each normalizer but NFC changes it; q\u0303 has no composed form
 SAMPLE = "x \t\r\n  \n" + "".join(map(chr, range(33, 127))) + " é q\u0303 ﬁ ² 東京 한 🙂 \a\u00a0  "
 ACCEPTED = "only BPE that is byte-level (GPT-2, Llama 3, Qwen, SmolLM2) or has byte_fallback (Llama 2, Mistral) works"
@@ -140,12 +96,8 @@ def bytes_of_characters() -> dict[str, int]:
 
 
 class HuggingFaceTokenizer:
-    """Wraps a tokenizer of the package as a Tokenizer.
-
-    path: its tokenizer.json. The other arguments are those of build_tokenizer(). Raises UserError if the tokenizer is
-    of neither kind above, or if decoding the ids of a text gives another text.
-    """
-
+    """Wraps a tokenizer of the package. path: its tokenizer.json. Raises UserError if the tokenizer is of neither kind
+    above, or if decoding the ids of a text gives another text."""
     name = "huggingface"
 
     def __init__(self, package_tokenizer, path: Path, special_tokens: bool, begin_of_text: bool, end_of_text):
@@ -215,16 +167,39 @@ def errors_of_the_package(action: str):
                         "another tokenizer") from None
 
 
-def read_huggingface(path, special_tokens=False, begin_of_text=False, end_of_text=None) -> HuggingFaceTokenizer:
-    """Read a tokenizer.json, or the one in a folder. See build_tokenizer(). Raises UserError."""
-    path = Path(path, "tokenizer.json") if Path(path).is_dir() else Path(path)
+def read_huggingface(path: Path, *options) -> HuggingFaceTokenizer:
+    """Read a tokenizer.json, or the one in a folder. options: as for build_tokenizer(). Raises UserError."""
+    path = path / "tokenizer.json" if path.is_dir() else path
     require(path.is_file() and path.name != "tokenizer.model", f"there is no {path} (sentencepiece's tokenizer.model "
             "can't be used instead); write one with AutoTokenizer's save_pretrained, or choose another folder")
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise UserError(f"{path} needs the package tokenizers, which cannot be imported ({error}); pip install -r "
-                        "requirements-extra.txt") from None
+    package = import_optional("tokenizers", path)
     with errors_of_the_package(f"read {path}"):
-        return HuggingFaceTokenizer(Tokenizer.from_str(read_file(path).decode()), path, special_tokens, begin_of_text,
-                                    end_of_text)
+        return HuggingFaceTokenizer(package.Tokenizer.from_str(read_file(path).decode()), path, *options)
+
+
+Tokenizer = TiktokenTokenizer | HuggingFaceTokenizer
+
+
+def build_tokenizer(name, special_tokens=False, begin_of_text=False, end_of_text=None) -> Tokenizer:
+    """Return the tokenizer `name`: "byte", "gpt2", or the path of a Hugging Face tokenizer. Raises UserError.
+
+    The other arguments are for Hugging Face tokenizers only:
+    special_tokens: the name of a special token in a text means the token; otherwise the name is ordinary text.
+    begin_of_text: put the tokenizer's begin-of-text token in front of each document and prompt.
+    end_of_text: name or id of the token that ends a document. "eos_token": the eos_token of tokenizer_config.json.
+        None: the eos_token too, unless it may end a chat turn and the tokenizer has <|endoftext|> or <|end_of_text|>.
+    """
+    if name not in TOKENIZERS:
+        require(Path(name).exists(), f"unknown tokenizer '{name}'; try one of {', '.join(TOKENIZERS)}, or the path of "
+                "a Hugging Face tokenizer's folder")
+        return read_huggingface(Path(name), special_tokens, begin_of_text, end_of_text)
+    for flag, value in (("--special-tokens", special_tokens), ("--begin-of-text", begin_of_text),
+                        ("--end-of-text", isinstance(end_of_text, str))):
+        require(not value, f"{flag} is for Hugging Face tokenizers, but the tokenizer is {name}; leave {flag} out")
+    if name == "byte":
+        return ByteTokenizer()
+    try:
+        return TiktokenTokenizer(tiktoken.get_encoding("gpt2"))
+    except Exception as error:              # tiktoken's cache, the network, a proxy: the advice is the same
+        raise UserError(f"the gpt2 vocabulary could not be downloaded ({type(error).__name__}); prepare the text with "
+                        "the folder of GPT-2's tokenizer.json as --tokenizer, or with --tokenizer byte") from None

@@ -1,4 +1,4 @@
-"""The commands `python -m nanodomino.huggingface import|export`; the package's docstring shows them."""
+"""The commands `python -m nanodomino.huggingface import|export`; convert.py explains them."""
 
 import sys
 from pathlib import Path

@@ -1,11 +1,24 @@
 """Imports a Hugging Face folder as a checkpoint, and exports a checkpoint to a folder that Transformers can load.
 
-The whole model is never in memory. import_model() reads the tensors of one parameter at a time, joins them, converts
-them to fp32 (fp64 stays), and writes the result. export_model() also converts one parameter at a time, but holds a
-whole weight file: at most 5 GB, unless a single parameter is larger.
+    python -m nanodomino.huggingface import DIR --output CHECKPOINT
+    python train.py --load CHECKPOINT --finetune --data-path DATA --run-dir RUN      on any layout
+    python -m nanodomino.huggingface export RUN DIR                                  from_pretrained("DIR")
 
-Names, shapes and dtypes are checked in the files' headers before any tensor is read. The output is written to a hidden
-folder. Only when all of it is there, this folder is renamed to its final name.
+    DIR/config.json             sizes and other choices                                 families.py
+    DIR/model.safetensors       {name: tensor}                                          tensors.py
+    DIR/tokenizer.json ...      the tokenizer's files, copied in both directions
+
+A large model has several weight files, and model.safetensors.index.json with {"weight_map": {name: file}}.
+
+**The same bits.** Every 16-bit number can be represented in fp32, so import loses nothing. Export uses the dtype of the
+imported model by default, so it restores the original bits. Import pads the vocabulary with rows of zeros, which export
+leaves out.
+
+**Little memory.** Import reads, converts and writes one parameter at a time. Export also converts one at a time, but
+holds a whole weight file: at most 5 GB, unless a single parameter is larger.
+
+**No code.** safetensors files hold only numbers. A file written by torch.save, such as pytorch_model.bin, can run code
+when it is loaded, so it is never read.
 """
 
 import dataclasses
@@ -22,7 +35,7 @@ from nanodomino.checkpoint.format import FORMAT, Index, LocalBox, write_boxes, w
 from nanodomino.checkpoint.load import find_checkpoint, open_weights, read_box
 from nanodomino.settings.config import Config
 from nanodomino.corpus.tokenizers import FILES
-from nanodomino.errors import UserError, counted, require
+from nanodomino.errors import UserError, counted, import_optional, require
 from nanodomino.files import delete, read_json, write_file
 from nanodomino.huggingface.families import Family, family_of, family_of_json, read_config, write_config
 from nanodomino.huggingface.tensors import TensorMapping, element_count, map_tensors
@@ -33,16 +46,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 *TOKENIZER_FILES, GENERATION = FILES
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-def import_safetensors():
-    """Import and return the package safetensors. Raises UserError if that fails."""
-    try:
-        import safetensors.torch
-        return safetensors
-    except Exception as error:                                 # its own imports can raise anything
-        raise UserError("the files of Hugging Face models need the package safetensors, which can't be imported "
-                        f"({error}); pip install -r requirements-extra.txt") from None
+import_safetensors = partial(import_optional, "safetensors.torch", "the file format of Hugging Face")
 
 
 @contextmanager
@@ -81,10 +85,7 @@ def copy_tokenizer(source: Path, target: Path) -> str:
 
 def open_weight_files(folder: Path) -> dict:
     """Return {name of a tensor: the open safetensors file that holds it} for all tensors in a folder. Only headers are
-    read. Raises UserError.
-
-    The index of a large model names its files. Without an index they are the files model-*.safetensors.
-    """
+    read. Without an index, the files of a large model are model-*.safetensors. Raises UserError."""
     whole, index, found = folder / WEIGHTS, folder / INDEX, {}
     paths = [whole] if whole.exists() else sorted(folder.glob("model-*.safetensors"))
     if not whole.exists() and index.exists():
@@ -196,11 +197,8 @@ def convert_to_hf(mapping: TensorMapping, index: Index, config: Config, dtype: t
 
 
 def export_model(folder: Path, out: Path, dtype_name: str | None = None, max_bytes=5 * 10**9) -> str:
-    """Export the checkpoint in `folder` to `out`, and return a line about the result. Raises UserError.
-
-    folder: a checkpoint or a run; dtype_name: a key of DTYPES, or None for the dtype of the run or of the imported
-    model; max_bytes: the largest size of a weight file with several parameters.
-    """
+    """Export a checkpoint, or a run's newest, to `out`, and return a line about the result. Raises UserError.
+    dtype_name: None for the dtype of the run or of the imported model. max_bytes: see split_into_files()."""
     package = import_safetensors()
     checkpoint = find_checkpoint(folder)
     index, model = open_weights(checkpoint)
@@ -224,8 +222,8 @@ def export_model(folder: Path, out: Path, dtype_name: str | None = None, max_byt
             weight_map |= dict.fromkeys(tensors, name)
             (temporary / name).chmod(temporary.stat().st_mode & 0o666)         # safetensors lets only its owner read it
         if len(files) > 1:
-            total_size = element_count(mappings) * dtype.itemsize
-            write_json(temporary / INDEX, dict(metadata=dict(total_size=total_size), weight_map=weight_map))
+            write_json(temporary / INDEX, dict(metadata=dict(total_size=element_count(mappings) * dtype.itemsize),
+                                               weight_map=weight_map))
         imported = any((checkpoint / name).is_file() for name in TOKENIZER_FILES)       # else take the data folder's
         source = checkpoint if imported or not config.data_path else Path(config.data_path)
         copied = copy_tokenizer(source, temporary)
@@ -237,8 +235,7 @@ def export_model(folder: Path, out: Path, dtype_name: str | None = None, max_byt
 def special_tokens(folder: Path, meta: Path) -> dict:
     """Return the ids of the special tokens, {name: id}. An unknown id is None: if it were left out, Transformers
     would assume an id that this vocabulary may not have. The end-of-text in `meta`, the data's meta.json if there is
-    one, is what generate uses, so it replaces another one, also in the generation_config.json of `folder`.
-    """
+    one, is what generate uses, so it replaces another one, also in the generation_config.json of `folder`."""
     stored = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
     old, end = stored.get("eos_token_id"), read_json(meta).get("end_of_text") if meta.is_file() else None
     if end is not None and end not in (old if isinstance(old, list) else [old]):

@@ -14,16 +14,16 @@ import json
 import math
 import re
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 from nanodomino.errors import UserError, require
-from nanodomino.huggingface.tensors import GPT2_MODULES, LLAMA_MODULES, MIXTRAL_MODULES, QWEN3_MOE_MODULES
+from nanodomino.huggingface.tensors import GPT2_MODULES, LLAMA_MODULES, with_experts
 from nanodomino.layers.attention_mask import HIGH_FREQUENCY, LOW_FREQUENCY, ORIGINAL_LENGTH
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import MAX_INT, flag_name, flag_settings
 from nanodomino.settings.presets import PRESETS
 from nanodomino.settings.rules import holds
-
 
 # ---- the entries of a config.json
 
@@ -38,11 +38,8 @@ HARMLESS = re.compile(
 
 
 class ConfigReader:
-    """Reads the entries of a config.json, and remembers which were read.
-
-    values: the entries; defaults: {entry: the value that Transformers assumes if it is missing}; source: the name of
-    the file, for messages.
-    """
+    """Reads the entries of a config.json, and remembers which were read. defaults: see Family. source: the name of the
+    file, for messages."""
 
     def __init__(self, values: dict, defaults: dict, source):
         self.values, self.defaults, self.source, self.read = values, defaults, source, set()
@@ -127,11 +124,9 @@ def read_biases(reader: ConfigReader) -> dict:
 
 
 def read_windows(reader: ConfigReader) -> dict:
-    """Read which layers have a sliding window. Its length counts the token itself, but --window-size does not.
-
-    Mistral has a window in all layers unless the entry is null. Qwen has one only with use_sliding_window: in Qwen2 and
-    Qwen3 from layer max_window_layers on, or where layer_types says so. A window of the longest sequence is none.
-    """
+    """Read which layers have a sliding window. Its length counts the token itself, but --window-size does not. Mistral
+    has a window in all layers unless the entry is null. Qwen has one only with use_sliding_window: in Qwen2 and Qwen3
+    from layer max_window_layers on, or where layer_types says so. A window of the longest sequence is none."""
     used = reader.get("use_sliding_window") if "use_sliding_window" in reader.defaults else True
     by_layer, longest = "max_window_layers" in reader.defaults, reader.get("max_position_embeddings")
     layers, types, window = map(reader.get, ("num_hidden_layers", "layer_types", "sliding_window"))
@@ -151,15 +146,13 @@ def read_windows(reader: ConfigReader) -> dict:
     return {} if full == layers else dict(window_size=window - 1, full_attention_layers=full)
 
 
-def write_windows(config: Config) -> dict:
-    """Return sliding_window and, if a model of this family need not have one, use_sliding_window. A model without a
-    window needs no entry: Qwen has none by default, and a Mistral without one is exported as a Llama."""
-    return {} if config.window_size is None else dict(sliding_window=config.window_size + 1)
-
-
-def write_qwen_windows(config: Config) -> dict:
-    return {} if config.window_size is None else write_windows(config) | dict(
-        use_sliding_window=True, max_window_layers=config.full_attention_layers)
+def write_windows(config: Config, qwen=False) -> dict:
+    """Return the entries that read_windows() reads. A model without a window needs none: Qwen has no window by default,
+    and a Mistral without one is exported as a Llama."""
+    if config.window_size is None:
+        return {}
+    choices = dict(use_sliding_window=True, max_window_layers=config.full_attention_layers) if qwen else {}
+    return dict(sliding_window=config.window_size + 1) | choices
 
 
 # ---- the families
@@ -172,15 +165,12 @@ HEADS, HEAD_SIZE = (lambda sizes: sizes.num_attention_heads,
 
 @dataclass(frozen=True)
 class Family:
-    """Describes a family's config.json, its settings and its tensors. A key of config.json is called an entry here.
-
-    A size that is null in config.json is computed as default(sizes read so far). Without a default, null is an error.
-    """
+    """Describes a family's config.json, its settings and its tensors. A key of config.json is called an entry here."""
     architecture: str           # class name in Transformers
     prefix: str                 # start of all tensor names except lm_head's; some files leave it out
     modules: dict               # a table of tensors.py
     ignored_tensors: str        # regular expression of buffers in old files; they are not weights
-    sizes: dict                 # {entry: (setting, default or None)}
+    sizes: dict                 # {entry: (setting, function of the sizes read so far that replaces null, or None)}
     epsilon: str                # the entry with the norms' epsilon
     settings: dict              # {setting: value in all models of the family, or a function of the sizes}
     supported: dict             # {entry: supported values}; the first is the default, which export writes
@@ -222,22 +212,19 @@ LLAMA = Family(
         ("attention_bias", "mlp_bias"), not config.disable_bias_linear)))
 MISTRAL = dataclasses.replace(
     LLAMA, architecture="MistralForCausalLM", read=(read_rope, read_windows), write=(write_rope, write_windows),
-    translated=frozenset({"window_size"}),
-    settings=LLAMA.settings | dict(disable_bias_linear=True),
+    translated=frozenset({"window_size"}), settings=LLAMA.settings | dict(disable_bias_linear=True),
     defaults=LLAMA.defaults | {"num_key_value_heads": 8, "sliding_window": 4096})
 QWEN2 = dataclasses.replace(
-    MISTRAL, architecture="Qwen2ForCausalLM", write=(write_rope, write_qwen_windows),
+    MISTRAL, architecture="Qwen2ForCausalLM", write=(write_rope, partial(write_windows, qwen=True)),
     translated=MISTRAL.translated | {"full_attention_layers"}, settings=MISTRAL.settings | dict(add_qkv_bias=True),
-    defaults=MISTRAL.defaults | {"num_key_value_heads": 32, "use_sliding_window": False,
-                                 "max_window_layers": 28})
+    defaults=MISTRAL.defaults | {"num_key_value_heads": 32, "use_sliding_window": False, "max_window_layers": 28})
 QWEN3 = dataclasses.replace(
     QWEN2, architecture="Qwen3ForCausalLM", settings=MISTRAL.settings | dict(qk_layernorm=True),
     defaults=QWEN2.defaults | {"head_dim": 128})
-EXPERTS = dict(moe_layer_freq=1, moe_router_score_function="softmax",
-               moe_router_topk_scaling_factor=1.0, moe_router_enable_expert_bias=False,
-               moe_shared_expert_intermediate_size=None)
+EXPERTS = dict(moe_layer_freq=1, moe_router_score_function="softmax", moe_router_topk_scaling_factor=1.0,
+               moe_router_enable_expert_bias=False, moe_shared_expert_intermediate_size=None)
 MIXTRAL = dataclasses.replace(
-    MISTRAL, architecture="MixtralForCausalLM", modules=MIXTRAL_MODULES,
+    MISTRAL, architecture="MixtralForCausalLM", modules=with_experts("block_sparse_moe", "w1", "w3", "w2"),
     # the unused ffn_hidden_size gets the width of the experts; the preset's might not suit tp
     read=(*MISTRAL.read, lambda reader: dict(ffn_hidden_size=reader.get("intermediate_size"))),
     sizes=LLAMA.sizes | {"intermediate_size": ("moe_ffn_hidden_size", None), "num_local_experts": ("num_experts", None),
@@ -246,7 +233,7 @@ MIXTRAL = dataclasses.replace(
     defaults=LLAMA.defaults | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
                                "num_local_experts": 8, "num_experts_per_tok": 2})
 QWEN3_MOE = dataclasses.replace(
-    QWEN3, architecture="Qwen3MoeForCausalLM", modules=QWEN3_MOE_MODULES,
+    QWEN3, architecture="Qwen3MoeForCausalLM", modules=with_experts("mlp", "gate_proj", "up_proj", "down_proj"),
     # whether the weights of a token's experts add up to 1: softmax over the chosen logits instead of over all
     read=(*QWEN3.read, lambda reader: dict(moe_router_pre_softmax=not reader.get("norm_topk_prob"))),
     write=(*QWEN3.write, lambda config: dict(norm_topk_prob=not config.moe_router_pre_softmax)),
@@ -265,7 +252,6 @@ TRANSLATED = {"layernorm_epsilon", "untie_embeddings_and_output_weights", "disab
               "use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor",
               "moe_router_pre_softmax", "model", "make_vocab_size_divisible_by", "ffn_hidden_size"}
 
-# {model_type: family}
 FAMILIES = dict(gpt2=GPT2, llama=LLAMA, mistral=MISTRAL, qwen2=QWEN2, qwen3=QWEN3, mixtral=MIXTRAL, qwen3_moe=QWEN3_MOE)
 
 
@@ -317,11 +303,9 @@ def settings_of_family(family: Family, sizes) -> dict:
 
 
 def nearest_preset(settings: dict) -> str:
-    """Return the preset with the nearest hidden_size; among several, the one with the fewest other differences.
-
-    It gives runs that start from the imported model their default learning rate and batch size. A model without experts
-    gets a preset without experts, because a preset adds the settings that are not given.
-    """
+    """Return the preset with the nearest hidden_size; among several, the one with the fewest other differences. Runs
+    that start from the imported model take their learning rate and batch size from it. A model without experts gets a
+    preset without experts, because a preset adds the settings that are not given."""
     presets = [name for name in PRESETS if "num_experts" in settings or "num_experts" not in PRESETS[name]]
     return min(presets, key=lambda name: (abs(math.log(PRESETS[name]["hidden_size"] / settings["hidden_size"])),
                                           sum(settings.get(setting) != value
@@ -362,11 +346,11 @@ def write_config(config: Config, dtype: str) -> dict:
     """Return the entries of a config.json for this model. Raises UserError. dtype: a name, such as "bfloat16"."""
     family = family_of(config)
     (model_type,) = (name for name, candidate in FAMILIES.items() if candidate is family)
-    values = dict(architectures=[family.architecture], model_type=model_type, torch_dtype=dtype,
-                  tie_word_embeddings=config.tied)
-    values |= {entry: getattr(config, setting) for entry, (setting, _) in family.sizes.items()}
-    values |= {family.epsilon: config.layernorm_epsilon}
-    values |= {entry: supported[0] for entry, supported in family.supported.items()}
+    values = {"architectures": [family.architecture], "model_type": model_type, "torch_dtype": dtype,
+              "tie_word_embeddings": config.tied,
+              **{entry: getattr(config, setting) for entry, (setting, _) in family.sizes.items()},
+              family.epsilon: config.layernorm_epsilon,
+              **{entry: supported[0] for entry, supported in family.supported.items()}}
     for write in family.write:
         values |= write(config)
     return values

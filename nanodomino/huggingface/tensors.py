@@ -15,8 +15,8 @@ In nanodomino the rows of qkv are ordered group by group: the r q heads, the k h
 those of group 1, and so on. So a contiguous shard holds whole groups, and each tensor-parallel rank can compute
 attention on its own. GPT-2 computes x W (its Conv1D), the others x W^T; therefore GPT-2's matrices are transposed.
 
-The experts of a layer are stacked in one parameter. In Hugging Face's files each expert has its own tensors, with the
-shapes of an MLP's. So an expert is converted like an MLP, and only one expert is in memory at a time.
+The experts of a layer are stacked in one parameter. In Hugging Face's files each expert has its own tensors. So an
+expert is converted like an MLP, and only one expert is in memory at a time.
 """
 
 import re
@@ -24,18 +24,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
 
-from nanodomino.checkpoint.format import Box, full_shapes
+from nanodomino.checkpoint.format import Box
 from nanodomino.model import meta_model
 from nanodomino.settings.config import Config
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """Converts a matrix and its bias. (Transposing the bias with t() does not change it.)
-
-    to_hf(tensor, config) returns a tuple of Hugging Face tensors; from_hf(tensors, config) returns the tensor.
-    """
+    """Converts a matrix or its bias: to_hf(tensor, config) returns a tuple of Hugging Face tensors, and
+    from_hf(tensors, config) the tensor. (Transposing a bias with t() does not change it.)"""
     to_hf: Callable
     from_hf: Callable
 
@@ -53,19 +52,15 @@ def join_qkv(tensors, config: Config):
                      dim=1).flatten(0, 2)
 
 
-def pad_vocabulary(tensors, config: Config):
-    """Append rows of zeros to a matrix [v, h] up to config.padded_vocab_size."""
-    (words,) = tensors
-    return torch.cat([words, words.new_zeros(config.padded_vocab_size - config.vocab_size, words.size(1))])
-
-
 SAME = Conversion(lambda tensor, config: (tensor,), lambda tensors, config: tensors[0])
 TRANSPOSED = Conversion(lambda tensor, config: (tensor.t(),), lambda tensors, config: tensors[0].t())
 QKV = Conversion(split_qkv, join_qkv)
 QKV_TRANSPOSED = Conversion(lambda qkv, config: (torch.cat(split_qkv(qkv, config)).t(),),
                             lambda tensors, config: join_qkv(tensors[0].t().chunk(3), config))
 GATE_AND_UP = Conversion(lambda tensor, config: tensor.unbind(), lambda tensors, config: torch.stack(tensors))
-VOCABULARY = Conversion(lambda tensor, config: (tensor[:config.vocab_size],), pad_vocabulary)
+VOCABULARY = Conversion(
+    lambda words, config: (words[:config.vocab_size],),
+    lambda tensors, config: pad(tensors[0], (0, 0, 0, config.padded_vocab_size - config.vocab_size)))    # rows of zeros
 
 # {module or parameter: (Hugging Face modules, conversion)}; # stands for the layer's number, * for the expert's
 GPT2_MODULES = {
@@ -105,10 +100,6 @@ def with_experts(block: str, gate: str, up: str, down: str) -> dict:
         "layers.#.mlp.experts.dense_4h_to_h": ([f"{experts}.{down}"], SAME)}
 
 
-MIXTRAL_MODULES = with_experts("block_sparse_moe", "w1", "w3", "w2")
-QWEN3_MOE_MODULES = with_experts("mlp", "gate_proj", "up_proj", "down_proj")
-
-
 @dataclass(frozen=True)
 class TensorMapping:
     """A parameter or one expert's part of it, and the Hugging Face tensors that hold its values."""
@@ -123,7 +114,8 @@ class TensorMapping:
 def map_tensors(config: Config, modules: dict) -> list[TensorMapping]:
     """Return the mappings of all parameters of the model. modules: a table such as LLAMA_MODULES."""
     mappings = []
-    for name, shape in full_shapes(meta_model(config)).items():
+    for name, weight in meta_model(config).named_parameters():
+        shape = weight.spec.shape
         module, leaf = re.fullmatch(r"(.*?)(\.weight|\.bias)?", name).groups(".weight")
         layer = re.search(r"(?<=layers\.)\d+", module)
         hf_modules, conversion = modules[re.sub(r"(?<=layers\.)\d+", "#", module)]

@@ -269,5 +269,5 @@ def test_without_safetensors_it_says_what_to_install(monkeypatch, arguments):
     for name in [name for name in sys.modules if name.startswith("safetensors")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(UserError, match="need the package safetensors, .*; pip install -r requirements-extra.txt"):
+    with pytest.raises(UserError, match="needs the package safetensors, .*; pip install -r requirements-extra.txt"):
         main(arguments.split())
