@@ -3,16 +3,12 @@
 LinearPair is the branch of attention and MLP: two matmuls around a core. Options have others (options/experts).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from nanodomino.layers.sublayers import Sublayer
-    from nanodomino.overlap.slices import Flight, SliceOps
+from nanodomino.layers.sublayers import Sublayer
+from nanodomino.overlap.slices import Flight, SliceOps
 
 
 class Branch:

@@ -37,7 +37,6 @@ import torch.nn.functional as F
 from nanodomino.comm.collectives import all_gather, all_to_all, reduce_scatter
 from nanodomino.layers.gradients import add_weight_gradient, main_grad_of
 
-
 if TYPE_CHECKING:
     from nanodomino.data import Batch
     from nanodomino.layers.dropout_and_positions import MasksAndPositions
