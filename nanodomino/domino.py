@@ -73,7 +73,7 @@ from nanodomino.layers.residual import add_residual, residual_backward
 from nanodomino.overlap.ends import EmbeddingAndHead, ResidualNorm, bias_and_mask
 from nanodomino.overlap.slices import GradientsReady, Slice, SliceOps, TapeEntry
 
-if TYPE_CHECKING:                        # only for annotations: Domino calls its model and branches without knowing them
+if TYPE_CHECKING:                        # for annotations only: Domino calls model and branches without knowing them
     from nanodomino.data import Batch
     from nanodomino.model import GPT
     from nanodomino.overlap.linear_pair import Branch
