@@ -1,4 +1,4 @@
-"""Says at which position each token is.
+"""Says at which position each token is, and which tokens it sees.
 
 Attention treats its input as a set: without positions, "dog bites man" equals "man bites dog". There are two ways to
 add positions:
