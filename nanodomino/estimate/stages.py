@@ -43,6 +43,7 @@ def small_run(program, config: Config, depth: int, stage: int, stages: int) -> R
     small = dataclasses.replace(
         config, num_layers=chunks * (layers + behind) - behind if chunks > 1 else layers,
         pipeline_model_parallel_size=stages, world_size=config.world_size // config.pp * stages,
+        full_attention_layers=0,                               # the mask of a window takes memory, no mask takes none
         global_batch_size=min(config.microbatches, max(3, 2 * stages)) * config.micro_batch_size * config.dp)
     return run_of(program, small, stage * small.world_size // stages)
 

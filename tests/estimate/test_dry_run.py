@@ -64,7 +64,7 @@ def case(world_size, name, *changes, exhaustive=False):
     case(1, "dropout", DROPOUT, BF16, dict(slices=2)),
     case(2, "documents-cut", TP2, FAMILIES["qwen3"], DOCUMENTS, DROPOUT, CUT),
     case(2, "fp16-slices", TP2, BF16, dict(dtype="float16", slices=3)),
-    case(2, "cut-full", TP2, CUT, FULL, DROPOUT, BF16, dict(slices=3)),
+    case(2, "cut-full-window", TP2, CUT, FULL, DROPOUT, BF16, dict(slices=3, window_size=5)),
     case(2, "depth-cut-columns", TP2, CUT, dict(mtp_num_layers=1, slices=2, columns=2)),
     case(2, "cp-gather-fp8-full", CP2, FAMILIES["llama"], FP8, FULL, dict(slices=2, fp8_recipe="rowwise",
                                                                           num_layers=2)),
