@@ -100,6 +100,7 @@ class Attention(Sublayer):
         return map(compiled, functions) if norm or self.rope else functions        # else nothing can be fused
 
     def core_forward(self, kernel, qkv, inputs, training):
+        """Compute attention over this rank's heads. Return (its output, what core_backward needs)."""
         if not training:
             return self.core(qkv, inputs), None
         *heads, saved = self.prepare(kernel, qkv, inputs)
@@ -107,6 +108,7 @@ class Attention(Sublayer):
         return context, (segment, saved)
 
     def core_backward(self, kernel, gradient, saved):
+        """Turn the gradient of attention's output into the gradient of qkv."""
         segment, saved = saved
         return self.prepare_backward(kernel, *self.attend_backward(segment, gradient), saved)
 

@@ -212,7 +212,9 @@ class MLP(Sublayer):
         return map(compiled, functions) if self.activation.inputs > 1 else functions     # GELU is one kernel as it is
 
     def core_forward(self, kernel, c, inputs, training):
+        """Apply the activation function to this rank's features c. Return (the result, what core_backward needs)."""
         return kernel(c), c
 
     def core_backward(self, kernel, gradient, c):
+        """Turn the gradient of the activation into the gradient of c."""
         return kernel(gradient, c)

@@ -72,7 +72,7 @@ class ResidualNorm:
         self.backward_kernel = compiled(lambda *inputs: residual_norm_backward(*inputs, normalization))
 
     def forward(self, slice, x, y, previous, weights):
-        """Return (h, SavedResidualNorm).
+        """Add y to the residual stream x, with bias and dropout, and normalize the sum. Return (h, SavedResidualNorm).
 
         x, y [b, s, h]: the residual stream, and the output of the sublayer `previous`. y is None at a chunk's start.
         weights: (weight, bias) of the next sublayer's norm.
@@ -85,7 +85,8 @@ class ResidualNorm:
         return self.forward_kernel(saved.x, None, None, None, *saved.weights)[1]
 
     def backward(self, slice, saved: SavedResidualNorm, grad_x, grad_h):
-        """Return the gradients of x and y. Add the gradients of the bias and the norm's weights to main_grad.
+        """Turn the gradients of x' and h into those of x and y. Add the gradients of the bias and of the norm's weights
+        to main_grad.
 
         grad_x, grad_h: the gradients of x' and h; grad_x is None in the head, which uses only h.
         """

@@ -63,6 +63,7 @@ class LinearPair(Branch):
         return h if self.ops.stream.shards > 1 else self.ops.convert_once(h, self.w1)
 
     def forward(self, slice, h: list[Flight]):
+        """Multiply h by W1, run the core, multiply by W2, and launch the sum of y over the ranks."""
         c = self.ops.linear(slice, self.site, h, self.w1, self.b1)
         activation, core = yield from self.core(slice, c)
         tape = LinearPairTape(c, core, activation)
@@ -79,6 +80,7 @@ class LinearPair(Branch):
         return activation, core
 
     def backward(self, slice, tape: LinearPairTape, grad_y: list[Flight], h: list[Flight]):
+        """Go back from the gradient of y to that of h, and launch the sum of the latter over the ranks."""
         ops, w1 = self.ops, self.w1.t()
         gradient, grad_y = ops.linear(slice, self.site, grad_y, self.w2.t()), ops.wait(slice, self.site, grad_y)
         matmuls = [(self.w2, grad_y, tape.activation)]

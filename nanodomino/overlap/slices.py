@@ -221,7 +221,7 @@ class SliceOps:
         return total
 
     def linear_then_reduce(self, slice, site, x, weight) -> list[Flight]:
-        """Compute this rank's addend of x W^T in parts of W's rows. Launch each part's reduce; return the flights."""
+        """Compute this rank's addend of x W^T, and launch its sum over the ranks: part by part with --columns."""
         flights = []
         for part in self.column_parts(weight, 0):
             with self.trace.span("matmul", slice=slice.index, site=site):
@@ -230,7 +230,7 @@ class SliceOps:
         return flights
 
     def weight_gradients(self, slice, site, matmuls: list[tuple]):
-        """Add grad_output^T x to the weight's main_grad for each (weight, grad_output, x); empty the list `matmuls`."""
+        """Add the weight gradient grad_output^T x of each (weight, grad_output, x) to main_grad, and empty the list."""
         with self.trace.span("weight_gradient", slice=slice.index, site=site):
             while matmuls:
                 weight, grad_output, *inputs = matmuls.pop(0)

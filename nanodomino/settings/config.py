@@ -128,7 +128,8 @@ class Config(Choices):
     moe_router_topk_scaling_factor: float = model_setting(
         1.0, "factor on the weights of the chosen experts", above=0.0, needs=EXPERTS)
     moe_router_enable_expert_bias: bool = model_setting(
-        False, "balance the experts by a bias on their scores that follows the load", needs=EXPERTS)
+        False, "balance the experts by a bias on their scores, which grows while an expert has too few tokens",
+        needs=EXPERTS)
     moe_router_bias_update_rate: float = model_setting(
         1e-3, "change of the expert bias after each step", affects="losses", above=0.0,
         needs=(EXPERTS, "--moe-router-enable-expert-bias"))
@@ -275,8 +276,7 @@ class Config(Choices):
     log_interval: int = run_setting(25, "steps between progress lines")
     eval_interval: int = run_setting(100, "steps between validations")
     eval_iters: int = run_setting(
-        10, "global batches per validation during training; fine-tuning's first, the last one and the test score the "
-            "whole split; windows do not overlap, so their first tokens have little context; 0 for none", at_least=0)
+        10, "global batches per validation during training; 0 for no validation", at_least=0)
     save_interval: int = run_setting(100, "steps between checkpoints; the last step is always saved")
     keep_last: int = run_setting(3, "number of newest checkpoints to keep")
     exit_interval: int = run_setting(None, "save and stop after the next multiple of this many steps", affects="launch")
