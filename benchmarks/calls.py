@@ -71,10 +71,10 @@ def record(config, mesh) -> list[str]:
     """Run a microbatch. Return two tables: the calls of slice 0 in one layer's attention, forward and backward."""
     trace, model = Trace(), train.model_builder(config, mesh)
     ZeroOptimizer(model, config, mesh)                         # makes the buckets of the gradients
-    stage = Domino(model, config.slices, config.columns, trace=trace)
+    domino = Domino(model, config.slices, config.columns, trace=trace)
     batch = RandomTokens(config).batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
-    (losses, tape), forward = calls_of(stage.forward(batch), trace)
-    _, backward = calls_of(stage.backward(tape, torch.ones_like(losses)), trace)
+    (losses, tape), forward = calls_of(domino.forward(batch), trace)
+    _, backward = calls_of(domino.backward(tape, torch.ones_like(losses)), trace)
     return [table(*(sublayers(calls)[site] for site in SITES)) for calls in (forward, backward)]
 
 

@@ -116,15 +116,15 @@ def dry_run(program, config: Config, rank=0) -> RankRun:
                 mock.patch("torch.optim.adam._device_dtype_check_for_fused"):
             model = program.model_builder(config, mesh)
             optimizer = ZeroOptimizer(model, config, mesh)
-            stage = Domino(model, config.slices, config.columns, accounts.fuse if compiles else None)
+            domino = Domino(model, config.slices, config.columns, accounts.fuse if compiles else None)
             optimizer.update(0.0, 1.0, 1.0)                    # creates the moments
-            return measured_step(program, stage, optimizer, NoTokens(config), config, accounts)
+            return measured_step(program, domino, optimizer, NoTokens(config), config, accounts)
 
 
-def measured_step(program, stage, optimizer, dataset, config: Config, accounts: Accounts) -> RankRun:
+def measured_step(program, domino, optimizer, dataset, config: Config, accounts: Accounts) -> RankRun:
     """Train one step, dry or real, and return the RankRun. `accounts` must be active, and the optimizer must have its
     moments."""
-    mesh, tensors = stage.mesh, state_tensors(stage.model, optimizer)
+    mesh, tensors = domino.mesh, state_tensors(domino.model, optimizer)
     state = {name: sum(tensor.untyped_storage().nbytes() for tensor in held) for name, held in tensors.items()}
     for tensor in itertools.chain(*tensors.values()):
         accounts.allocate(tensor)
@@ -139,7 +139,7 @@ def measured_step(program, stage, optimizer, dataset, config: Config, accounts: 
         accounts.events.append(ActionEnd(row[done - 1]))
 
     accounts.restart()
-    program.train_step(1, stage, optimizer, dataset, config, mesh, on_action=on_action)
+    program.train_step(1, domino, optimizer, dataset, config, mesh, on_action=on_action)
     last_peak, found = max(peaks[-1], accounts.peak - base), defaultdict(list)
     for kinds, before, peak, after in zip(row, held, peaks, held[1:]):
         found[kinds].append((after - before, peak - before))
@@ -149,7 +149,7 @@ def measured_step(program, stage, optimizer, dataset, config: Config, accounts: 
     return RankRun(
         state, activations=max(held), peak=sum(state.values()) + max(*peaks, last_peak), host=accounts.host_peak,
         traffic={key: (round(calls), round(bytes_)) for key, (calls, bytes_) in accounts.traffic.items()},
-        events=accounts.events, layers=tuple(len(chunk.layers) for chunk in stage.model.chunks),
+        events=accounts.events, layers=tuple(len(chunk.layers) for chunk in domino.model.chunks),
         ranks_of={name: tuple(dist.get_process_group_ranks(group)) for name, group in groups_of(mesh).items() if group},
         alive=simulation.peak_microbatches(actions), row=row, kept=kept, peaks=extra,
         first_peak=max(peaks[:-1], default=0), last_peak=last_peak)

@@ -155,22 +155,22 @@ class AttentionMask:
         return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
 
     def runs(self, device: torch.device, samples: int | None = None) -> "Runs":
-        """Return the runs of consecutive queries of a document, and the keys that they see. samples: b, if begins is
-        that of all samples."""
+        """Return the runs of consecutive queries of a document, and the keys that they see. samples: b, needed only if
+        `begins` is one row for all samples."""
         b, m = samples or len(self.begins), len(self.places)
         starts = torch.ones(b, m, dtype=torch.bool)
         starts[:, 1:] = (self.places.diff() != 1) | (self.begins.diff(dim=1) != 0)
         starts = F.pad(starts.flatten().nonzero().flatten(), (0, 1), value=b * m)
+        queries = to_device(starts.int(), device), int(starts.diff().max()), self.window
         if self.stored is None and m == self.keys:                                 # each run sees only its own keys
-            return Runs(to_device(starts.int(), device), int(starts.diff().max()), self.window)
+            return Runs(*queries)
         first = self.first.expand(b, m).flatten()[starts[:-1]]
         lengths = self.places.repeat(b)[starts[1:] - 1] + 1 - first
         key_starts = F.pad(lengths.cumsum(0), (1, 0))
-        samples = starts[:-1].div(m, rounding_mode="floor") * self.keys
-        index = torch.arange(key_starts[-1]) + (first + samples - key_starts[:-1]).repeat_interleave(lengths)
+        sample_starts = starts[:-1].div(m, rounding_mode="floor") * self.keys
+        index = torch.arange(key_starts[-1]) + (first + sample_starts - key_starts[:-1]).repeat_interleave(lengths)
         index = index if self.stored is None else self.stored.flatten()[index]
-        return Runs(*(to_device(x.int(), device) if isinstance(x, torch.Tensor) else x
-                      for x in (starts, int(starts.diff().max()), self.window, key_starts, int(lengths.max()))),
+        return Runs(*queries, to_device(key_starts.int(), device), int(lengths.max()),
                     to_device(index.unsqueeze(0), device))
 
     def inputs(self, config, samples: int, device: torch.device) -> dict:

@@ -40,6 +40,8 @@ With all_gather, a rank's i-th query is therefore not the i-th token of the samp
 of whole samples.
 """
 
+from dataclasses import replace
+
 import torch
 
 from nanodomino.layers.attention_mask import AttentionInputs
@@ -65,6 +67,15 @@ def own_places(whole, mesh, dim=1) -> torch.Tensor:
     """Return this rank's places of `whole` [b, s, ..]."""
     ranks, rank = mesh.axis("cp")
     return by_rank(whole, ranks, dim)[rank]
+
+
+def own_part(batch, mesh):
+    """Return the batch with this rank's tokens of each sample. Documents stay whole, because attention needs all of
+    them."""
+    own = {name: own_places(getattr(batch, name), mesh) for name in ("tokens", "labels", "loss_mask", "positions")}
+    extras = {name: own_part(value, mesh) if isinstance(value, type(batch)) else value
+              for name, value in batch.extras.items()}
+    return replace(batch, **own, in_order=False, extras=extras)
 
 
 # ---- what ranks exchange for attention

@@ -17,7 +17,6 @@ from nanodomino.layers.attention_mask import fits_varlen
 from nanodomino.layers.sublayers import MLP
 from nanodomino.optim.optimizers import OPTIMIZERS
 from nanodomino.options import context_parallel, experts, recompute
-from nanodomino.options.context_parallel import ATTENTION
 from nanodomino.options.documents import DocumentCache, mark_documents
 from nanodomino.options.fp8 import FORMATS, RECIPES, Fp8Recipe, Fp8Weight, check_gpu
 from nanodomino.options.multi_token_prediction import MultiTokenPrediction
@@ -28,7 +27,8 @@ from nanodomino.overlap.slices import ReplicatedResidual, TapePolicy
 
 
 # the values of the settings that choose from a table of an option
-CP_COMM_TYPES, SCORES, GRANULARITIES = tuple(ATTENTION), tuple(SCORE_FUNCTIONS), tuple(recompute.GRANULARITIES)
+CP_COMM_TYPES, SCORES = tuple(context_parallel.ATTENTION), tuple(SCORE_FUNCTIONS)
+GRANULARITIES = tuple(recompute.GRANULARITIES)
 FP8_FORMATS, FP8_RECIPES = tuple(FORMATS), RECIPES
 
 
@@ -78,7 +78,7 @@ class Choices:
             recipe = Fp8Recipe.of(self.fp8_format, self.fp8_recipe, self.params_dtype, compiled, self.fp8_wgrad)
             factor = dict(factor=partial(Fp8Weight, recipe=recipe))
         if self.cp > 1 and sublayer.attends:
-            return ATTENTION[self.cp_comm_type](sublayer, ops, compiled, mesh, self, **factor)
+            return context_parallel.ATTENTION[self.cp_comm_type](sublayer, ops, compiled, mesh, self, **factor)
         return LinearPair(sublayer, ops, compiled, **factor)
 
     @property
@@ -125,15 +125,8 @@ class Choices:
         return whole if self.cp == 1 else context_parallel.own_places(whole, mesh, dim)
 
     def own_part(self, batch, mesh):
-        """Return the batch with this rank's tokens of each sample. Documents stay whole: attention needs all of them.
-        """
-        if self.cp == 1:
-            return batch
-        own = {name: context_parallel.own_places(getattr(batch, name), mesh)
-               for name in ("tokens", "labels", "loss_mask", "positions")}
-        extras = {name: self.own_part(value, mesh) if isinstance(value, type(batch)) else value
-                  for name, value in batch.extras.items()}
-        return dataclasses.replace(batch, **own, in_order=False, extras=extras)
+        """Return the batch with this rank's tokens of each sample."""
+        return batch if self.cp == 1 else context_parallel.own_part(batch, mesh)
 
     @property
     def all_chunks_read_tokens(self) -> bool:
