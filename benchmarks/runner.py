@@ -174,11 +174,11 @@ def start_processes(arguments: list[str], world_size: int, wire=nullcontext()) -
     """
     if sys.stderr.isatty():
         print(f"starting {counted(world_size, 'process')}", file=sys.stderr)
-    with (exit_on_signals(), wire as places,
+    with (exit_on_signals(), wire as places, reserve_port() as reserved,
           tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder):
         processes = []
         try:
-            port = str(free_port())
+            port = str(reserved.getsockname()[1])
             for rank in range(world_size):
                 prefix, extra = places[rank] if places else ([], {})
                 environment = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
@@ -200,10 +200,14 @@ def start_processes(arguments: list[str], world_size: int, wire=nullcontext()) -
     return next((code for code in codes if code), 0)
 
 
-def free_port() -> int:
-    """Return a TCP port of this host that no process uses now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+def reserve_port() -> socket.socket:
+    """Return a socket that reserves a free TCP port of this host while it is open. The kernel gives this port to no
+    process that asks for any free port. A server can still listen on it, because both sockets allow reuse.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved
 
 
 def cores_of(rank: int, world_size: int) -> list[int]:

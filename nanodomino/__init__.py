@@ -11,19 +11,37 @@ The story, in reading order; train.py in the parent folder puts it together:
     zero.py       shards gradients and optimizer state over the data-parallel replicas
     data.py       finds the tokens of any step from nothing but the seed and the step number
 
-The chapters, each readable by itself (every file may use errors.py, the exception for a user's
-mistake, and files.py, which reads only regular files):
+The chapters, with their files in reading order (errors.py and files.py serve them all):
 
-    comm          process groups, collectives, traces       schedules    1F1B and six more, as lists of actions
-    layers        what a sublayer computes on one rank      optim        buckets, optimizers, loss scale
-    overlap       collectives in flight, residual and norm  corpus       tokens on disk, tokenizers
-    options       experts, context parallelism, fp8, recomputation and more, each in a file of its own
+    comm/         world         starts a process: its device, its process groups
+                  collectives   gathers and reduces that leave no rank with more work than another
+                  trace         records what a rank did, and when
+    layers/       sublayers     norm, two matmuls around a core, MLP
+                  residual      adds a sublayer's output to the residual stream
+                  attention     with attention_mask (rotary positions, and which keys a query sees)
+                  dropout_and_positions, cross_entropy, gradients
+    overlap/      slices        a slice's state, and the steps launch, yield, wait, multiply
+                  linear_pair   what a sublayer computes between its norm and its reduce
+                  ends          where one sublayer ends and the next one starts, and the two ends of the model
+    schedules/    definitions   1F1B and six more, as lists of actions
+                  simulation    bubble, peak memory and pictures of a schedule, without a process
+    optim/        buckets       how a parameter is declared, and which parameters share a flat buffer
+                  optimizers    learning rate, loss scale, AdamW
+                  muon          an optimizer of whole matrices
+    corpus/       documents, tokenizers, prepared_folder: from text to token ids on disk
+    options/      what goes beyond a dense GPT: sequence_parallel, recompute, documents, context_parallel,
+                  experts with router, multi_token_prediction, fp8
 
-The tools around them, which the files above never import:
+The tools, which the files above never import:
 
-    settings      all settings, their rules and choices     run          a run's folder, signals, failures, report
-    checkpoint    save, resume on any layout, verify        plot         loss curves
-    huggingface   import and export of models               timeline     pictures of a traced step
-    generate      text from a trained model                 estimate     formulas, and a step without data, memory or
-                                                                         GPUs: what it takes
+    settings/     config (all settings), choices (which class computes what), rules, flags, presets, records
+    checkpoint/   format, save, load: complete or absent, and loaded by any layout
+    huggingface/  families, tensors, convert: models from and to Hugging Face
+    generate/     generation: text from a trained model
+    estimate/     formulas, accounts, rank, stages: what a step takes, without data, memory or GPUs
+    run/          session, folder, report, failures, determinism
+    plot/         curves, svg: the loss curve
+    timeline/     merged_trace, draw: what every rank did in a step
+
+A folder has no __init__.py of its own: this map takes the place of all of them.
 """

@@ -49,7 +49,6 @@ def test_imports_point_only_to_the_left():
 @pytest.mark.parametrize("module, most", [
     pytest.param("parallel", 4, marks=pytest.mark.exhaustive), ("domino", 10)])
 def test_importing_a_file_of_the_story_loads_few_others(module, most):
-    """Counts files of ours without the packages' __init__.py, which hold nothing but a docstring."""
     code = (f"import sys, nanodomino.{module}\n"
             "print(*(name for name, module in sys.modules.items() if name.startswith('nanodomino') "
             "and not hasattr(module, '__path__')))")
@@ -70,24 +69,15 @@ def test_at_most_ten_files_lie_directly_in_nanodomino():
     assert len([path for path in PACKAGE.glob("*.py") if path.stem != "__init__"]) <= 10
 
 
-def test_packages_hold_no_code_in_their_init():
-    """Importing one file of a package then loads no other file of it."""
-    for path in PACKAGE.rglob("__init__.py"):
-        nodes = [type(node) for node in ast.parse(path.read_text()).body]
-        assert nodes == [ast.Expr], f"{path} has more than a docstring"
-
-
-@pytest.mark.parametrize("folder", [PACKAGE, *sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))],
-                         ids=lambda folder: folder.name)
-def test_the_docstring_of_a_package_names_its_files(folder):
-    """It names no file that is gone, either. The docstring of nanodomino also names the packages."""
-    named = set(re.findall(r"\w+", ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))))
-    present = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
-    missing = present - named - {"__init__", "__main__"}
-    assert not missing, f"name {sorted(missing)} in the docstring of {folder / '__init__.py'}"
-    files = set(re.findall(r"(\w+)\.py\b", (folder / "__init__.py").read_text()))
-    elsewhere = {path.stem for path in [*ROOT.glob("*.py"), *PACKAGE.glob("*.py"), *ROOT.glob("data/*.py")]}
-    assert not files - present - elsewhere
+def test_the_map_names_every_folder_and_file():
+    """It names no file that is gone, either, and it is all that the only __init__.py holds."""
+    assert [*PACKAGE.rglob("__init__.py")] == [PACKAGE / "__init__.py"]
+    (node,) = ast.parse((PACKAGE / "__init__.py").read_text()).body
+    words = set(re.findall(r"\w+", node.value.value))
+    present = {path.stem for path in PACKAGE.rglob("*.py")} | {f.name for f in PACKAGE.iterdir() if f.is_dir()}
+    assert not present - words - {"__init__", "__main__", "__pycache__"}
+    named = re.findall(r"^    (?:(\w+)/|(\w+)\.py) ", node.value.value, re.MULTILINE)
+    assert {name for pair in named for name in pair if name} <= present
 
 
 def test_files_are_opened_to_write_in_files_py_alone():

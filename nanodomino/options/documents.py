@@ -14,7 +14,7 @@ With --eod-mask-loss, the loss does not count where the label is an end-of-text 
 
 import torch
 
-from nanodomino.generate.cache import KeyValueCache
+from nanodomino.generate.generation import KeyValueCache
 from nanodomino.layers.attention_mask import document_begins, to_device
 
 

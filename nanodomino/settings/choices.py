@@ -12,7 +12,7 @@ from itertools import islice
 
 import torch
 
-from nanodomino.generate.cache import KeyValueCache
+from nanodomino.generate.generation import KeyValueCache
 from nanodomino.layers.attention_mask import fits_varlen
 from nanodomino.layers.sublayers import MLP
 from nanodomino.optim.optimizers import OPTIMIZERS

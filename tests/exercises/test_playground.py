@@ -9,7 +9,7 @@ import pytest
 from support import ROOT, needs
 
 from benchmarks import plan
-from benchmarks.runner import config_of, free_port, parse
+from benchmarks.runner import config_of, parse, reserve_port
 from exercises import __main__ as command_line, figures
 from nanodomino.mesh import group_rows
 from nanodomino.schedules.definitions import SCHEDULES
@@ -70,7 +70,8 @@ def page():
     needs("marimo")
     driver = needs("playwright.sync_api")
     chromium = shutil.which("chromium") or shutil.which("google-chrome") or pytest.skip("there is no Chromium")
-    port, errors = str(free_port()), []
+    reserved, errors = reserve_port(), []
+    port = reserved.getsockname()[1]
     command = [sys.executable, *f"-m marimo run exercises/playground.py --headless --no-token --port {port}".split()]
     server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
@@ -85,6 +86,7 @@ def page():
             yield page
     finally:
         server.kill()
+        reserved.close()
     assert errors == []
 
 

@@ -22,17 +22,18 @@ import multiprocessing
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import time
 import traceback
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NOTICED = 0.05      # seconds from the exit of a failed rank to SIGTERM for the others; torchrun polls every 0.1
 STUBBORN = 30.0     # seconds from SIGTERM to SIGKILL
+RESERVED = deque(maxlen=64)     # the sockets that reserve the ports of the last launches
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -150,8 +151,10 @@ def environment_without_launcher() -> dict:
 
 def launcher_environments(processes: int) -> list[dict]:
     """Return the environment variables that a launcher gives to each rank on this host."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    from benchmarks.runner import reserve_port
+
+    RESERVED.append(reserve_port())
+    port = RESERVED[-1].getsockname()[1]
     return [dict(zip(LAUNCHER, map(str, (rank, processes, rank, processes, "127.0.0.1", port))))
             for rank in range(processes)]
 

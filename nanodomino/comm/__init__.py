@@ -1,1 +1,0 @@
-"""Connects the processes of a run: world.py, collectives.py, trace.py."""

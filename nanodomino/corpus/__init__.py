@@ -1,1 +1,0 @@
-"""Turns text into a folder of token ids, and loads it: documents, tokenizers, prepared_folder."""

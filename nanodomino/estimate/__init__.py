@@ -1,1 +1,0 @@
-"""Estimates what a training step takes: formulas.py, accounts.py, rank.py, stages.py."""

@@ -1,1 +1,0 @@
-"""Converts models from and to the format of Hugging Face: convert, families, tensors."""

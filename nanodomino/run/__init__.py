@@ -1,1 +1,0 @@
-"""Runs a training: session.py, folder.py, report.py, failures.py, determinism.py."""
