@@ -6,14 +6,12 @@
     python data/prepare.py --input books/ --output data/llama --tokenizer ../Llama-3.2-1B     a Hugging Face tokenizer
 
 A document is a text file, a row of a parquet file, or a line of a .jsonl file ({"text": ...}, Megatron-LM's
-convention; also of another file, such as .json, whose first line is such an object). Any may be compressed with gzip.
-Each document ends with one end-of-text token. The document goes as a whole to the split that is furthest below its
-share of the bytes so far, so each split gets documents from all parts of the input. For a small text the shares are
-raised to about 2,049 tokens, a sample of most models, but at most to a twentieth of the text. If a split gets no
-document, for example because the input is one big file, its share is cut off the end of the largest split.
-
-No document may be in both training and validation data. So a file that several inputs name is read once, and copies
-of a document go to the same split.
+convention; also of a .json file whose first line is such an object). Any may be compressed with gzip. Each document
+ends with one end-of-text token. The document goes as a whole to the split that is furthest below its share of the
+bytes so far. For a small text the shares are raised to about 2,049 tokens, a sample of most models, but at most to a
+twentieth of the text. If a split gets no document, for example because the input is one big file, its share is cut off
+the end of the largest split. No document may be in both training and validation data. So a file that several inputs
+name is read once, and copies of a document go to the same split.
 """
 
 import argparse
@@ -23,26 +21,26 @@ import math
 import os
 import sys
 import sysconfig
-import uuid
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from itertools import chain
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a script, Python looks in data/ only
 
-from nanodomino.corpus.documents import find_files, read_documents
-from nanodomino.corpus.prepared_folder import BLOCK, FORMAT, SPLITS, Corpus, load_corpus
+from nanodomino.corpus.documents import find_files, read_pieces
+from nanodomino.corpus.prepared_folder import BLOCK, FORMAT, SPLITS, Corpus
 from nanodomino.corpus.tokenizers import Tokenizer, build_tokenizer
 from nanodomino.errors import UserError, counted, require, run_command
-from nanodomino.files import delete, naming, open_regular_file, read_file, sha256, write_file
+from nanodomino.files import naming, open_regular_file, read_file, sha256, write_file
 from nanodomino.settings.flags import Parser
 
 DEFAULT_CORPUS = Path(__file__).resolve().parent / "python-stdlib"
+LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}     # of the default corpus
 SAMPLE_TOKENS = 2049            # of a sample of 2,048 tokens and their labels
 AT_ONCE = 1 << 22               # characters of all texts that are tokenized at once, so that all cores have work
 SEPARATOR_INSIDE = "documents with end-of-text inside, where --reset-attention-mask cuts them (see --end-of-text)"
@@ -52,157 +50,133 @@ PAIRS_COUNTED = 1 << 24         # only pairs in the first 2**24 tokens are count
 def prepare(inputs=None, output=DEFAULT_CORPUS, tokenizer="byte", split=(949, 50, 1), progress=True,
             special_tokens=False, begin_of_text=False, end_of_text=None, key="text") -> dict:
     """Tokenize the documents of `inputs`, by default Python's standard library without its tests, into the folder
-    `output`; return its meta.json as a dict. Raises UserError."""
-    inputs = [inputs] if isinstance(inputs, (str, Path)) else inputs
-    source = ", ".join(map(str, inputs[:9])) if inputs else f"the standard library of Python {sys.version.split()[0]}"
-    weights = check_split(split)
-    text_tokenizer = build_tokenizer(tokenizer, special_tokens, begin_of_text, end_of_text)
-    dtype = np.dtype("<u2" if text_tokenizer.vocab_size <= 1 << 16 else "<u4")
-    with new_folder(Path(os.path.realpath(output))) as folder:
-        sizes, notes = find_files(inputs or standard_library(), key)
-        total = sum(map(os.path.getsize, sizes))
-        least = min(4 * SAMPLE_TOKENS / max(total, 1), 1 / 20)                  # a token has about 4 bytes
-        weights = [weight and max(weight, least) for weight in weights]
-        weights = [weight / sum(weights) for weight in weights]
-        paths = {split: folder / f"{split}.bin" for split in SPLITS}
-        with tqdm(desc="tokenizing", total=total, unit="B", unit_scale=True,
-                  disable=None if progress else True) as bar:                   # None: no bar in a log file
-            documents = [0] * 3
-            pieces = split_documents(read_documents(sizes, key), weights, total, documents, notes, bar)
-            tokens = write_tokens(paths, pieces, text_tokenizer, dtype, notes)
-        require(sum(documents), f"the input holds no text "
-                f"({'; '.join([counted(len(sizes), 'file'), *note_lines(notes)])}); check the paths")
-        cut_off = fill_empty_splits(paths, tokens, dtype, weights)
-        meta = {
-            "format": FORMAT, "source": source, "tokenizer": text_tokenizer.name,
-            "vocab_size": text_tokenizer.vocab_size, "end_of_text": text_tokenizer.end_of_text,
-            "dtype": dtype.name, "split": weights, "tokens": dict(zip(SPLITS, tokens)),
-            "documents": dict(zip(SPLITS, documents)), "cut_off": cut_off, "notes": note_lines(notes),
-            **entropies(paths["train"], dtype, text_tokenizer.vocab_size),
-            "sha256": {split: sha256(path) for split, path in paths.items()},
-            "stamps": {split: file_stamp(path) for split, path in paths.items()}}
-        if text_tokenizer.name == "huggingface":
-            meta |= dict(special_tokens=special_tokens, begin_of_text=begin_of_text)
-        for name, path in text_tokenizer.files.items():         # copies, because the originals may move
-            write_file(folder / name, read_file(path))
-        write_file(folder / "meta.json", (json.dumps(meta, indent=2) + "\n").encode())
-        return meta
+    `output`; return its meta.json as a dict. Raises UserError.
 
-
-def check_split(split) -> list[float]:
-    """Convert a split such as (949, 50, 1) or "949,50,1" to shares that sum to 1. Raises UserError."""
-    try:
-        weights = [float(part) for part in (split.split(",") if isinstance(split, str) else split)]
-    except ValueError:
-        weights = []
-    require(len(weights) == 3 and min(weights) >= 0 and weights[0] > 0 and math.isfinite(sum(weights)), "--split must "
-            f"be three numbers train,valid,test of at least 0, the first above 0, but is {split}; try 949,50,1")
-    return [weight / sum(weights) for weight in weights]
-
-
-@contextmanager
-def new_folder(output: Path) -> Iterator[Path]:
-    """Yield a hidden folder next to `output`, and rename it to `output` at the end, so that a reader never sees half a
-    corpus. Renaming fails if `output` holds files by then: of several processes that prepare the same output, the first
-    to finish wins. A process that is killed leaves its hidden folder, which a user can delete."""
+    The new folder is hidden until it is complete, so a reader never sees half a corpus. If several processes prepare
+    the same output, the first to finish wins, and the others fail to rename theirs.
+    """
+    require(len(split) == 3 and all(0 <= share < math.inf for share in split) and split[0] > 0, "--split must be three "
+            f"numbers train,valid,test of at least 0, the first above 0, but is {split}; try 949,50,1")
+    output, source = Path(os.path.realpath(output)), f"the standard library of Python {sys.version.split()[0]}"
     require(not output.exists() or output.is_dir() and not any(output.iterdir()),
             f"the output {output} already exists, and nothing is replaced; delete it, or choose another --output")
-    folder = output.with_name(f".{output.name}.{uuid.uuid4().hex}")
-    folder.mkdir(parents=True)
-    try:
-        with naming(output):                                   # a write to a full disk names no file
-            yield folder
-            folder.rename(output)
-    finally:
-        delete(folder)
+    if inputs:
+        inputs = [inputs] if isinstance(inputs, (str, Path)) else inputs
+        source = ", ".join(map(str, inputs[:9]))
+    else:
+        library = Path(sysconfig.get_path("stdlib"))
+        inputs = sorted(path for path in library.rglob("*.py") if not LEFT_OUT & set(path.relative_to(library).parts))
+    tokenizer = build_tokenizer(tokenizer, special_tokens, begin_of_text, end_of_text)
+    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+    sizes, notes = find_files(inputs, key)
+    total = sum(map(os.path.getsize, sizes))
+    least = min(4 * SAMPLE_TOKENS / max(total, 1), 1 / 20)                      # a token has about 4 bytes
+    weights = [share and max(share / sum(split), least) for share in split]
+    weights = [weight / sum(weights) for weight in weights]
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with naming(output), TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as hidden:
+        folder, documents = Path(hidden) / output.name, [0] * 3
+        folder.mkdir()
+        paths = [folder / f"{split}.bin" for split in SPLITS]
+        with tqdm(desc="tokenizing", total=total, unit="B", unit_scale=True,
+                  disable=None if progress else True) as bar:                   # None: no bar in a log file
+            pieces = split_documents(sizes, key, weights, documents, notes, bar)
+            tokens = write_tokens(paths, pieces, tokenizer, dtype, notes)
+        notes = [f"{what}: {len(names):,} ({'; '.join(names[:5])}{'; ...' * (len(names) > 5)})"
+                 for what, names in notes.items()]
+        require(sum(documents), f"the input holds no text ({'; '.join([counted(len(sizes), 'file'), *notes])}); check "
+                "the paths")
+        cut_off = fill_empty_splits(paths, tokens, dtype, weights)
+        meta = {
+            "format": FORMAT, "source": source, "tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size,
+            "end_of_text": tokenizer.end_of_text, "dtype": dtype.name, "split": weights,
+            "tokens": dict(zip(SPLITS, tokens)), "documents": dict(zip(SPLITS, documents)), "cut_off": cut_off,
+            "notes": notes, **entropies(paths[0], dtype, tokenizer.vocab_size),
+            "sha256": dict(zip(SPLITS, map(sha256, paths))), "stamps": dict(zip(SPLITS, map(file_stamp, paths)))}
+        if tokenizer.name == "huggingface":
+            meta |= dict(special_tokens=special_tokens, begin_of_text=begin_of_text)
+        for name, path in tokenizer.files.items():              # copies, because the originals may move
+            write_file(folder / name, read_file(path))
+        write_file(folder / "meta.json", (json.dumps(meta, indent=2) + "\n").encode())
+        folder.rename(output)
+    return meta
 
 
-def prepare_default_corpus(folder=DEFAULT_CORPUS, progress=True):
+def prepare_default_corpus(folder=DEFAULT_CORPUS):
     """Prepare the default corpus, 12 MB that every machine has, unless another process of this or another host does."""
     try:
-        prepare(output=folder, progress=progress)
+        prepare(output=folder)
     except (UserError, OSError):
         if not (Path(folder) / "meta.json").is_file():
             raise
 
 
-def standard_library() -> list[Path]:
-    """Return the standard library's source files, without its tests."""
-    library = Path(sysconfig.get_path("stdlib"))
-    left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-    return sorted(path for path in library.rglob("*.py") if not left_out & set(path.relative_to(library).parts))
-
-
-# ---- documents -> splits of token ids
-
-def split_documents(found: Iterator, weights: list[float], total: int, documents: list[int], notes: defaultdict,
+def split_documents(sizes: dict[str, int], key: str, weights: list[float], documents: list[int], notes: defaultdict,
                     bar: tqdm) -> Iterator[tuple[int, str, str]]:
-    """Choose a split for each document that read_documents() found. Yield (split, text to be tokenized, or "" at the
-    end of a document, the document's place). total: bytes of all files. documents: their number in each split; updated
-    here, as are the notes."""
-    written, split_of, position = [0] * 3, {}, 0
-    for place, size, end, chunks in found:
-        if first := next(chunks, ""):
-            # documents of equal length with equal first chunks count as copies
-            copies = hashlib.blake2b(b"%d " % size + first.encode(), digest_size=8).digest()
-            if copies not in split_of:
-                # a file may be compressed or not all text, so extrapolate from the text read so far
-                expected = total * sum(written) / position if position else total
-                split_of[copies] = choose_split(size, written, documents, weights, expected)
-            split = split_of[copies]
-            documents[split] += 1
-            written[split] += size
-            for chunk in chain([first], chunks, [""]):
-                yield split, chunk, place
-                bar.update(len(chunk.encode()))
-        else:
-            notes["skipped, empty"].append(place)
-        position = end
-        bar.update(position - bar.n)
+    """Choose a split for each document in the files that find_files() found. Yield (split, text to be tokenized, or ""
+    at the end of a document, the document's place). documents: their number in each split; updated here, as are the
+    notes and the progress bar.
 
-
-def choose_split(size: int, written: list[int], documents: list[int], weights: list[float], total: float) -> int:
-    """Return the split, 0 to 2, for a document of `size` bytes, given the bytes and documents in each split so far.
-
-    The document goes to the split with the smallest (bytes + half a mean document) / weight. This is Sainte-Laguë's
-    rule, by which parliaments allocate seats. It ignores the document's size, so held-out documents are about as long
-    as training documents. But a split is passed over if more than half of the document would exceed the split's share
-    of `total`, the expected bytes of all documents. If all are passed over, the split with the largest weight gets it.
+    A document goes to the split with the smallest (bytes so far + half a mean document) / weight. This is
+    Sainte-Laguë's rule, by which parliaments allocate seats. It ignores the document's size, so held-out documents are
+    about as long as training documents. But a split is passed over if more than half of the document would exceed the
+    split's share of all text. If all are passed over, the split with the largest weight gets it.
     """
-    half = sum(written) / max(2 * sum(documents), 1) or 1
-    with_room = [i for i in range(3) if weights[i] and written[i] + size / 2 <= weights[i] * total]
-    return min(with_room or [weights.index(max(weights))], key=lambda i: (written[i] + half) / weights[i])
+    written, split_of, split, done, position = [0] * 3, {}, None, 0, 0
+    for path in sizes:
+        next(pieces := read_pieces(path, key))
+        for place, text, read in pieces:
+            if text and split is None:
+                size = sizes[path] or len(text.encode())
+                # documents of equal length with equal first chunks count as copies
+                copies = hashlib.blake2b(b"%d " % size + text.encode(), digest_size=8).digest()
+                if copies not in split_of:
+                    # a file may be compressed or not all text, so extrapolate from the text read so far
+                    expected = bar.total * sum(written) / position if position else bar.total
+                    half = sum(written) / max(2 * sum(documents), 1) or 1
+                    with_room = [i for i in range(3) if weights[i] and written[i] + size / 2 <= weights[i] * expected]
+                    split_of[copies] = min(with_room or [weights.index(max(weights))],
+                                           key=lambda i: (written[i] + half) / weights[i])
+                split = split_of[copies]
+                documents[split] += 1
+                written[split] += size
+            if split is None:
+                notes["skipped, empty"].append(place)
+            else:
+                yield split, text, place
+            bar.update(done + read - bar.n)
+            if not text:
+                split, position = None, done + read
+        done += os.path.getsize(path)
 
 
-def write_tokens(paths: dict[str, Path], pieces: Iterator, tokenizer: Tokenizer, dtype, notes: defaultdict) -> list[int]:
-    """Tokenize the pieces of split_documents(), many at once, and write them. Return the tokens in each split."""
+def write_tokens(paths: list[Path], pieces: Iterator, tokenizer: Tokenizer, dtype, notes: defaultdict) -> list[int]:
+    """Tokenize the pieces of split_documents(), and write them. Return the number of tokens in each split."""
+    def take() -> Iterator[tuple[int, str, str]]:
+        size = 0
+        while size < AT_ONCE and (piece := next(pieces, None)):
+            size += len(piece[1]) + 64                  # the memory of a short text
+            yield piece
+
     begin, end = tokenizer.begin_of_text, tokenizer.end_of_text
     last, ends = None, 0            # of this document so far: the last id, and how often it contains end-of-text
     with ExitStack() as stack:
-        outputs = [stack.enter_context(open_regular_file(path, "wb")) for path in paths.values()]
-        while batch := list(take(pieces)):
+        outputs = [stack.enter_context(open_regular_file(path, "wb")) for path in paths]
+        while batch := list(take()):
             for (split, text, place), ids in zip(batch, tokenizer.encode_batch([text for _, text, _ in batch])):
                 if text:
-                    if last is None and begin is not None and ids[:1].tolist() != [begin]:
+                    if last is None and begin not in (None, *ids[:1]):
                         ids = np.append(begin, ids)
                     last, ends = ids[-1] if len(ids) else -1, ends + np.count_nonzero(ids == end)
                 else:
                     if ends > (last == end):
                         notes[SEPARATOR_INSIDE].append(place)
-                    ids, last, ends = np.array([end][last == end:]), None, 0
+                    ids, last, ends = np.array([] if last == end else [end]), None, 0
                 outputs[split].write(ids.astype(dtype).tobytes())
         return [output.tell() // dtype.itemsize for output in outputs]
 
 
-def take(pieces: Iterator[tuple[int, str, str]]) -> Iterator[tuple[int, str, str]]:
-    """Yield pieces of about AT_ONCE characters together. A text counts 64 more for its memory."""
-    size = 0
-    while size < AT_ONCE and (piece := next(pieces, None)):
-        size += len(piece[1]) + 64
-        yield piece
-
-
-def fill_empty_splits(paths: dict[str, Path], tokens: list[int], dtype, weights: list[float]) -> list[str]:
+def fill_empty_splits(paths: list[Path], tokens: list[int], dtype, weights: list[float]) -> list[str]:
     """Fill each empty split from the end of the largest split. Return the filled splits. tokens: the number of tokens
     in each split; updated here."""
     total, largest = sum(tokens), tokens.index(max(tokens))
@@ -210,13 +184,11 @@ def fill_empty_splits(paths: dict[str, Path], tokens: list[int], dtype, weights:
     for i in reversed(empty):       # test first, so that the text continues from train to valid to test
         tokens[i] = min(math.ceil(weights[i] * total), tokens[largest] - 1)
         tokens[largest] -= tokens[i]
-        source = paths[SPLITS[largest]]
-        write_file(paths[SPLITS[i]], [np.memmap(source, dtype, "r")[tokens[largest]:].data])
-        os.truncate(source, tokens[largest] * dtype.itemsize)
+        source, start = paths[largest], tokens[largest] * dtype.itemsize
+        write_file(paths[i], np.fromfile(source, np.uint8, offset=start).tobytes())
+        os.truncate(source, start)
     return [SPLITS[i] for i in empty if tokens[i]]
 
-
-# ---- counts and reference losses
 
 def file_stamp(path: Path) -> dict:
     """Return what shows cheaply that a file has changed: its size, its time stamp in seconds, and the SHA-256 of 16
@@ -230,18 +202,17 @@ def file_stamp(path: Path) -> dict:
 
 
 def check_unchanged(corpus: Corpus):
-    """Raise UserError if a file of tokens has changed since it was prepared. If its stamp differs, its checksum decides:
-    that takes longer, but a copied file may have another time stamp."""
-    for split, sha in corpus.sha256.items():
-        path = corpus.path / f"{split}.bin"
-        require(file_stamp(path) == corpus.meta.get("stamps", {}).get(split) or sha256(path) == sha, f"{path} has changed "
-                "since it was prepared: its SHA-256 is not the one in meta.json; prepare the text again")
+    """Raise UserError if a file of tokens has changed since it was prepared. If its stamp differs, its checksum
+    decides: this takes longer, but a copied file may have another time stamp."""
+    for split, checksum in corpus.sha256.items():
+        path, stamps = corpus.path / f"{split}.bin", corpus.meta.get("stamps", {})
+        require(file_stamp(path) == stamps.get(split) or sha256(path) == checksum, f"{path} has changed since it was "
+                "prepared: its SHA-256 is not the one in meta.json; prepare the text again")
 
 
 def entropies(path: Path, dtype, vocabulary: int) -> dict:
-    """Return the losses, in nats per token, of a model that knows only how frequent each token is, H(token), and of one
-    that sees only the previous token, H(token | previous) = H(previous, token) - H(previous); and the number of tokens
-    from which the latter was counted."""
+    """Return H(token), the loss in nats per token of a model that knows only how frequent each token is; H(token |
+    previous token) = H(previous, token) - H(previous); and the number of tokens from which the latter was counted."""
     def entropy(counts) -> float:
         shares = counts[counts > 0] / max(counts.sum(), 1)
         return float(-(shares * np.log(shares)).sum()) + 0.0    # + 0.0 turns -0.0 into 0.0
@@ -257,16 +228,34 @@ def entropies(path: Path, dtype, vocabulary: int) -> dict:
             "bigram_entropy": max(entropy(pairs) - entropy(np.bincount(first[:-1])), 0.0), "bigram_tokens": len(first)}
 
 
-# ---- the command line
+def main():
+    def shares(text: str) -> list[float]:
+        return [float(share) for share in text.split(",")]
 
-def note_lines(notes: dict[str, list[str]]) -> list[str]:
-    """Return for example "skipped, hidden: 12 (.a; .b; .c; .d; .e; ...)" for each note."""
-    return [f"{what}: {len(names):,} ({'; '.join(names[:5])}{'; ...' * (len(names) > 5)})"
-            for what, names in notes.items()]
-
-
-def print_summary(meta: dict, output: Path):
-    """Print what was written: documents and tokens of each split, and the reference losses."""
+    parser = Parser("python data/prepare.py", usage="python data/prepare.py [flags]", description=__doc__,
+                    allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, help, options in (
+            ("--input", "text, .jsonl or parquet files, and folders (default: Python's own standard library)",
+             dict(dest="inputs", nargs="+", metavar="TEXT")),
+            ("--key", "the key, or column, of the text in JSON lines and parquet (default text)",
+             dict(default="text", metavar="NAME")),
+            ("--output", "the folder to create", dict(type=Path, default=DEFAULT_CORPUS, metavar="FOLDER")),
+            ("--tokenizer", "byte (default), gpt2, or the folder or tokenizer.json of a Hugging Face tokenizer (GPT-2, "
+             "Llama 2 and 3, Mistral, Qwen, SmolLM2), which needs the package tokenizers",
+             dict(default="byte", metavar="NAME")),
+            ("--special-tokens", "for a Hugging Face tokenizer: convert the names of special tokens in the text, such "
+             "as <|im_end|>, to these tokens (default: treat them as ordinary text)", dict(action="store_true")),
+            ("--begin-of-text", "for a Hugging Face tokenizer: put its begin-of-text token, such as <s>, in front of "
+             "each document", dict(action="store_true")),
+            ("--end-of-text", "for a Hugging Face tokenizer: the token that ends each document (default: <|endoftext|> "
+             "or <|end_of_text|> if it has one, else its eos_token)", dict(metavar="TOKEN")),
+            ("--split", "shares of train,valid,test (default 949,50,1); raised for a small text so that each split "
+             "holds a sample", dict(type=shares, default="949,50,1", metavar="SHARES"))):
+        parser.add_argument(name, help=help, **options)
+    flags = parser.parse_args()
+    require(flags.output != DEFAULT_CORPUS or not flags.inputs,
+            "--input needs --output, the folder to create; try --output data/mine")
+    meta = prepare(**vars(flags))
     total = sum(meta["tokens"].values())
     print(f"{meta['source']}: {counted(total, 'token', ',')} of a vocabulary of {meta['vocab_size']:,} "
           f"({meta['tokenizer']})")
@@ -278,34 +267,7 @@ def print_summary(meta: dict, output: Path):
     for note in meta["notes"]:
         print(f"  {note}")
     print(f"  a model that knows only token frequencies has a loss of {meta['unigram_entropy']:.3f} nats per token, "
-          f"one that also sees the previous token {meta['bigram_entropy']:.3f}\nwritten to {output}")
-
-
-def main():
-    parser = Parser("python data/prepare.py", usage="python data/prepare.py [flags]", description=__doc__,
-                    allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, metavar, default, help in (
-            ("--key", "NAME", "text", "the key, or column, of the text in JSON lines and parquet (default text)"),
-            ("--tokenizer", "NAME", "byte", "byte (default), gpt2, or the folder or tokenizer.json of a Hugging Face "
-             "tokenizer (GPT-2, Llama 2 and 3, Mistral, Qwen, SmolLM2), which needs the package tokenizers"),
-            ("--end-of-text", "TOKEN", None, "for a Hugging Face tokenizer: the token that ends each document (default: "
-             "<|endoftext|> or <|end_of_text|> if it has one, else its eos_token)"),
-            ("--split", "SHARES", "949,50,1", "shares of train,valid,test (default 949,50,1); raised for a small text so "
-             "that each split holds a sample")):
-        parser.add_argument(name, metavar=metavar, default=default, help=help)
-    parser.add_argument("--input", dest="inputs", nargs="+", metavar="TEXT",
-                        help="text, .jsonl or parquet files, and folders (default: Python's own standard library)")
-    parser.add_argument("--output", type=Path, default=DEFAULT_CORPUS, metavar="FOLDER", help="the folder to create")
-    parser.add_argument("--special-tokens", action="store_true",
-                        help="for a Hugging Face tokenizer: convert the names of special tokens in the text, such "
-                        "as <|im_end|>, to these tokens (default: treat them as ordinary text)")
-    parser.add_argument("--begin-of-text", action="store_true",
-                        help="for a Hugging Face tokenizer: put its begin-of-text token, such as <s>, in front of each "
-                        "document")
-    flags = parser.parse_args()
-    require(flags.output != DEFAULT_CORPUS or not flags.inputs,
-            "--input needs --output, the folder to create; try --output data/mine")
-    print_summary(prepare(**vars(flags)), flags.output)
+          f"one that also sees the previous token {meta['bigram_entropy']:.3f}\nwritten to {flags.output}")
 
 
 if __name__ == "__main__":

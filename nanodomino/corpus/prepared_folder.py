@@ -18,7 +18,6 @@ from nanodomino.files import read_file
 
 SPLITS = ("train", "valid", "test")
 FORMAT = "nanodomino-corpus-1"
-SAMPLE = 1 << 12        # tokens by which two tokenizers are compared
 BLOCK = 1 << 20         # tokens counted at once
 
 
@@ -73,12 +72,11 @@ class Corpus:
         """Raise UserError if an imported checkpoint's tokenizer.json reads other text from the first training tokens.
         The sizes do not tell: the tokenizers of Llama 2 and of Mistral 7B both have 32,000 tokens."""
         if (checkpoint / "tokenizer.json").is_file():
-            ids = np.fromfile(self.path / "train.bin", self.dtype, SAMPLE)
+            ids = np.fromfile(self.path / "train.bin", self.dtype, count=4096)
             ids = ids[ids != self.end_of_text].tolist()        # a model may rename its end-of-text
-            texts = [b"".join(map(tokenizer.token_bytes, ids))
-                     for tokenizer in (self.tokenizer(), build_tokenizer(checkpoint))]
-            require(texts[0] == texts[1], f"{self.path} was prepared with another tokenizer than the tokenizer.json of "
-                    f"{checkpoint}; prepare its text with data/prepare.py --tokenizer {checkpoint}")
+            require(self.tokenizer().decode(ids) == build_tokenizer(checkpoint).decode(ids), f"{self.path} was prepared "
+                    f"with another tokenizer than the tokenizer.json of {checkpoint}; prepare its text with "
+                    f"data/prepare.py --tokenizer {checkpoint}")
 
 
 def load_corpus(folder) -> Corpus:
@@ -88,16 +86,13 @@ def load_corpus(folder) -> Corpus:
             f"data/prepare.py --input TEXT --output {folder}")
     try:
         meta = json.loads(read_file(path))
-        require(meta["format"] == FORMAT, f"{path} is of format {meta['format']!r}, but this version reads {FORMAT!r}; "
-                "prepare the text again")
-        corpus = Corpus(folder, meta["tokenizer"], meta["vocab_size"], meta["end_of_text"],
-                        np.dtype(meta["dtype"]).newbyteorder("<"), meta["tokens"], meta["sha256"],
-                        meta["unigram_entropy"], meta["bigram_entropy"], meta)
+        corpus = Corpus(folder, meta["tokenizer"], meta["vocab_size"], meta["end_of_text"], np.dtype(meta["dtype"]),
+                        meta["tokens"], meta["sha256"], meta["unigram_entropy"], meta["bigram_entropy"], meta)
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); prepare the text again") from None
     for split, tokens in corpus.tokens.items():
-        path, expected = folder / f"{split}.bin", tokens * corpus.dtype.itemsize
+        path = folder / f"{split}.bin"
         size = path.stat().st_size if path.is_file() else 0
-        require(size == expected, f"{path} should hold {tokens} tokens in {expected} bytes, but has {size} bytes; "
-                "prepare the text again")
+        require(size == tokens * corpus.dtype.itemsize, f"{path} should hold {tokens} tokens in "
+                f"{tokens * corpus.dtype.itemsize} bytes, but has {size} bytes; prepare the text again")
     return corpus
