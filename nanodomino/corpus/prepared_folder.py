@@ -17,7 +17,6 @@ from nanodomino.errors import UserError, require
 from nanodomino.files import read_file
 
 SPLITS = ("train", "valid", "test")
-FORMAT = "nanodomino-corpus-1"
 BLOCK = 1 << 20         # tokens counted at once
 
 
@@ -74,8 +73,8 @@ class Corpus:
         if (checkpoint / "tokenizer.json").is_file():
             ids = np.fromfile(self.path / "train.bin", self.dtype, count=4096)
             ids = ids[ids != self.end_of_text].tolist()        # a model may rename its end-of-text
-            require(self.tokenizer().decode(ids) == build_tokenizer(checkpoint).decode(ids), f"{self.path} was prepared "
-                    f"with another tokenizer than the tokenizer.json of {checkpoint}; prepare its text with "
+            require(self.tokenizer().decode(ids) == build_tokenizer(checkpoint).decode(ids), f"{self.path} was prepared"
+                    f" with another tokenizer than the tokenizer.json of {checkpoint}; prepare its text with "
                     f"data/prepare.py --tokenizer {checkpoint}")
 
 
