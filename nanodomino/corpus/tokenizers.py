@@ -232,8 +232,8 @@ def read_pieces(path: str, key: str) -> Iterator[tuple[str, str, int]]:
                     yield place, text, stored.tell()
                 yield place, "", stored.tell()
     except (EOFError, zlib.error, ValueError, OSError) as error:
-        raise UserError(f"the input {path} is not UTF-8 text, or damaged ({' '.join(str(error).split())}); convert it, "
-                        "or replace it by an intact copy") from None
+        reason = " ".join(str(error).partition(" in position")[0].split())     # a position counts from some buffer
+        raise UserError(f"the input {path} is not UTF-8 text, or damaged ({reason}); convert or replace it") from None
 
 
 def text_of(record: bytes | dict, key: str, place: str, advice=", or name another key with --key") -> str:

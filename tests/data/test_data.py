@@ -325,7 +325,7 @@ def test_the_command_line_tells_a_person_what_it_made(tmp_path, monkeypatch, cap
 MISTAKES = [     # (arguments, message)
     ("empty.txt --output out", "the input holds no text (1 file; skipped, empty: 1 (empty.txt)); check"),
     ("pipe --output out", "the input holds no text (0 files; skipped, neither a file nor a folder: 1 (pipe))"),
-    ("latin.txt --output out", "latin.txt is not UTF-8 text, or damaged ('utf-8' codec can't decode byte 0xe9 in"),
+    ("latin.txt --output out", "latin.txt is not UTF-8 text, or damaged ('utf-8' codec can't decode byte 0xe9);"),
     ("lines.jsonl --output out", """lines.jsonl, line 2, is not {"text": "..."} (JSONDecodeError: Expecting value: """),
     ("lines.jsonl --output out --key words", """lines.jsonl, line 1, is not {"words": "..."} (KeyError: 'words'), but"""),
     ("list.jsonl --output out", "list.jsonl, line 1, is not"), ("null.jsonl --output out", "null.jsonl, line 1, is not"),
