@@ -24,7 +24,7 @@ from data import prepare as prepare_module
 from data.prepare import prepare, prepare_default_corpus
 from nanodomino.corpus import tokenizers
 from nanodomino.corpus.prepared_folder import SPLITS, load_corpus
-from nanodomino.corpus.tokenizers import END_OF_TEXT, build_tokenizer
+from nanodomino.corpus.tokenizers import END_OF_TEXT
 from nanodomino.data import Batch, TokenDataset
 from nanodomino.errors import UserError
 from nanodomino.settings.config import Config
@@ -60,23 +60,6 @@ def corpus(tmp_path_factory):
     return load_corpus(folder / "tokens")
 
 
-# Text -> tokens
-
-def test_a_failed_download_names_the_alternatives(monkeypatch):
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: 1 / 0)
-    with pytest.raises(UserError, match="ZeroDivisionError.*GPT-2's tokenizer.json .*--tokenizer byte"):
-        build_tokenizer("gpt2")
-
-
-def test_text_survives_the_round_trip(tmp_path):
-    texts = [f"{i}: {PROSE}" for i in range(40)] + [f"special? {END_OF_TEXT} no\r\n"]
-    meta = prepare(write_lines(tmp_path / "a.jsonl", texts), tmp_path / "out", split=(80, 15, 5))
-    found = [documents_in(tmp_path / "out", split) for split in SPLITS]
-    assert sorted(sum(found, [])) == sorted(texts)
-    assert [len(part) for part in found] == list(meta["documents"].values())
-    assert all(len(row(tmp_path / "out", split)) == meta["tokens"][split] > 0 for split in SPLITS)
-
-
 @pytest.mark.parametrize("words, dtype, size", [(65_536, "uint16", 2), (65_537, "uint32", 4)])
 def test_token_ids_above_65535_take_32_bits_and_survive_the_round_trip(tmp_path, monkeypatch, words, dtype, size):
     """The vocabulary holds pairs of bytes; end-of-text has the highest id, preceded by the pair zz."""
@@ -110,16 +93,14 @@ def test_memory_does_not_grow_with_the_document(tmp_path, monkeypatch):
 def test_entropies_are_those_of_the_training_tokens(tmp_path, monkeypatch):
     """With a table of all pairs, and with sorted pairs for a larger vocabulary."""
     monkeypatch.setattr(prepare_module, "BLOCK", 1000)
-    (tmp_path / "a.txt").write_bytes(np.random.default_rng(0).integers(97, 101, 5000).astype(np.uint8).tobytes())
-    meta = prepare(tmp_path / "a.txt", tmp_path / "out", split=(1, 0, 0))
-    ids, path = row(tmp_path / "out"), tmp_path / "out" / "train.bin"
+    ids = np.random.default_rng(0).integers(97, 101, 5000).astype("<u2")
+    ids.tofile(tmp_path / "ids")
     pairs, before, n = Counter(zip(ids, ids[1:])), Counter(ids[:-1]), len(ids) - 1
     expected = {"unigram_entropy": -sum(k / len(ids) * math.log(k / len(ids)) for k in Counter(ids).values()),
                 "bigram_entropy": -sum(k / n * math.log(k / before[a]) for (a, _), k in pairs.items()),
                 "bigram_tokens": len(ids)}
     for words in (257, 1025):
-        assert prepare_module.entropies(path, np.dtype("<u2"), words) == pytest.approx(expected)
-    assert meta == meta | prepare_module.entropies(path, np.dtype("<u2"), 257)
+        assert prepare_module.entropies(tmp_path / "ids", ids.dtype, words) == pytest.approx(expected)
 
 
 def test_the_default_corpus_is_python_itself(tmp_path):
@@ -128,8 +109,6 @@ def test_the_default_corpus_is_python_itself(tmp_path):
     assert sum(meta["tokens"].values()) > 5_000_000 and meta["source"].startswith("the standard library of Python 3.")
     assert 2.9 < meta["unigram_entropy"] < 3.5 and 2.1 < meta["bigram_entropy"] < 2.7
 
-
-# Inputs
 
 def test_a_folder_is_read_in_order_without_hidden_and_binary_files(tmp_path, monkeypatch):
     """A file with two names is read once: its second reading could go to another split. A link to a folder above it
@@ -157,8 +136,8 @@ def test_a_folder_is_read_in_order_without_hidden_and_binary_files(tmp_path, mon
 LINES, BOM, TWO = b'{"text": "one", "id": 1}\n{"id": 2, "text": "two"}\n', b"\xef\xbb\xbf", ["one", "two"]
 TYPES = [       # (name, content, documents): the name as typed and the first bytes decide
     ("a.jsonl", LINES, TWO), ("a.jsonl.gz", gzip.compress(LINES[:25]) + gzip.compress(LINES[25:]), TWO),
-    ("a.jsonl.gz", LINES, TWO), ("a.json", BOM + LINES.replace(b"{", b"{" + (1 << 20) * b" ", 1), TWO),
-    ("blob", gzip.compress(LINES), TWO), ("a.txt", LINES, [LINES.decode()]), ("a.md", b"x\r\n", ["x\r\n"]),
+    ("a.json", BOM + LINES.replace(b"{", b"{" + (1 << 20) * b" ", 1), TWO), ("blob", gzip.compress(LINES), TWO),
+    ("a.jsonl.gz", LINES, TWO), ("a.txt", LINES, [LINES.decode()]), ("a.md", b"x\r\n", ["x\r\n"]),
     ("a.json", b'{\n"text": "one"\n}', ['{\n"text": "one"\n}']), ("a.md", b"\n" + LINES, ["\n" + LINES.decode()]),
     ("a.txt.gz", gzip.compress(BOM + LINES), [LINES.decode()])]
 
@@ -182,76 +161,41 @@ def test_parquet_is_read_by_column(tmp_path, monkeypatch):
     prepare(tmp_path / "a", tmp_path / "out", split=(1, 0, 0))
     assert documents_in(tmp_path / "out") == ["1", "2", "3"]
     (tmp_path / "b").write_bytes((tmp_path / "a").read_bytes()[:-9])
-    for name, key, message in [("a", "words", '/a, row 3, is not {"words": "..."} (AttributeError: '),
-                               ("a", "x", "(KeyError: 'x'), but {'id': 1, 'words': 'one', 'text': '1'}; correct it, or"),
-                               ("b", "text", "/b is not UTF-8 text, or damaged (")]:
-        with pytest.raises(UserError) as caught:
+    for name, key, message in [("a", "words", r'/a, row 3, is not {"words": "..."} \(AttributeError: '),
+                               ("a", "x", r"\(KeyError: 'x'\), but {'id': 1, 'words': 'one', 'text': '1'}; correct"),
+                               ("b", "text", r"/b is not UTF-8 text, or damaged \(")]:
+        with pytest.raises(UserError, match=message):
             prepare(tmp_path / name, tmp_path / "other", key=key)
-        assert message in str(caught.value) and "\n" not in str(caught.value)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(UserError, match="needs the package pyarrow, .*; pip install -r requirements-extra.txt"):
         prepare(tmp_path / "a", tmp_path / "other")
 
 
-# Splits
-
-def test_copies_never_reach_a_second_split(tmp_path):
-    """The same text can come as several documents, also of different kinds of files."""
-    texts, folder = [f"document № {i % 100} of a hundred" for i in range(1000)], tmp_path / "in"
+def test_text_survives_the_round_trip_and_copies_never_reach_a_second_split(tmp_path):
+    """The same text can come as several documents, also of different kinds of files. Only the first chunk of documents
+    of equal length is compared."""
+    texts, folder = [f"document № {i % 100} {END_OF_TEXT}\r\n" + i % 100 * PROSE for i in range(400)], tmp_path / "in"
     folder.mkdir()
     write_lines(folder / "a.jsonl", texts[100:])
     for i, text in enumerate(texts[:100]):
-        (folder / f"{i}.txt").write_text(text)
-    prepare(folder, tmp_path / "out", split=(6, 3, 1))
+        (folder / f"{i}.txt").write_text(text, "utf-8", newline="")
+    meta = prepare(folder, tmp_path / "out", split=(6, 3, 1))
     found = [documents_in(tmp_path / "out", split) for split in SPLITS]
-    assert sorted(sum(found, [])) == sorted(texts)
-    assert [len(set(part)) for part in found] == [len(part) / 10 for part in found] and min(map(len, found)) > 0
-
-
-def test_documents_that_only_begin_alike_are_no_copies(tmp_path, monkeypatch):
-    """Such as files under one licence: only the first chunk is compared, but also the length."""
-    monkeypatch.setattr(tokenizers, "CHUNK", 97)
-    for i in range(30):
-        (tmp_path / f"{i}.txt").write_text("the same licence\n" * 20 + "end\n" * i)
-    assert min(prepare(tmp_path, tmp_path / "out", split=(1, 1, 1))["documents"].values()) > 0
-
-
-def test_shares_hold_in_tokens_and_held_out_documents_are_no_shorter(tmp_path):
-    """Also in a text so small that 0.1 % of it would not be a sample. A small split that took whatever fits would hold
-    only short documents."""
-    lengths = np.random.default_rng(1).lognormal(5, 1, 2000).astype(int) + 10
-    texts = [f"{i} ".ljust(length, "x") for i, length in enumerate(lengths)]
-    files = [write_lines(tmp_path / f"{name}.jsonl", part) for name, part in (("a", texts[:5]), ("b", texts[5:]))]
-    meta = prepare(files, tmp_path / "out", split=(949, 50, 1))
-    tokens, mean = meta["tokens"], {split: meta["tokens"][split] / meta["documents"][split] for split in SPLITS}
-    for split, weight in zip(SPLITS, meta["split"]):
-        assert tokens[split] / sum(tokens.values()) == pytest.approx(weight, abs=0.01)
-    assert tokens["test"] > 2049 and mean["valid"] == pytest.approx(mean["train"], rel=0.25)
+    assert sorted(sum(found, [])) == sorted(texts) and [len(part) for part in found] == list(meta["documents"].values())
+    assert [len(set(part)) for part in found] == [len(part) / 4 for part in found] and min(map(len, found)) > 0
+    assert all(len(row(tmp_path / "out", split)) == meta["tokens"][split] for split in SPLITS)
 
 
 def test_a_text_is_split_as_by_earlier_versions(tmp_path):
-    """Lines, empty lines, copies and a large text, as prepared on 2026-11-27."""
+    """Lines, empty lines, copies and a large text, as prepared on 2026-11-27. The shares hold in bytes."""
     (tmp_path / "in").mkdir()
     write_lines(tmp_path / "in/a.jsonl", [f"line {i % 90} " * (i * 7919 % 101) for i in range(500)])
     (tmp_path / "in/c.txt").write_text(PROSE * 300, "utf-8")
     meta = prepare(tmp_path / "in", tmp_path / "out", split=(8, 1, 1))
     assert meta["documents"] == {"train": 386, "valid": 59, "test": 51}
+    assert meta["tokens"] == {"train": 187_610, "valid": 19_808, "test": 20_016}
     assert [checksum[:8] for checksum in meta["sha256"].values()] == ["7beb22a3", "e0eeb1f4", "081334a9"]
 
-
-@pytest.mark.parametrize("lines, sample", [(400, 129), (10_000, 2049)])
-def test_one_document_is_cut_in_three(tmp_path, lines, sample):
-    """One text file must still leave a sample to validate and to test on, a small one a sample of nano."""
-    text = "".join(f"line {i}\n" for i in range(lines))
-    (tmp_path / "a.txt").write_text(text)
-    meta = prepare(tmp_path / "a.txt", tmp_path / "out")
-    parts = [row(tmp_path / "out", split) for split in SPLITS]
-    assert sum(parts, []) == [*text.encode(), BYTE_END], "train, then valid, then test, nothing twice, nothing lost"
-    assert meta["cut_off"] == ["valid", "test"] and meta["documents"] == {"train": 1, "valid": 0, "test": 0}
-    assert sample <= len(parts[2]) < 0.05 * len(text) and meta["split"] == pytest.approx([0.905, 0.048, 0.048], rel=0.1)
-
-
-# Outputs
 
 @pytest.mark.parametrize("byte, seconds, noticed", [
     (None, 0, False), (None, 9, False), (0, 0, True), (-1, 0, True), (100_000, 9, True)])
@@ -271,30 +215,7 @@ def test_a_changed_text_is_noticed_and_a_copied_one_is_not(tmp_path, byte, secon
 
 
 def test_nothing_is_replaced_and_failures_leave_nothing_behind(tmp_path, monkeypatch):
-    """Notes that appear while the text is being prepared stay. On a full disk the error names the output."""
-    (tmp_path / "a.txt").write_text("some text")
-    first = prepare(tmp_path / "a.txt", tmp_path / "out")
-    with pytest.raises(UserError, match="out already exists, and nothing is replaced; delete it, or choose another"):
-        prepare(tmp_path / "a.txt", tmp_path / "out")
-
-    def write_notes(*arguments):
-        (tmp_path / "notes").mkdir()
-        (tmp_path / "notes" / "mine").write_text("dear")
-        return {}
-
-    def fail(*arguments):
-        raise OSError(28, "No space left on device")           # write() does not name the file
-
-    for name, during, message in (("notes", write_notes, "not empty"), ("full", fail, "No space left.*/full'")):
-        monkeypatch.setattr(prepare_module, "entropies", during)
-        with pytest.raises(OSError, match=message):
-            prepare(tmp_path / "a.txt", tmp_path / name)
-    assert (tmp_path / "notes" / "mine").read_text() == "dear" and load_corpus(tmp_path / "out").meta == first
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "notes", "out"]
-
-
-def test_of_two_processes_the_first_to_finish_makes_the_corpus(tmp_path, monkeypatch):
-    """A rank that needs the default corpus takes that of the faster process."""
+    """Of two processes the first to finish makes the default corpus. On a full disk the error names the output."""
     (tmp_path / "a.py").write_text("some = text")
     out, entropies = tmp_path / "out", prepare_module.entropies
 
@@ -308,31 +229,45 @@ def test_of_two_processes_the_first_to_finish_makes_the_corpus(tmp_path, monkeyp
     monkeypatch.setattr(prepare_module.sysconfig, "get_path", lambda name: tmp_path)
     prepare_default_corpus(out)
     assert load_corpus(out).meta["source"] == str(tmp_path / "a.py")
+    with pytest.raises(UserError, match="out already exists, and nothing is replaced; delete it, or choose another"):
+        prepare(tmp_path / "a.py", out)
+
+    def fail(*arguments):
+        raise OSError(28, "No space left on device")           # write() does not name the file
+
+    monkeypatch.setattr(prepare_module, "entropies", fail)
+    with pytest.raises(OSError, match="No space left.*/full'"):
+        prepare(tmp_path / "a.py", tmp_path / "full")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.py", "out"]
 
 
-def test_the_command_line_tells_a_person_what_it_made(tmp_path, monkeypatch, capsys):
+def test_one_document_is_cut_in_three_and_the_command_line_says_so(tmp_path, monkeypatch, capsys):
+    """One text file must still leave a sample to validate and to test on."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.txt").write_text("some text to cut\n" * 100)
+    text = "".join(f"line {i}\n" for i in range(10_000))
+    (tmp_path / "a.txt").write_text(text)
     monkeypatch.setattr(sys, "argv", ["prepare.py", *"--input a.txt --output out".split()])
     prepare_module.main()
+    parts = [row("out", split) for split in SPLITS]
+    assert sum(parts, []) == [*text.encode(), BYTE_END], "train, then valid, then test, nothing twice, nothing lost"
+    assert 2049 <= len(parts[2]) < 0.05 * len(text) and load_corpus("out").meta["documents"]["valid"] == 0
     said, errors = capsys.readouterr()
-    for words in ("a.txt: 1,701 tokens of a vocabulary of 257 (byte)", " 1 document ", "too few documents", "loss of",
-                  "written to out"):
+    for words in ("a.txt: 98,891 tokens of a vocabulary of 257 (byte)", " 1 document ", "and test cut off the end of",
+                  "loss of", "written to out"):
         assert words in said
     assert errors == "", "no progress bar where nobody looks"
 
 
 MISTAKES = [     # (arguments, message)
-    ("empty.txt --output out", "the input holds no text (1 file; skipped, empty: 1 (empty.txt)); check"),
-    ("pipe --output out", "the input holds no text (0 files; skipped, neither a file nor a folder: 1 (pipe))"),
-    ("latin.txt --output out", "latin.txt is not UTF-8 text, or damaged ('utf-8' codec can't decode byte 0xe9);"),
-    ("lines.jsonl --output out", """lines.jsonl, line 2, is not {"text": "..."} (JSONDecodeError: Expecting value: """),
-    ("lines.jsonl --output out --key words", """lines.jsonl, line 1, is not {"words": "..."} (KeyError: 'words'), but"""),
-    ("list.jsonl --output out", "list.jsonl, line 1, is not"), ("null.jsonl --output out", "null.jsonl, line 1, is not"),
-    ("cut.jsonl.gz --output out", "cut.jsonl.gz is not UTF-8 text, or damaged (Compressed file ended"),
-    ("a.txt", "--input needs --output"), ("a.txt --output out --split 9,-1,2", "first above 0, but is [9.0, -1.0, 2.0]"),
-    ("a.txt --output out --split 1,nan,1", "but is [1.0, nan, 1.0]"), ("a.txt --output out --split x", "invalid shares"),
-    ("a.txt --output out --special-tokens", "are for Hugging Face tokenizers, but the tokenizer is byte; leave them")]
+    ("empty.txt", "the input holds no text (1 file; skipped, empty: 1 (empty.txt)); check"),
+    ("pipe", "the input holds no text (0 files; skipped, neither a file nor a folder: 1 (pipe))"),
+    ("latin.txt", "latin.txt is not UTF-8 text, or damaged ('utf-8' codec can't decode byte 0xe9);"),
+    ("lines.jsonl", 'lines.jsonl, line 2, is not {"text": "..."} (JSONDecodeError: Expecting value: '),
+    ("lines.jsonl --key words", """line 1, is not {"words": "..."} (KeyError: 'words'), but {'text': 'a'}; correct"""),
+    ("list.jsonl", "list.jsonl, line 1, is not"), ("null.jsonl", "null.jsonl, line 1, is not"),
+    ("cut.jsonl.gz", "cut.jsonl.gz is not UTF-8 text, or damaged (Compressed file ended"),
+    ("a.txt --split 9,-1,2", "but is [9.0, -1.0, 2.0]"), ("a.txt --split 1,nan,1", "but is [1.0, nan, 1.0]"),
+    ("a.txt --split x", "invalid shares"), ("a.txt --special-tokens", "but the tokenizer is byte; leave")]
 
 
 def test_command_line_mistakes_are_one_sentence(tmp_path, monkeypatch):
@@ -343,7 +278,8 @@ def test_command_line_mistakes_are_one_sentence(tmp_path, monkeypatch):
         (tmp_path / name).write_bytes(content)
     os.mkfifo(tmp_path / "pipe")
     monkeypatch.chdir(tmp_path)
-    for arguments, message in MISTAKES:
+    for arguments, message in [*((f"{mistake} --output out", message) for mistake, message in MISTAKES),
+                               ("a.txt", "--input needs --output")]:
         monkeypatch.setattr(sys, "argv", ["prepare.py", "--input", *arguments.split()])
         with pytest.raises(UserError) as caught:
             prepare_module.main()

@@ -152,7 +152,7 @@ TABLE += [Bad(flags, says, command="nanodomino.generate") for flags, *says in [
     ("--load run --device cuda", "--device cuda needs a GPU that torch can see, and there is none", "try --device cpu"),
     ("--load ''", "--load must not be empty, but is ''", "give a value, or leave it out"),
     ("--prompt def", "the following arguments are required: --load", HELP),
-    ("--load run --data-path nowhere", "there is no data folder nowhere", "data/prepare.py --input TEXT --output nowhere"),
+    ("--load run --data-path nowhere", "there is no data folder nowhere", "--input TEXT --output nowhere"),
     ("--load nowhere", "there is no folder nowhere to load from")]]
 
 TABLE += [Bad(flags, says, command="data/prepare.py", processes=(1,)) for flags, *says in [
@@ -222,7 +222,7 @@ def forge(change=leave, **changes):
 
 PREPARE_AGAIN, ANOTHER, TORCHRUN = "prepare the text again", "use another", "start with torchrun, which sets"
 TABLE += [Bad("--sample-tokens 5", says, damage, f"with {what}") for what, damage, *says in [
-    ("no data folder", remove("data"), "there is no data folder data", "make one with data/prepare.py --input TEXT --output data"),
+    ("no data folder", remove("data"), "there is no data folder data", "prepare.py --input TEXT --output data"),
     ("a file for a folder", write("data", b"text"), "there is no data folder data", "data/prepare.py --input TEXT"),
     ("no meta.json", remove(META), "there is no data folder data with a meta.json", "give another folder"),
     ("half a meta.json", cut(META, 99), "data/meta.json is damaged", PREPARE_AGAIN),
