@@ -203,7 +203,7 @@ def read_pieces(path: str, key: str) -> Iterator[tuple[str, str, int]]:
         with (open(path, "rb") as stored,
               gzip.open(stored) if stored.peek(2)[:2] == b"\x1f\x8b" else nullcontext(stored) as file):
             kind = "row" if file.peek(4)[:4] == b"PAR1" else "line" if name.endswith(".jsonl") else "text"
-            if kind == "text" and not name.endswith(".txt"):
+            if kind == "text" and not name.endswith(".txt") and b"{" in file.peek(64)[:64]:
                 with suppress(UserError):
                     text_of(file.readline(LIMIT), key, path)
                     kind = "line"
