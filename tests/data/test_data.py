@@ -168,7 +168,7 @@ def test_parquet_is_read_by_column(tmp_path, monkeypatch):
         prepare(tmp_path / "a", tmp_path / "other")
 
 
-def test_text_survives_the_round_trip_and_copies_never_reach_a_second_split(tmp_path):
+def test_copies_never_reach_a_second_split(tmp_path):
     """The same text can come as several documents, also of different kinds of files. Only the first chunk of documents
     of equal length is compared."""
     texts, folder = [f"document № {i % 100} {END_OF_TEXT}\r\n" + i % 100 * PROSE for i in range(400)], tmp_path / "in"
