@@ -62,9 +62,3 @@ def mark_documents(config, batch, rows, end_of_text: int):
         if config.reset_attention_mask:
             batch.extras["documents"] = documents              # these stay in the host's memory
     return batch
-
-
-def goes_on(rows, distance: int, end_of_text: int):
-    """Return whether each token and the one `distance` places later belong to one document, [b, s + 1 - distance]."""
-    documents = document_ids(rows, end_of_text)
-    return documents[:, distance:] == documents[:, :-distance]

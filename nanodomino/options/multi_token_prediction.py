@@ -47,7 +47,7 @@ The loss of a depth is not an output of the stage, because its gradient is known
 that counts. So pipeline.py and its schedules do not know of depths.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -59,9 +59,8 @@ from nanodomino.layers.attention_mask import to_device
 from nanodomino.layers.sublayers import Norm
 from nanodomino.model import GPT, Chunk
 from nanodomino.optim.buckets import parameter
-from nanodomino.options.documents import goes_on
-from nanodomino.overlap.ends import SavedResidualNorm
-from nanodomino.overlap.slices import NothingBehindHead, Slice
+from nanodomino.options.documents import document_ids
+from nanodomino.overlap.slices import NothingBehindHead
 
 
 class PredictionDepth(nn.Module):
@@ -111,7 +110,8 @@ class MultiTokenPrediction:
         for depth in range(1, self.layers + 1):
             labels, loss_mask = (F.pad(tensor[:, 1:], (0, 1)) for tensor in (last.labels, last.loss_mask))
             if self.config.uses_document_boundaries:
-                same = goes_on(rows, depth + 1, end_of_text).to(loss_mask.dtype)
+                documents = document_ids(rows, end_of_text)
+                same = (documents[:, depth + 1:] == documents[:, :-depth - 1]).to(loss_mask.dtype)
                 loss_mask = loss_mask * F.pad(to_device(same, loss_mask.device), (0, depth))
             last.extras["ahead"] = replace(last, tokens=last.labels, labels=labels, loss_mask=loss_mask, extras={})
             last = last.extras["ahead"]
@@ -138,14 +138,6 @@ class MultiTokenPrediction:
                 "".join(f" | mtp {depth} loss {mean:.4f}" for depth, mean in enumerate(means, 1)))
 
 
-@dataclass
-class DepthTape:
-    """Holds what forward keeps of a slice in one depth."""
-    slice: Slice                         # the slice that passes through the depth's layer and head
-    embedding_norm: SavedResidualNorm
-    hidden_norm: SavedResidualNorm
-
-
 class PredictionDepths(NothingBehindHead):
     """Runs the depth after a slice's head. Both methods are generators. After the last depth they do nothing."""
 
@@ -169,7 +161,7 @@ class PredictionDepths(NothingBehindHead):
         with self.ops.trace.span("matmul", slice=slice.index, site=depth.site):
             hidden = F.linear(torch.cat([e, h], dim=-1), depth.eh_proj.weight)
         ahead = replace(slice, chunk=chunk, batch=batch, hidden=hidden, tape=[], head=None, output=None)
-        slice.behind_head = DepthTape(ahead, embedding_norm, hidden_norm)
+        slice.behind_head = ahead, embedding_norm, hidden_norm         # the tape
         del e, h, hidden, words                                # free what the tape does not keep
         yield from self.domino.forward_slice(ahead)
         if self.counts_here:
@@ -180,25 +172,24 @@ class PredictionDepths(NothingBehindHead):
         """Return the gradient of the slice's hidden states from the next depth; None after the last depth."""
         if slice.behind_head is None:
             return None
-        tape, slice.behind_head = slice.behind_head, None
-        (depth, chunk), batch, results = self.after[slice.chunk], tape.slice.batch, {}
-        tape.slice.deferred, tape.slice.loss_scale = slice.deferred, slice.loss_scale
-        gradient = batch.loss_mask.to(tape.slice.output.dtype) * (self.factor * slice.loss_scale)
-        yield from self.domino.backward_slice(tape.slice, gradient, results, ready)
-        grad, tape.slice = results[slice.index], None
+        (ahead, embedding_norm, hidden_norm), slice.behind_head = slice.behind_head, None
+        (depth, chunk), tokens, results = self.after[slice.chunk], ahead.batch.tokens, {}
+        ahead.deferred, ahead.loss_scale = slice.deferred, slice.loss_scale
+        gradient = ahead.batch.loss_mask.to(ahead.output.dtype) * (self.factor * slice.loss_scale)
+        yield from self.domino.backward_slice(ahead, gradient, results, ready)
+        grad, ahead = results[slice.index], None               # free what it holds
         with self.ops.trace.span("matmul", slice=slice.index, site=depth.site):
             grad_e, grad_h = (F.linear(grad, half.t()) for half in depth.eh_proj.weight.chunk(2, dim=1))
-        grad_words, _ = self.residual_norm.backward(slice, tape.embedding_norm, None, grad_e)
+        grad_words, _ = self.residual_norm.backward(slice, embedding_norm, None, grad_e)
         flights = self.ops.gather(slice, depth.site, grad_words)
-        grad_x, _ = self.residual_norm.backward(slice, tape.hidden_norm, None, grad_h)
-        merged = torch.cat([self.residual_norm.norm_again(norm) for norm in (tape.embedding_norm, tape.hidden_norm)],
-                           dim=-1)
+        grad_x, _ = self.residual_norm.backward(slice, hidden_norm, None, grad_h)
+        merged = torch.cat([self.residual_norm.norm_again(norm) for norm in (embedding_norm, hidden_norm)], dim=-1)
         matmuls = [(depth.eh_proj.weight, grad, merged)]
         if slice.deferred is None:
             self.ops.weight_gradients(slice, depth.site, matmuls)
             ready(*chunk.parts["merge"])
         else:
             slice.deferred.append((depth.site, matmuls, chunk.parts["merge"]))
-        yield from self.ends.add_word_gradients(slice, depth.site, batch.tokens, flights)
+        yield from self.ends.add_word_gradients(slice, depth.site, tokens, flights)
         ready(*chunk.parts["embedding"])
         return grad_x

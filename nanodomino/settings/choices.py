@@ -12,13 +12,15 @@ from itertools import islice
 
 import torch
 
+from nanodomino.comm.world import capability_of
+from nanodomino.errors import require
 from nanodomino.generate.generation import KeyValueCache
 from nanodomino.layers.attention_mask import fits_varlen
 from nanodomino.layers.sublayers import MLP
 from nanodomino.optim.optimizers import OPTIMIZERS
 from nanodomino.options import context_parallel, experts, recompute
 from nanodomino.options.documents import DocumentCache, mark_documents
-from nanodomino.options.fp8 import FORMATS, RECIPES, Fp8Recipe, Fp8Weight, check_gpu
+from nanodomino.options.fp8 import FORMATS, RECIPES, Fp8Recipe, Fp8Weight
 from nanodomino.options.multi_token_prediction import MultiTokenPrediction
 from nanodomino.options.router import SCORE_FUNCTIONS
 from nanodomino.options.sequence_parallel import ShardedResidual
@@ -75,7 +77,7 @@ class Choices:
             return experts.MoEBranch(sublayer, ops, compiled)
         factor = {}
         if self.fp8_format and not (self.first_last_layers_bf16 and layer in (0, self.num_layers - 1)):
-            recipe = Fp8Recipe.of(self.fp8_format, self.fp8_recipe, self.params_dtype, compiled, self.fp8_wgrad)
+            recipe = Fp8Recipe(self.fp8_format, self.fp8_recipe, self.params_dtype, compiled, self.fp8_wgrad)
             factor = dict(factor=partial(Fp8Weight, recipe=recipe))
         if self.cp > 1 and sublayer.attends:
             return context_parallel.ATTENTION[self.cp_comm_type](sublayer, ops, compiled, mesh, self, **factor)
@@ -198,7 +200,8 @@ class Choices:
 
     def check_device(self, device: torch.device):
         """Raise UserError if the device can't run the model."""
-        check_gpu(self, device)
+        require(not self.fp8_format or capability_of(device) >= (8, 9), "--fp8-format needs a GPU of compute "
+                "capability 8.9 or higher (Ada, Hopper or newer); leave it out, or try --device cpu")
 
     # ---- text
 

@@ -80,8 +80,8 @@ def test_the_rows_are_gathered_before_the_host_waits_for_their_numbers(monkeypat
             calls.append((function._opname, getattr(result, "shape", None)))
             return result
 
-    read = experts.RowCounts.read
-    monkeypatch.setattr(experts.RowCounts, "read", lambda *given: calls.append("the host waits") or read(*given))
+    read = experts.Dispatch.read
+    monkeypatch.setattr(experts.Dispatch, "read", lambda *given: calls.append("the host waits") or read(*given))
     with Calls():
         microbatch(config)
     assert ("index", (rows, config.hidden_size)) in calls[:calls.index("the host waits")]
