@@ -63,17 +63,6 @@ GRANULARITIES = {"none": (),
                  "full": ("h", "column_output", "core", "activation")}
 
 
-def offloads_to_host(config) -> bool:
-    """Return whether stored sublayer inputs move to host memory. On the CPU this has no effect."""
-    return config.checkpoint_in_cpu and config.recompute_granularity == "full"
-
-
-def in_words(config) -> str:
-    """Return ", " and words for the line that describes a run."""
-    how = f", {config.recompute_granularity} recomputation" + " from the host's memory" * offloads_to_host(config)
-    return how * (config.recompute_granularity != "none")
-
-
 class RecomputePolicy:
     """Keeps of a sublayer what --recompute-granularity says. Implements the methods of overlap.slices.TapePolicy."""
     restores = True
@@ -81,7 +70,9 @@ class RecomputePolicy:
     def __init__(self, config, device, slices: int, residual_norm):
         self.drops, self.residual_norm = GRANULARITIES[config.recompute_granularity], residual_norm
         self.keeps_masks = "h" not in self.drops               # the dropout masks of the residual stream
-        self.host = HostMemory(device, slices) if offloads_to_host(config) and kind_of(device) == "cuda" else None
+        self.host = None
+        if config.checkpoint_in_cpu and not self.keeps_masks and kind_of(device) == "cuda":
+            self.host = HostMemory(device, slices)
 
     def keep(self, entry: TapeEntry) -> TapeEntry:
         """Drop what backward will recompute, and start to move x to the host if it is to be kept there."""

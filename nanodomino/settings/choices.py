@@ -29,9 +29,8 @@ from nanodomino.overlap.slices import ReplicatedResidual, TapePolicy
 
 
 # the values of the settings that choose from a table of an option
-CP_COMM_TYPES, SCORES = tuple(context_parallel.ATTENTION), tuple(SCORE_FUNCTIONS)
-GRANULARITIES = tuple(recompute.GRANULARITIES)
-FP8_FORMATS, FP8_RECIPES = tuple(FORMATS), RECIPES
+CP_COMM_TYPES, SCORES, FP8_FORMATS, FP8_RECIPES = context_parallel.ATTENTION, SCORE_FUNCTIONS, FORMATS, RECIPES
+GRANULARITIES = recompute.GRANULARITIES
 
 
 class Choices:
@@ -83,15 +82,8 @@ class Choices:
             return context_parallel.ATTENTION[self.cp_comm_type](sublayer, ops, compiled, mesh, self, **factor)
         return LinearPair(sublayer, ops, compiled, **factor)
 
-    @property
-    def branches_communicate(self) -> bool:
-        """Whether branches launch collectives of their own."""
-        return self.cp > 1 or self.ep > 1
-
-    @property
-    def sequence_shards(self) -> int:
-        """The number of tp ranks that share the rows of the residual stream."""
-        return self.tp if self.sequence_parallel else 1
+    # the number of tp ranks that share the rows of the residual stream
+    sequence_shards = property(lambda self: self.tp if self.sequence_parallel else 1)
 
     def residual_stream(self, mesh) -> ReplicatedResidual:
         """Return the object that gathers and reduces the residual stream."""
@@ -99,9 +91,8 @@ class Choices:
 
     def tape_policy(self, device, slices: int, residual_norm) -> TapePolicy:
         """Return the object that says what the tapes of a stage keep."""
-        if self.recompute_granularity == "none":
-            return TapePolicy()
-        return recompute.RecomputePolicy(self, device, slices, residual_norm)
+        return (TapePolicy() if self.recompute_granularity == "none" else
+                recompute.RecomputePolicy(self, device, slices, residual_norm))
 
     # ---- behind the head
 
@@ -143,10 +134,8 @@ class Choices:
 
     # ---- ranks and parameters
 
-    @property
-    def inner_axes(self) -> dict[str, int]:
-        """{name: size} of the axes between dp and tp."""
-        return {"cp": self.cp} if self.cp > 1 else {}
+    # {name: size} of the axes between dp and tp
+    inner_axes = property(lambda self: {"cp": self.cp} if self.cp > 1 else {})
 
     @property
     def mesh_options(self) -> dict:
@@ -165,16 +154,6 @@ class Choices:
                                    context_parallel_size=1, expert_model_parallel_size=1)
 
     @property
-    def ranks_beside_tp_and_pp(self) -> int:
-        """A replica has a multiple of this number of ranks, times tp x pp."""
-        return math.lcm(self.cp, self.ep)
-
-    @property
-    def weight_shards(self) -> int:
-        """The largest number of ranks over which a parameter is cut."""
-        return self.tp * self.pp * self.ep
-
-    @property
     def seq_length_divisor(self) -> int:
         """The number that must divide seq_length. With context parallelism a rank holds two equal parts of a sample,
         and sequence parallelism cuts each part again."""
@@ -186,10 +165,8 @@ class Choices:
         is cut."""
         return {"tp"} if self.sequence_shards > 1 and "tp" not in shards else set()
 
-    @property
-    def matrix_update(self) -> str:
-        """How matrices of layers are updated: a key of `updates`."""
-        return "muon" if self.optimizer == "muon" else "decay"
+    # how matrices of layers are updated: a key of `updates`
+    matrix_update = property(lambda self: "muon" if self.optimizer == "muon" else "decay")
 
     @property
     def updates(self) -> dict:
@@ -215,22 +192,19 @@ class Choices:
         """The names of groups whose ranks must choose the same tokens."""
         return ("ep",) if self.ep > 1 else ()
 
-    def for_export(self):
-        """Return (the Config of the part of the model that Hugging Face knows, "; " and words about the rest)."""
-        rest = self.behind_head.in_words
-        return dataclasses.replace(self, mtp_num_layers=0), f"; without the {rest}" * bool(rest)
-
     # ---- reports and estimates
 
     @property
     def in_words(self) -> str:
         """", " and a few words for the line that describes a run."""
-        return (", sequence parallel" * (self.sequence_shards > 1) + recompute.in_words(self)
-                + (f", fp8 {self.fp8_format} {self.fp8_recipe}" if self.fp8_format else ""))
+        where = " from the host's memory" * (self.checkpoint_in_cpu and self.recompute_granularity == "full")
+        return (", sequence parallel" * (self.sequence_shards > 1)
+                + f", {self.recompute_granularity} recomputation{where}" * (self.recompute_granularity != "none")
+                + f", fp8 {self.fp8_format} {self.fp8_recipe}" * bool(self.fp8_format))
 
     @property
     def sent_by_branches(self) -> tuple[str, ...]:
-        """What branches send."""
+        """What branches send in collectives of their own."""
         words = "gather of keys and values" if self.cp_comm_type == "all_gather" else "all-to-all"
         return (words,) * (self.cp > 1) + ("all-to-all",) * (self.ep > 1)
 
@@ -247,7 +221,5 @@ class Choices:
         """Return the share of the parameters of a kind that a token uses: of the experts, k of E."""
         return self.moe_router_topk / self.num_experts if "ep" in kind.shards else 1.0
 
-    @property
-    def layer_period(self) -> int:
-        """Layers are alike if their numbers differ by a multiple of this number."""
-        return self.moe_layer_freq if self.num_experts else 1
+    # layers are alike if their numbers differ by a multiple of this number
+    layer_period = property(lambda self: self.moe_layer_freq if self.num_experts else 1)

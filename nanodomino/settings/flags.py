@@ -65,11 +65,15 @@ def setting(section, default, help, *, affects, choices=(), alias=None, short=No
 
 
 model_setting = partial(setting, "The model", affects="model")
-layout_setting = partial(setting, "The layout", affects="nothing")
 training_setting = partial(setting, "The training", affects="losses")
 data_setting = partial(setting, "The data", affects="run")
 run_setting = partial(setting, "The run", affects="nothing")
 machine_setting = partial(setting, "The machine", affects="nothing")
+
+
+def layout_setting(default, help, **options):
+    """Declare a setting of the layout, which is derived if it has no default."""
+    return setting("The layout", default, help, affects="nothing", derived=default is None, **options)
 
 
 def family_setting(help, **options):
@@ -99,9 +103,9 @@ def check_values(config):
         rules, flag, value = setting.metadata, flag_name(setting.name), getattr(config, setting.name)
         if value is None:
             continue
-        require(not rules["choices"] or value in rules["choices"],
-                f"unknown {flag} '{value}'; try one of {', '.join(map(str, rules['choices']))}")
-        if setting.type in (int, float):
+        if choices := rules["choices"]:
+            require(value in choices, f"unknown {flag} '{value}'; try one of {', '.join(map(str, choices))}")
+        elif setting.type in (int, float):
             bounds = {name: rules[name] for name in ("at_least", "above", "at_most", "below")}
             check_range(flag, value, **bounds, type=setting.type)
 

@@ -38,7 +38,7 @@ def with_defaults(given, world_size: int):
     heads, groups = c.num_attention_heads, c.num_query_groups or c.num_attention_heads
     default_tp, default_pp = 1, 1
     if c.tp is None and c.pp is None:
-        most, rest = divmod(world_size, c.ranks_beside_tp_and_pp)
+        most, rest = divmod(world_size, math.lcm(c.cp, c.ep))
         most = 1 if rest else most                             # a rule is broken: check_rules() says which
         ranks_per_replica = world_size // (c.dp * c.cp) if c.dp else 4 if most % 4 == 0 else most
         default_tp, default_pp = DEFAULT_LAYOUTS.get(ranks_per_replica, (1, 1))
