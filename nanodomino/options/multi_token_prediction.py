@@ -15,8 +15,8 @@ predicts t(i+2). Depth 2 continues from the hidden states of depth 1:
 
 So training makes h also contain what helps to predict later tokens. The depths share the word embedding, the final norm
 and the head of the main model; Megatron-LM gives each depth a final norm of its own. The names enorm, hnorm and eh_proj
-are DeepSeek's and Megatron-LM's. The merge adds no position embedding: h contains the positions, and a token keeps its
-place i. Evaluation and generation run no depth, and the exported model has none.
+are DeepSeek's and Megatron-LM's. The merge adds no position embedding, because h contains the positions and a token
+keeps its place i. Evaluation and generation run no depth, and the exported model has none.
 
 **Loss.** With D depths and the factor f (--mtp-loss-scaling-factor), training minimizes
 
@@ -34,10 +34,10 @@ backward_slice run this chunk too, and other slices hide its collectives:
     backward    layers, head,  merge, layer, head,  merge, layer, head                    from right to left
                 main model     depth 1              depth 2
 
-The hidden states between a layer and its head go to two places: to the final norm and to the next depth's merge. So in
-backward their gradient is a sum, and a merge's backward comes before that of the head to its left. The final norm and
-the head get gradients from every depth and from the main model. So these gradients are complete only after the backward
-of the main model's head, which comes last. Each depth's chunk lists both among its parts.
+The final norm and the next depth's merge both read the hidden states of a layer. So in backward the gradient of these
+hidden states is a sum, and a merge comes before the head to its left. The final norm and the head get gradients from
+every depth and from the main model. So each depth's chunk lists both among its parts, and these gradients are complete
+only after the backward of the main model's head, which comes last.
 
 Every tp rank holds the merge's whole matrix and multiplies all rows of the residual stream that it holds (Megatron-LM
 cuts this matrix over tp). So a merge needs no collective, but its look-up of the next tokens' embeddings does, as at
@@ -76,11 +76,7 @@ class PredictionDepth(nn.Module):
 
 
 class MultiTokenPrediction:
-    """What stands behind the head: the depths. With --mtp-num-layers 0 nothing does, and each method adds nothing.
-
-    layers      the number of layers, which the last stage holds besides its layers of the model
-    in_words    words about them, or ""
-    """
+    """What stands behind the head: the depths, of one layer each. Without depths, each method adds nothing."""
 
     def __init__(self, config):
         self.config, self.layers = config, config.mtp_num_layers
@@ -94,8 +90,7 @@ class MultiTokenPrediction:
         return {"mtp": nn.ModuleList(depths)} if depths else {}
 
     def chunks(self, model: GPT) -> list[Chunk]:
-        """Return a chunk for each depth: the look-up of the next tokens' embeddings, the merge, the layer and the head.
-        """
+        """Return a chunk for each depth: look-up of the next tokens' embeddings, merge, layer and head."""
         return [model.chunk([depth.layer], pre_process=False, post_process=True, more_parts={
             "embedding": (model.embedding.word_embeddings,), "merge": (depth.enorm, depth.hnorm, depth.eh_proj)})
                 for depth in (model.mtp if self.layers else ())]

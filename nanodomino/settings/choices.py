@@ -79,7 +79,7 @@ class Choices:
             recipe = Fp8Recipe(self.fp8_format, self.fp8_recipe, self.params_dtype, compiled, self.fp8_wgrad)
             factor = dict(factor=partial(Fp8Weight, recipe=recipe))
         if self.cp > 1 and sublayer.attends:
-            return context_parallel.ATTENTION[self.cp_comm_type](sublayer, ops, compiled, mesh, self, **factor)
+            return context_parallel.ATTENTION[self.cp_comm_type](sublayer, ops, compiled, mesh, **factor)
         return LinearPair(sublayer, ops, compiled, **factor)
 
     # the number of tp ranks that share the rows of the residual stream

@@ -62,16 +62,13 @@ class Config(Choices):
     num_attention_heads: int = model_setting(None, "number of attention heads", at_most=2**16)
     num_query_groups: int = model_setting(None, "number of query groups; the heads of a group share keys and values "
                                                 "(default: the preset's, else one group per head)", derived=True)
-    kv_channels: int = model_setting(
-        None, "size of each head (default: the preset's, else h / heads)", derived=True, at_most=2**16)
+    kv_channels: int = model_setting(None, "head size (default: preset's, else h / heads)", derived=True, at_most=2**16)
     seq_length: int = model_setting(None, "tokens per sample", affects="run")
     max_position_embeddings: int = model_setting(
         None, "number of positions that the model supports (default: --seq-length)", derived=True, affects="positions")
     position_embedding_type: str = family_setting("how the model encodes positions", choices=POSITION_EMBEDDING_TYPES)
-    rotary_percent: float = model_setting(
-        1.0, "fraction of a head that RoPE rotates", above=0.0, at_most=1.0, needs=ROPE)
-    rotary_base: float = family_setting(
-        "base of RoPE's frequencies, base^(-2i/d)", at_least=1.0, needs=ROPE, affects="positions")
+    rotary_percent: float = model_setting(1.0, "share of a head that RoPE rotates", above=0.0, at_most=1.0, needs=ROPE)
+    rotary_base: float = family_setting("base of RoPE's frequencies", at_least=1.0, needs=ROPE, affects="positions")
     use_rope_scaling: bool = family_setting(
         "divide RoPE's low frequencies for longer contexts, as Llama 3.1 does", needs=ROPE, affects="positions")
     rope_scaling_factor: float = family_setting("number by which --use-rope-scaling divides the low frequencies",
@@ -164,8 +161,7 @@ class Config(Choices):
     bucket_size: int = layout_setting(
         10_000_000, "parameters per gradient bucket; a full bucket is reduced while backward continues")
 
-    train_iters: int = training_setting(
-        200, "number of optimizer steps; 0 only validates, tests and prints a sample", at_least=0)
+    train_iters: int = training_setting(200, "optimizer steps; 0 only validates, tests and prints a sample", at_least=0)
     global_batch_size: int = training_setting(
         None, f"samples per optimizer step (default: the preset's; with --finetune at most {FINETUNE_BATCH_SIZE})")
     optimizer: str = training_setting("adamw", "optimizer", choices=OPTIMIZERS, affects="optimizer")
@@ -275,21 +271,15 @@ class Config(Choices):
     tied = property(lambda self: not self.untie_embeddings_and_output_weights)
     rope = property(lambda self: self.position_embedding_type == "rope")
     activation = property(lambda self: "swiglu" if self.swiglu else "gelu")
+    compiler = property(lambda self: partial(torch.compile, backend=self.compile_backend) if self.compile else None)
+    microbatches = property(lambda self: self.global_batch_size // (self.micro_batch_size * self.dp))    # per replica
+    # the output size of attention's first matmul over all ranks: q for each head, k and v for each query group
+    qkv_size = property(lambda self: (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels)
 
     @property
     def residual_shape(self) -> tuple[int, int, int]:
         """The shape [b, s, h] of a rank's part of the residual stream, for one microbatch."""
         return self.micro_batch_size, self.seq_length // (self.cp * self.sequence_shards), self.hidden_size
-
-    @property
-    def compiler(self):
-        """torch.compile with its backend, or None if compilation is off."""
-        return partial(torch.compile, backend=self.compile_backend) if self.compile else None
-
-    @property
-    def microbatches(self) -> int:
-        """The number of microbatches per replica and step."""
-        return self.global_batch_size // (self.micro_batch_size * self.dp)
 
     def consumed_train_samples(self, steps: int) -> int:
         """Return how many samples have been read. The offset is for steps with another batch size or seq_length."""
@@ -329,11 +319,6 @@ class Config(Choices):
         the longest seq_length of all runs that trained the weights, or all positions of an imported model."""
         learned = self.position_embedding_type == "learned_absolute"
         return self.trained_positions if learned else self.max_position_embeddings
-
-    @property
-    def qkv_size(self) -> int:
-        """The output size of attention's first matmul over all ranks: q for each head, k and v for each query group."""
-        return (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels
 
     # ---- from flags to a complete Config
 
