@@ -36,6 +36,27 @@ GRANULARITIES = recompute.GRANULARITIES
 class Choices:
     """The base of Config, whose fields these methods read."""
 
+    # what the stage with the head holds, prepares, runs and reports behind the head: often nothing
+    behind_head = property(lambda self: MultiTokenPrediction(self))
+    # whether the last stage uses the word embedding: as its head, or behind the head
+    words_at_end = property(lambda self: self.tied or self.behind_head.layers > 0)
+    # layers are alike if their numbers differ by a multiple of this number
+    layer_period = property(lambda self: self.moe_layer_freq if self.num_experts else 1)
+    # the number of tp ranks that share the rows of the residual stream
+    sequence_shards = property(lambda self: self.tp if self.sequence_parallel else 1)
+    # {name: size} of the axes between dp and tp
+    inner_axes = property(lambda self: {"cp": self.cp} if self.cp > 1 else {})
+    # how matrices of layers are updated: a key of `updates`
+    matrix_update = property(lambda self: "muon" if self.optimizer == "muon" else "decay")
+    # whether positions or attention depend on where the documents in a sample end
+    uses_document_boundaries = property(lambda self: self.reset_position_ids or self.reset_attention_mask)
+    # whether chunks without embedding and head need the tokens
+    all_chunks_read_tokens = property(lambda self: self.cp > 1 or self.uses_document_boundaries)
+    # the class that keeps keys and values during generation
+    cache_class = property(lambda self: DocumentCache if self.uses_document_boundaries else KeyValueCache)
+    # the names of groups whose ranks must choose the same tokens
+    groups_that_generate_together = property(lambda self: ("ep",) if self.ep > 1 else ())
+
     # ---- the model
 
     def has_experts(self, layer: int) -> bool:
@@ -56,14 +77,9 @@ class Choices:
         return f"layers.{layer}" if layer < self.num_layers else f"mtp.{layer - self.num_layers}.layer"
 
     @property
-    def words_at_end(self) -> bool:
-        """Whether the last stage uses the word embedding: as its head, or behind the head."""
-        return self.tied or self.behind_head.layers > 0
-
-    @property
     def statistics(self) -> dict[str, int]:
-        """{name: count} of the numbers that a step adds up for the report, for the whole model: of each layer with
-        experts how many tokens chose each expert, and the sum of the router's losses."""
+        """{name: count} of the numbers of the whole model that a step adds up for the report. For a layer with experts
+        they are how many tokens chose each expert, and the sum of the router's losses."""
         layers = filter(self.has_experts, range(self.num_layers + self.behind_head.layers))
         return self.behind_head.statistics | {f"{self.layer_site(layer)}.mlp": self.num_experts + 1 for layer in layers}
 
@@ -82,9 +98,6 @@ class Choices:
             return context_parallel.ATTENTION[self.cp_comm_type](sublayer, ops, compiled, mesh, **factor)
         return LinearPair(sublayer, ops, compiled, **factor)
 
-    # the number of tp ranks that share the rows of the residual stream
-    sequence_shards = property(lambda self: self.tp if self.sequence_parallel else 1)
-
     def residual_stream(self, mesh) -> ReplicatedResidual:
         """Return the object that gathers and reduces the residual stream."""
         return (ShardedResidual if self.sequence_shards > 1 else ReplicatedResidual)(mesh.tp_group)
@@ -94,23 +107,11 @@ class Choices:
         return (TapePolicy() if self.recompute_granularity == "none" else
                 recompute.RecomputePolicy(self, device, slices, residual_norm))
 
-    # ---- behind the head
-
-    @property
-    def behind_head(self) -> MultiTokenPrediction:
-        """What the stage with the head holds, prepares, runs and reports behind the head: often nothing."""
-        return MultiTokenPrediction(self)
-
     # ---- data
 
-    @property
-    def uses_document_boundaries(self) -> bool:
-        """Whether positions or attention depend on where the documents in a sample end."""
-        return self.reset_position_ids or self.reset_attention_mask
-
     def prepare_batch(self, batch, rows, end_of_text: int):
-        """Return the batch of rows [b, s + 1] of token ids, which are in the host's memory, with all that depends on
-        documents and on what is behind the head."""
+        """Add to the batch what depends on documents and what the depths behind the head need; return the batch.
+        rows [b, s + 1]: its token ids, in the host's memory."""
         return self.behind_head.prepare(mark_documents(self, batch, rows, end_of_text), rows, end_of_text)
 
     def own_places(self, whole, mesh, dim=1):
@@ -122,20 +123,12 @@ class Choices:
         return batch if self.cp == 1 else context_parallel.own_part(batch, mesh)
 
     @property
-    def all_chunks_read_tokens(self) -> bool:
-        """Whether chunks without embedding and head need the tokens."""
-        return self.cp > 1 or self.uses_document_boundaries
-
-    @property
     def uses_attention_bias(self) -> bool:
         """Whether attention may need a bias."""
         gathers = self.cp > 1 and self.cp_comm_type == "all_gather"
         return bool(self.reset_attention_mask or self.window_size) or gathers and not fits_varlen(self)
 
     # ---- ranks and parameters
-
-    # {name: size} of the axes between dp and tp
-    inner_axes = property(lambda self: {"cp": self.cp} if self.cp > 1 else {})
 
     @property
     def mesh_options(self) -> dict:
@@ -144,8 +137,8 @@ class Choices:
 
     @property
     def thread_blocks(self) -> dict[str, int]:
-        """{group: the most thread blocks of a GPU that a collective of the group occupies}. More would take more from
-        the matmuls that hide it: a receive occupies its blocks from when it is posted until the message arrives."""
+        """{group: the most thread blocks of a GPU that a collective of the group occupies}. A receive occupies its
+        blocks from when it is posted until the message arrives, and takes them from the matmuls that hide it."""
         return {"tp": self.tp_max_ctas, "ep_counts": 1, **dict.fromkeys(("dp", "pp", "ep", "expert_dp"), 16)}
 
     def on_one_rank(self):
@@ -160,13 +153,9 @@ class Choices:
         return self.cp * math.lcm(2, self.sequence_shards) if self.cp > 1 else self.sequence_shards
 
     def addends(self, shards: tuple[str, ...]) -> set[str]:
-        """Return the groups over which each rank computes only an addend of a parameter's gradient: with a sharded
-        stream the tp group, because each tp rank has only some of the tokens. shards: the axes over which the parameter
-        is cut."""
+        """Return the groups over which each rank computes only an addend of a parameter's gradient. With a sharded
+        stream, each tp rank has only some of the tokens. shards: the axes over which the parameter is cut."""
         return {"tp"} if self.sequence_shards > 1 and "tp" not in shards else set()
-
-    # how matrices of layers are updated: a key of `updates`
-    matrix_update = property(lambda self: "muon" if self.optimizer == "muon" else "decay")
 
     @property
     def updates(self) -> dict:
@@ -179,18 +168,6 @@ class Choices:
         """Raise UserError if the device can't run the model."""
         require(not self.fp8_format or capability_of(device) >= (8, 9), "--fp8-format needs a GPU of compute "
                 "capability 8.9 or higher (Ada, Hopper or newer); leave it out, or try --device cpu")
-
-    # ---- text
-
-    @property
-    def cache_class(self) -> type[KeyValueCache]:
-        """The class that keeps keys and values during generation."""
-        return DocumentCache if self.uses_document_boundaries else KeyValueCache
-
-    @property
-    def groups_that_generate_together(self) -> tuple[str, ...]:
-        """The names of groups whose ranks must choose the same tokens."""
-        return ("ep",) if self.ep > 1 else ()
 
     # ---- reports and estimates
 
@@ -209,8 +186,8 @@ class Choices:
         return (words,) * (self.cp > 1) + ("all-to-all",) * (self.ep > 1)
 
     def step_report(self, result) -> tuple[dict, str]:
-        """Return (what metrics.jsonl records of a StepResult besides loss, norm and loss scale, words about it for the
-        progress line). Values that are dicts are details."""
+        """Return (what metrics.jsonl records of a StepResult's statistics, words about them for the progress line).
+        Values that are dicts are details."""
         rest = iter(result.statistics)
         counts = {name: list(islice(rest, count)) for name, count in self.statistics.items()}
         depths, of_depths = self.behind_head.report(counts)
@@ -220,6 +197,3 @@ class Choices:
     def active_share(self, kind) -> float:
         """Return the share of the parameters of a kind that a token uses: of the experts, k of E."""
         return self.moe_router_topk / self.num_experts if "ep" in kind.shards else 1.0
-
-    # layers are alike if their numbers differ by a multiple of this number
-    layer_period = property(lambda self: self.moe_layer_freq if self.num_experts else 1)
