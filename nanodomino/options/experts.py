@@ -114,9 +114,9 @@ def grouped_linear(x, weights, dispatch: Dispatch):
 
 
 def has_grouped_kernel(x, weights) -> bool:
-    """Return whether torch multiplies all groups of rows in one kernel: in bfloat16 on GPUs of compute capability 9 and
-    10, if there are fewer than 1,024 experts and rows of x and of the weights are aligned to 16 bytes. Elsewhere
-    torch's grouped_mm loops over the experts, and the host waits for the GPU."""
+    """Return whether torch's grouped_mm multiplies all groups of rows in one kernel: in bfloat16 on GPUs of compute
+    capability 9 and 10, with fewer than 1,024 experts and rows aligned to 16 bytes. Elsewhere it loops over the
+    experts, and the host waits for the GPU."""
     return (on_gpu(x) and x.dtype == torch.bfloat16 and len(x) > 0 and x.size(-1) % 8 == weights.size(1) % 8 == 0
             and capability_of(x.device)[0] in (9, 10) and len(weights) < 1024)
 
@@ -126,13 +126,12 @@ class ExchangeRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows, input_splits, output_splits, group):
-        ctx.input_splits, ctx.output_splits, ctx.group = input_splits, output_splits, group
+        ctx.way_back = output_splits, input_splits, group
         return run(prepare_all_to_all(rows, input_splits, output_splits, group))
 
     @staticmethod
     def backward(ctx, gradient):
-        gradient = gradient.contiguous()
-        return run(prepare_all_to_all(gradient, ctx.output_splits, ctx.input_splits, ctx.group)), None, None, None
+        return run(prepare_all_to_all(gradient.contiguous(), *ctx.way_back)), None, None, None
 
 
 def run(flight: Flight):
@@ -144,10 +143,7 @@ def run(flight: Flight):
 
 
 class MoE(Sublayer):
-    """Takes the place of MLP in a layer with experts.
-
-    The shared expert is an MLP that every token uses besides its k experts. Its output is an addend of y.
-    """
+    """Takes the place of MLP in a layer with experts. Every token also uses the shared expert, if there is one."""
 
     def __init__(self, config, mesh, site: str):
         super().__init__(config, mesh, site)
@@ -171,8 +167,8 @@ class MoE(Sublayer):
             self.shared_expert.dense_4h_to_h = RowParallelLinear(width, h, config, mesh, bias=False)
 
     def forward(self, x, masks_and_positions):
-        """The definition, with blocking communication and plain autograd. Sets auxiliary_loss, which the caller
-        must add to the loss; not in generation, in which not all ranks that its sums need take part."""
+        """The definition, with blocking communication and plain autograd. Sets auxiliary_loss, which the caller must
+        add to the loss. Generation does not set it, because not all ranks that its sums need take part."""
         router, w1, w2 = self.router, self.experts.dense_h_to_4h, self.experts.dense_4h_to_h
         h = copy_to_tensor_parallel(self.norm(x), self.mesh.tp_group)
         logits = router.logits(h)
@@ -205,8 +201,8 @@ def combine(results, dispatch: Dispatch, weights):
 
 @dataclass
 class MoETape:
-    """Holds what backward needs. A field is None after a tape policy has dropped it. In the three fields that are
-    pairs, the second entry is the shared expert's, or None."""
+    """Holds what backward needs. A field is None after a tape policy has dropped it. The second entry of a pair is the
+    shared expert's, or None."""
     routing: Routing
     dispatch: Dispatch
     rows: torch.Tensor                   # [r, h], the rows that this rank received, sorted by expert
@@ -294,19 +290,16 @@ class MoEBranch(Branch):
             self.statistics[-1] += routing.loss.detach()
 
     def finish_then_reduce(self, slice, flights, complete):
-        """Return flights of the sum over tp of complete(tensor). flights: the all-to-all that delivers `tensor`.
-
-        A generator. Without tensor parallelism it returns `flights` themselves, so that the caller yields while the
-        all-to-all is in flight.
-        """
+        """Return the flights of the sum over tp of complete(tensor). A generator. flights: the all-to-all that delivers
+        `tensor`. Without tensor parallelism they are returned, so that the caller yields while they are in flight."""
         ops = self.ops
         if ops.stream.group.size() == 1:
             flights[0].complete = complete
             return flights
         yield from ops.yield_if_in_flight(flights)
         addend = complete(ops.wait(slice, self.site, flights))
-        return [ops.launch(slice, self.site, ops.stream.reduce(chunk.contiguous()))
-                for chunk in ops.column_parts(addend, -1)]
+        return [ops.launch(slice, self.site, ops.stream.reduce(part.contiguous()))
+                for part in ops.column_parts(addend, -1)]
 
     def restore(self, slice, tape: MoETape, h):
         """Recompute the activations from c, or c from the received rows. No row travels again."""
@@ -367,8 +360,7 @@ SIGN = OptimizerSpec(lambda groups, config, zero: SignUpdate(groups, config.moe_
 
 
 def expert_groups(ep: int, rows: dict) -> dict:
-    """Return the rows of the process groups for experts; see make_mesh(). Neighbours in the dp group share the experts.
-    """
+    """Return the rows of the groups for experts; see make_mesh(). Neighbours in the dp group share the experts."""
     if ep == 1:
         return {}
     neighbours = [row[i:i + ep] for row in rows["dp"] for i in range(0, len(row), ep)]
@@ -382,9 +374,9 @@ def report(counts: dict, tokens: int) -> tuple[dict, str]:
     counts: {name of a layer's MoE: [how many tokens chose each expert, .., the sum of the router's losses]}
     tokens: the number of tokens that the step's loss counts
 
-    auxiliary_loss: what the auxiliary losses and z-losses of all routers add to the loss; see router.py
-    busiest_expert: the largest load in any layer
+    auxiliary_loss: what the losses of all routers add to the loss; see router.py
     expert_load: {layer: how often each expert was chosen, divided by the mean of the layer}
+    busiest_expert: the largest load in any layer
     """
     rows = {name.removesuffix(".mlp"): row for name, row in counts.items() if name.endswith(".mlp")}
     if not rows:

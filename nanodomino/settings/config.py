@@ -88,15 +88,13 @@ class Config(Choices):
     hidden_dropout: float = model_setting(
         0.0, "dropout rate of the embeddings and of each sublayer's output", below=1.0, affects="losses")
     attention_dropout: float = model_setting(0.0, "dropout rate inside attention", below=1.0, affects="losses")
-    window_size: int = model_setting(
-        None, "number of tokens before itself that a token attends to; Megatron-LM's N,0 (default: all)")
+    window_size: int = model_setting(None, "previous tokens that a token attends to; Megatron-LM's N,0 (default: all)")
     full_attention_layers: int = model_setting(
         0, "number of layers at the start that ignore --window-size", at_least=0, at_most=4096, needs="--window-size")
     init_method_std: float = model_setting(
         None, "standard deviation of the initial weights (default: the preset's)", affects="run", needs="no --load")
 
-    num_experts: int = model_setting(
-        None, "experts per layer with experts (default: the preset's, else none)", derived=True, at_most=4096)
+    num_experts: int = model_setting(None, "experts per layer (default: preset's or none)", derived=True, at_most=4096)
     moe_layer_freq: int = expert_setting(1, "give every Nth layer experts instead of an MLP, from the first layer on")
     moe_router_topk: int = family_setting("number of experts that each token uses", needs=EXPERTS)
     moe_ffn_hidden_size: int = expert_setting(
@@ -109,19 +107,16 @@ class Config(Choices):
     moe_router_topk_scaling_factor: float = expert_setting(1.0, "factor on the chosen experts' weights", above=0.0)
     moe_router_enable_expert_bias: bool = expert_setting(
         False, "balance the experts by a bias on their scores that grows while an expert has too few tokens")
-    moe_router_bias_update_rate: float = model_setting(
-        1e-3, "change of the expert bias after each step", affects="losses", above=0.0,
-        needs=(EXPERTS, "--moe-router-enable-expert-bias"))
+    moe_router_bias_update_rate: float = model_setting(1e-3, "change of the bias in a step", affects="losses",
+                                                       above=0.0, needs=(EXPERTS, "--moe-router-enable-expert-bias"))
     moe_aux_loss_coeff: float = family_setting(
         "coefficient of each sample's load-balancing loss; it and the z-loss are summed over all tokens, also masked "
         "ones, and divided by the number of tokens that count", affects="losses", needs=EXPERTS)
     moe_z_loss_coeff: float = expert_setting(0.0, "coefficient of the router's z-loss", affects="losses")
-    mtp_num_layers: int = model_setting(
-        0, "depths of multi-token prediction; depth d is another layer, which predicts the token d places after the "
-           "next", affects="optimizer", at_least=0, at_most=64)
+    mtp_num_layers: int = model_setting(0, "depths of multi-token prediction; depth d predicts the token d places "
+                                           "after the next", affects="optimizer", at_least=0, at_most=64)
     mtp_loss_scaling_factor: float = model_setting(
-        0.1, "factor f; training adds f / depths times the losses of all depths, divided by the number of tokens of "
-             "the main loss", affects="losses", needs="--mtp-num-layers")
+        0.1, "factor f; training adds f / depths times all depths' losses", affects="losses", needs="--mtp-num-layers")
 
     tensor_model_parallel_size: int = layout_setting(None, "ranks that split each layer's matrices", alias="--tp")
     pipeline_model_parallel_size: int = layout_setting(None, "pipeline stages that split the layers", alias="--pp")
@@ -130,9 +125,8 @@ class Config(Choices):
     context_parallel_size: int = layout_setting(
         1, "number of ranks that share the tokens of each sample, if these are too many for one rank", alias="--cp")
     cp_comm_type: str = layout_setting(
-        "all_gather", "what the ranks of a sample exchange for attention (all_gather: each gets all keys and values; "
-                      "a2a: each gets whole samples, but only some of the heads)", choices=CP_COMM_TYPES,
-        needs="--cp above 1")
+        "all_gather", "what the ranks of a sample exchange for attention (all_gather: all keys and values; a2a: whole "
+                      "samples of some heads)", choices=CP_COMM_TYPES, needs="--cp above 1")
     expert_model_parallel_size: int = layout_setting(
         1, "number of ranks that share experts; divides dp x cp and --num-experts", alias="--ep", needs=EXPERTS)
     sequence_parallel: bool = layout_setting(
@@ -145,8 +139,7 @@ class Config(Choices):
     columns: int = layout_setting(
         None, "parts of a row-parallel matmul (Domino's column split); one part is computed while another's all-reduce "
               "is in flight (default: 2 with tensor parallelism and, by default, one slice; else 1)", at_most=256)
-    schedule: str = layout_setting(
-        None, "pipeline schedule (default: the first in the list that supports --virtual-stages)", choices=SCHEDULES)
+    schedule: str = layout_setting(None, "schedule (default: the first that fits --virtual-stages)", choices=SCHEDULES)
     look_ahead: int = layout_setting(
         1, "further warm-up forwards for each later stage", needs="--schedule eager-1f1b", at_least=0, at_most=2**16)
     virtual_stages: int = layout_setting(None, "chunks of layers per pipeline stage (default: the schedule's fewest)",
@@ -158,8 +151,7 @@ class Config(Choices):
         False, "move the stored sublayer inputs from the GPU to host memory", needs="--recompute-granularity full")
     zero_stage: int = layout_setting(1, "ZeRO stage: 0 shards nothing over the replicas, 1 shards the optimizer state, "
                                         "2 also the gradients", choices=(0, 1, 2))
-    bucket_size: int = layout_setting(
-        10_000_000, "parameters per gradient bucket; a full bucket is reduced while backward continues")
+    bucket_size: int = layout_setting(10_000_000, "parameters per gradient bucket, which is reduced during backward")
 
     train_iters: int = training_setting(200, "optimizer steps; 0 only validates, tests and prints a sample", at_least=0)
     global_batch_size: int = training_setting(
@@ -168,18 +160,15 @@ class Config(Choices):
     lr: float = training_setting(
         None, f"peak learning rate (default: the preset's{LR_FACTORS}; 1/{FINETUNE_LR_DIVISOR} of it with --finetune)")
     min_lr: float = training_setting(None, "final learning rate (default: lr / 10)", derived=True, needs=DECAYING)
-    lr_decay_style: str = training_setting(
-        "cosine", "how the learning rate decays from --lr to --min-lr (constant: not at all; WSD: only in the last "
-                  "steps)", choices=LR_DECAY_STYLES)
-    lr_decay_iters: int = training_setting(
-        None, "step at which the learning rate reaches --min-lr, where it stays (default: --train-iters)")
+    lr_decay_style: str = training_setting("cosine", "how lr decays from --lr to --min-lr (constant: not at all; WSD: "
+                                                     "only in the last steps)", choices=LR_DECAY_STYLES)
+    lr_decay_iters: int = training_setting(None, "step at which lr reaches --min-lr and stays (default: --train-iters)")
     lr_wsd_decay_iters: int = training_setting(
         None, "steps up to --lr-decay-iters in which WSD decays (default: a tenth of --lr-decay-iters)", needs=WSD)
     lr_wsd_decay_style: str = training_setting(
         "exponential", "curve of WSD's decay (exponential: 2 x 0.5^s - 1, minus_sqrt: 1 - sqrt(s), if a share s of its "
                        "steps is done)", choices=DECAY_CURVES, needs=WSD)
-    lr_warmup_fraction: float = training_setting(
-        0.05, "fraction of --lr-decay-iters in which the rate rises linearly to --lr", at_most=1.0)
+    lr_warmup_fraction: float = training_setting(0.05, "share of --lr-decay-iters with a linear warm-up", at_most=1.0)
     weight_decay: float = training_setting(0.1, "decoupled weight decay, for matrices only")
     clip_grad: float = training_setting(1.0, "maximum global gradient norm; 0 turns clipping off")
     adam_beta1: float = training_setting(0.9, "decay rate of AdamW's first moment", below=1.0)
@@ -193,10 +182,9 @@ class Config(Choices):
                                                "two (default: a dynamic loss scale in fp16, else 1)", **SCALES)
     initial_loss_scale: float = training_setting(2.0**15, "first dynamic loss scale", **SCALES, needs=DYNAMIC)
     min_loss_scale: float = training_setting(1.0, "smallest value of the dynamic loss scale", **SCALES, needs=DYNAMIC)
-    loss_scale_window: int = training_setting(
-        1000, "double the dynamic loss scale after this many steps without overflow", needs=DYNAMIC)
-    hysteresis: int = training_setting(2, "overflows until the dynamic loss scale is halved; each further one halves "
-                                          "it again, and the count restarts when the scale doubles", needs=DYNAMIC)
+    loss_scale_window: int = training_setting(1000, "steps without overflow until the scale doubles", needs=DYNAMIC)
+    hysteresis: int = training_setting(2, "overflows until the loss scale is halved; each further one halves it again; "
+                                          "doubling restarts the count", needs=DYNAMIC)
     fp16_lm_cross_entropy: bool = training_setting(
         False, "compute the cross entropy's exponentials in fp16 instead of fp32", needs="--dtype float16")
     fp8_format: str = training_setting(
@@ -204,8 +192,7 @@ class Config(Choices):
               "e5m2 for gradients, e4m3 for the rest; e4m3: for all; default: no fp8)", choices=FP8_FORMATS)
     fp8_recipe: str = training_setting("tensorwise", "whether each tensor or each of its rows has its own scale in fp8",
                                        choices=FP8_RECIPES, needs=FP8)
-    fp8_wgrad: bool = training_setting(
-        True, "compute weight gradients in fp8, too; --no-fp8-wgrad computes them in --dtype", needs=FP8)
+    fp8_wgrad: bool = training_setting(True, "compute weight gradients in fp8, too, and not in --dtype", needs=FP8)
     first_last_layers_bf16: bool = training_setting(False, "compute the first and the last layer in --dtype", needs=FP8)
     seed: int = training_setting(1234, "seed of initial weights, data order and dropout", affects="run", at_least=0)
 
@@ -221,19 +208,16 @@ class Config(Choices):
     config: str = run_setting(None, "JSON file like a run's config.json; flags override its settings", affects="launch")
     load: str = run_setting(None, "checkpoint to start from, or a run's folder for its newest; once the new run has a "
                                   "checkpoint, any other --load is refused")
-    finetune: bool = run_setting(
-        False, "take only the weights from --load, start at step 0 with a new optimizer, and validate before step 1")
+    finetune: bool = run_setting(False, "take only the weights from --load, validate, and start at step 0")
     log_interval: int = run_setting(25, "steps between progress lines")
     eval_interval: int = run_setting(100, "steps between validations")
     eval_iters: int = run_setting(10, "global batches per validation during training; 0 for no validation", at_least=0)
     save_interval: int = run_setting(100, "steps between checkpoints; the last step is always saved")
     keep_last: int = run_setting(3, "number of newest checkpoints to keep")
     exit_interval: int = run_setting(None, "save and stop after the next multiple of this many steps", affects="launch")
-    max_skipped_steps: int = run_setting(
-        10, "end the run after this many skipped steps in a row, whose loss or gradient is not finite; gradient "
-            "overflows do not count while the loss scale can still shrink")
-    tensorboard_dir: str = run_setting(
-        None, "folder for a copy of the metrics for TensorBoard; each run needs its own", affects="launch")
+    max_skipped_steps: int = run_setting(10, "skipped steps in a row (loss or gradient not finite) that end the run; "
+                                             "overflows do not count while the loss scale can shrink")
+    tensorboard_dir: str = run_setting(None, "folder for TensorBoard; each run needs its own", affects="launch")
     trace: str = run_setting(None, "steps FIRST:LAST to record and draw as a timeline", affects="launch")
     timeout: int = run_setting(600, "seconds that a collective may take before the run ends")
     sample_tokens: int = run_setting(120, "tokens to generate at the end; 0 for none", at_least=0, at_most=2**16)
