@@ -69,8 +69,7 @@ def own_places(whole, mesh, dim=1) -> torch.Tensor:
 
 
 def own_part(batch, mesh):
-    """Return the batch with this rank's tokens of each sample. Documents stay whole, because attention needs all of
-    them."""
+    """Return the batch with this rank's tokens of each sample, but with all documents, because attention needs them."""
     own = {name: own_places(getattr(batch, name), mesh) for name in ("tokens", "labels", "loss_mask", "positions")}
     extras = {name: own_part(value, mesh) if isinstance(value, type(batch)) else value
               for name, value in batch.extras.items()}

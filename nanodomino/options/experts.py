@@ -68,10 +68,8 @@ class Dispatch:
 
     def __init__(self, permutation, tokens_per_expert, received_per_expert):
         """Start to copy the numbers of rows to the host. On a GPU the copy runs while the host launches more work.
-
-        tokens_per_expert    [ep, E/ep]: how many rows this rank has for each expert of each ep rank
-        received_per_expert  [ep, E/ep]: how many rows each ep rank has for each local expert
-        """
+        tokens_per_expert [ep, E/ep]: how many rows this rank has for each expert of each ep rank;
+        received_per_expert [ep, E/ep]: how many rows each ep rank has for each local expert."""
         self.permutation, self.received_per_expert = permutation, received_per_expert
         self.offsets = received_per_expert.sum(0).cumsum(0, dtype=torch.int32)
         numbers = torch.cat([tokens_per_expert.sum(1), received_per_expert.sum(1), self.offsets])
@@ -155,8 +153,8 @@ class MoE(Sublayer):
         matrices = self.activation.inputs
         stack = (matrices,) if matrices > 1 else ()            # SwiGLU's gate and up
         self.experts.dense_h_to_4h = parameter(
-            (experts, *stack, ffn, h), config, mesh, cut={0: "ep", len(stack) + 1: "tp"},
-            replicas=replicas, view=(experts // self.ep, -1, h), std=config.init_method_std)
+            (experts, *stack, ffn, h), config, mesh, cut={0: "ep", len(stack) + 1: "tp"}, replicas=replicas,
+            view=(experts // self.ep, -1, h), std=config.init_method_std)
         self.experts.dense_4h_to_h = parameter(
             (experts, h, ffn), config, mesh, cut={0: "ep", 2: "tp"}, replicas=replicas,
             std=config.init_method_std / (2 * config.num_layers) ** 0.5)
@@ -373,7 +371,6 @@ def report(counts: dict, tokens: int) -> tuple[dict, str]:
 
     counts: {name of a layer's MoE: [how many tokens chose each expert, .., the sum of the router's losses]}
     tokens: the number of tokens that the step's loss counts
-
     auxiliary_loss: what the losses of all routers add to the loss; see router.py
     expert_load: {layer: how often each expert was chosen, divided by the mean of the layer}
     busiest_expert: the largest load in any layer

@@ -14,10 +14,9 @@ both scales:
 
     scale = amax / 448     values = x / scale, rounded to 8 bits     x W^T = scale_x scale_W (values_x values_W^T)
 
-Transformer Engine calls this number scale_inv, and its reciprocal scale.
-
-The scale comes from the tensor itself ("current scaling") and not from earlier steps ("delayed scaling"). That needs
-one more pass over the tensor, but no state. The host never reads a scale, so it never waits for the GPU.
+Transformer Engine calls this number scale_inv, and its reciprocal scale. It comes from the tensor itself ("current
+scaling") and not from earlier steps ("delayed scaling"). That needs one more pass over the tensor, but no state. The
+host never reads a scale, so it never waits for the GPU.
 
 --fp8-recipe says which numbers share a scale:
 
@@ -67,7 +66,6 @@ from torch.torch_version import TorchVersion
 from nanodomino.comm.world import capability_of, kind_of
 from nanodomino.layers.gradients import add_weight_gradient, main_grad_of
 
-
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = {"hybrid": (E4M3, E5M2), "e4m3": (E4M3, E4M3)}     # --fp8-format: type of weights and activations, gradients
 RECIPES = ("tensorwise", "rowwise")
@@ -81,17 +79,14 @@ class Fp8Tensor:
     scale: torch.Tensor
 
     def chunk(self, count: int, dim: int) -> list["Fp8Tensor"]:
-        """Cut x [rows, k] into chunks of rows (dim 0), which take their scales along, or of columns (dim 1)."""
-        values = self.values.chunk(count, dim)
-        cuts_scales = dim == 0 and len(self.scale) > 1
-        return list(map(Fp8Tensor, values, self.scale.chunk(count) if cuts_scales else [self.scale] * len(values)))
+        """Cut x [rows, k] into parts of rows (dim 0), which take their scales along, or of k (dim 1)."""
+        scales = self.scale.chunk(count) if dim == 0 and len(self.scale) > 1 else [self.scale] * count
+        return list(map(Fp8Tensor, self.values.chunk(count, dim), scales))
 
 
 def to_8_bits(x, dtype, dim, transposed=False):
     """Return (values, scale) of x [rows, k], or of x^T if `transposed`. dim: the dimensions of x that share a scale.
-
-    If x holds inf or NaN, so do its products. So the step is skipped, as in the training type.
-    """
+    If x holds inf or NaN, so do its products. So the step is skipped, as in the training type."""
     largest = torch.finfo(dtype).max
     scale = (x.abs().amax(dim, keepdim=True).float() / largest).clamp_(min=SMALLEST_SCALE)
     # clamp: x / scale can be rounded up to a number beyond the range, which some devices cast to NaN
@@ -145,7 +140,7 @@ class Fp8Weight:
     """Stands for a parameter W [out, in] that is multiplied in 8 bits. overlap/slices.py calls its methods.
 
     transposed   whether it stands for W^T, by which gradients are multiplied
-    part         the chunk of W or W^T for which it stands; None: the whole
+    part         the part of W or W^T for which it stands; None: the whole
     """
     weight: nn.Parameter
     recipe: Fp8Recipe

@@ -66,11 +66,11 @@ from nanodomino.overlap.slices import NothingBehindHead
 class PredictionDepth(nn.Module):
     """Holds the parameters of a depth: the merge's two norms and matrix, and a transformer layer."""
 
-    def __init__(self, config, mesh, site: str, layer: nn.Module):
+    def __init__(self, config, mesh, depth: int, layer_class):
         super().__init__()
-        self.site = site
+        self.site = f"mtp.{depth}"
         self.enorm, self.hnorm = (Norm(config, mesh, config.hidden_size) for _ in range(2))
-        self.eh_proj, self.layer = nn.Module(), layer
+        self.eh_proj, self.layer = nn.Module(), layer_class(config, mesh, config.num_layers + depth)
         self.eh_proj.weight = parameter((config.hidden_size, 2 * config.hidden_size), config, mesh,
                                         std=config.init_method_std)
 
@@ -84,9 +84,7 @@ class MultiTokenPrediction:
 
     def modules(self, mesh, layer_class) -> dict:
         """Return {name: module} of what the stage with the head holds besides the model."""
-        depths = [PredictionDepth(self.config, mesh, f"mtp.{depth}",
-                                  layer_class(self.config, mesh, self.config.num_layers + depth))
-                  for depth in range(self.layers)]
+        depths = [PredictionDepth(self.config, mesh, depth, layer_class) for depth in range(self.layers)]
         return {"mtp": nn.ModuleList(depths)} if depths else {}
 
     def chunks(self, model: GPT) -> list[Chunk]:
@@ -96,11 +94,9 @@ class MultiTokenPrediction:
                 for depth in (model.mtp if self.layers else ())]
 
     def prepare(self, batch, rows, end_of_text: int):
-        """Add the batch of depth 1 as extras["ahead"], which contains that of depth 2, and so on; return the batch.
-
-        Depth d predicts the token d places after the next one. Its loss does not count at the last d places of a
-        sample, nor where the token that it predicts belongs to another text. After the last token, token 0 stands in.
-        """
+        """Add the batch of depth 1 as extras["ahead"], which contains the batch of depth 2, and so on. Return `batch`.
+        The loss of depth d does not count at the last d places of a sample, nor where the token that it should predict
+        belongs to another document. After the last token, token 0 stands in."""
         last = batch
         for depth in range(1, self.layers + 1):
             labels, loss_mask = (F.pad(tensor[:, 1:], (0, 1)) for tensor in (last.labels, last.loss_mask))
@@ -125,8 +121,8 @@ class MultiTokenPrediction:
         """Return (what metrics.jsonl records, words for the progress line) of a step's statistics.
 
         mtp_1_loss, ...: a depth's mean loss over the n tokens that it counts. Training adds f/D x n / (tokens of the
-        main loss) times this mean. It may be lower than the main loss: a depth also knows all tokens before the one
-        that it predicts, and has one more layer.
+        main loss) times this mean. It may be lower than the main loss, because a depth has one more layer, and it also
+        knows all tokens before the one that it predicts.
         """
         means = [total / max(tokens, 1.0) for total, tokens in (counts[name] for name in self.statistics)]
         return ({f"mtp_{depth}_loss": mean for depth, mean in enumerate(means, 1)},

@@ -58,8 +58,7 @@ from nanodomino.comm.world import kind_of, streams_of
 from nanodomino.overlap.slices import TapeEntry
 
 # The fields dropped at the end of a sublayer's forward: "h" is a field of TapeEntry, the others of its branch_tape.
-GRANULARITIES = {"none": (),
-                 "selective": ("core", "activation"),
+GRANULARITIES = {"none": (), "selective": ("core", "activation"),
                  "full": ("h", "column_output", "core", "activation")}
 
 
@@ -70,9 +69,8 @@ class RecomputePolicy:
     def __init__(self, config, device, slices: int, residual_norm):
         self.drops, self.residual_norm = GRANULARITIES[config.recompute_granularity], residual_norm
         self.keeps_masks = "h" not in self.drops               # the dropout masks of the residual stream
-        self.host = None
-        if config.checkpoint_in_cpu and not self.keeps_masks and kind_of(device) == "cuda":
-            self.host = HostMemory(device, slices)
+        offloads = config.checkpoint_in_cpu and not self.keeps_masks and kind_of(device) == "cuda"
+        self.host = HostMemory(device, slices) if offloads else None
 
     def keep(self, entry: TapeEntry) -> TapeEntry:
         """Drop what backward will recompute, and start to move x to the host if it is to be kept there."""

@@ -118,9 +118,7 @@ class Router(nn.Module):
 
     def loss(self, logits, choices):
         """Return auxiliary loss + z-loss of a slice: a sum over its samples, each weighted by its s tokens.
-
-        choices: the result of the flight that choices() has prepared
-        """
+        choices: the result of the flight that choices() has prepared"""
         (_, s, count), config, scores = logits.shape, self.config, self.scores(logits)
         probabilities = scores if self.softmax else divide_by_sum(scores)
         balance = count * (choices / (self.sample_parts * s * self.topk) * probabilities.mean(dim=1)).sum()
@@ -129,9 +127,7 @@ class Router(nn.Module):
 
     def backward(self, routing: Routing, grad_weights, h, loss_scale: float):
         """Return this rank's addend of the gradient of h, and add the gradients of Wr and of the expert bias.
-
-        grad_weights: this rank's addend of the gradient of routing.weights.
-        """
+        grad_weights: this rank's addend of the gradient of routing.weights."""
         scale = torch.full_like(routing.loss, loss_scale * self.counts_here)
         (grad_logits,) = torch.autograd.grad([routing.weights, routing.loss], routing.logits, [grad_weights, scale])
         add_weight_gradient(main_grad_of(self.weight), grad_logits, h.to(grad_logits.dtype))

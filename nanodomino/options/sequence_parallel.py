@@ -43,10 +43,7 @@ from nanodomino.overlap.slices import Flight, ReplicatedResidual, prepare_all_ga
 
 class ShardedResidual(ReplicatedResidual):
     """Gathers and reduces for a sharded residual stream: each tensor-parallel rank holds 1/t of the rows."""
-
-    def __init__(self, group):
-        super().__init__(group)
-        self.shards = group.size()
+    shards = property(lambda self: self.group.size())
 
     def gather(self, x) -> Flight:
         """Prepare an all-gather: [b, s/t, f] -> [b, s, f]."""

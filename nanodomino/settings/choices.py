@@ -18,26 +18,21 @@ from nanodomino.generate.generation import KeyValueCache
 from nanodomino.layers.attention_mask import fits_varlen
 from nanodomino.layers.sublayers import MLP
 from nanodomino.optim.optimizers import OPTIMIZERS
-from nanodomino.options import context_parallel, experts, recompute
-from nanodomino.options.documents import DocumentCache, mark_documents
-from nanodomino.options.fp8 import FORMATS, RECIPES, Fp8Recipe, Fp8Weight
-from nanodomino.options.multi_token_prediction import MultiTokenPrediction
-from nanodomino.options.router import SCORE_FUNCTIONS
-from nanodomino.options.sequence_parallel import ShardedResidual
+from nanodomino.options import (context_parallel, documents, experts, fp8, multi_token_prediction, recompute, router,
+                                sequence_parallel)
 from nanodomino.overlap.linear_pair import LinearPair
 from nanodomino.overlap.slices import ReplicatedResidual, TapePolicy
 
-
 # the values of the settings that choose from a table of an option
-CP_COMM_TYPES, SCORES, FP8_FORMATS, FP8_RECIPES = context_parallel.ATTENTION, SCORE_FUNCTIONS, FORMATS, RECIPES
-GRANULARITIES = recompute.GRANULARITIES
+CP_COMM_TYPES, SCORES, GRANULARITIES = context_parallel.ATTENTION, router.SCORE_FUNCTIONS, recompute.GRANULARITIES
+FP8_FORMATS, FP8_RECIPES = fp8.FORMATS, fp8.RECIPES
 
 
 class Choices:
     """The base of Config, whose fields these methods read."""
 
     # what the stage with the head holds, prepares, runs and reports behind the head: often nothing
-    behind_head = property(lambda self: MultiTokenPrediction(self))
+    behind_head = property(lambda self: multi_token_prediction.MultiTokenPrediction(self))
     # whether the last stage uses the word embedding: as its head, or behind the head
     words_at_end = property(lambda self: self.tied or self.behind_head.layers > 0)
     # layers are alike if their numbers differ by a multiple of this number
@@ -53,7 +48,7 @@ class Choices:
     # whether chunks without embedding and head need the tokens
     all_chunks_read_tokens = property(lambda self: self.cp > 1 or self.uses_document_boundaries)
     # the class that keeps keys and values during generation
-    cache_class = property(lambda self: DocumentCache if self.uses_document_boundaries else KeyValueCache)
+    cache_class = property(lambda self: documents.DocumentCache if self.uses_document_boundaries else KeyValueCache)
     # the names of groups whose ranks must choose the same tokens
     groups_that_generate_together = property(lambda self: ("ep",) if self.ep > 1 else ())
 
@@ -92,15 +87,15 @@ class Choices:
             return experts.MoEBranch(sublayer, ops, compiled)
         factor = {}
         if self.fp8_format and not (self.first_last_layers_bf16 and layer in (0, self.num_layers - 1)):
-            recipe = Fp8Recipe(self.fp8_format, self.fp8_recipe, self.params_dtype, compiled, self.fp8_wgrad)
-            factor = dict(factor=partial(Fp8Weight, recipe=recipe))
+            recipe = fp8.Fp8Recipe(self.fp8_format, self.fp8_recipe, self.params_dtype, compiled, self.fp8_wgrad)
+            factor = dict(factor=partial(fp8.Fp8Weight, recipe=recipe))
         if self.cp > 1 and sublayer.attends:
             return context_parallel.ATTENTION[self.cp_comm_type](sublayer, ops, compiled, mesh, **factor)
         return LinearPair(sublayer, ops, compiled, **factor)
 
     def residual_stream(self, mesh) -> ReplicatedResidual:
         """Return the object that gathers and reduces the residual stream."""
-        return (ShardedResidual if self.sequence_shards > 1 else ReplicatedResidual)(mesh.tp_group)
+        return (sequence_parallel.ShardedResidual if self.sequence_shards > 1 else ReplicatedResidual)(mesh.tp_group)
 
     def tape_policy(self, device, slices: int, residual_norm) -> TapePolicy:
         """Return the object that says what the tapes of a stage keep."""
@@ -112,7 +107,7 @@ class Choices:
     def prepare_batch(self, batch, rows, end_of_text: int):
         """Add to the batch what depends on documents and what the depths behind the head need; return the batch.
         rows [b, s + 1]: its token ids, in the host's memory."""
-        return self.behind_head.prepare(mark_documents(self, batch, rows, end_of_text), rows, end_of_text)
+        return self.behind_head.prepare(documents.mark_documents(self, batch, rows, end_of_text), rows, end_of_text)
 
     def own_places(self, whole, mesh, dim=1):
         """Return this rank's tokens of `whole` [b, s, ..]. dim: the dimension of s."""

@@ -40,14 +40,12 @@ from nanodomino.settings.flags import (check_values, data_setting, family_settin
 from nanodomino.settings.presets import DTYPES, FINETUNE_BATCH_SIZE, FINETUNE_LR_DIVISOR, PRESETS
 from nanodomino.settings.rules import check_rules, with_defaults
 
-
 # what several settings need to have an effect
 ROPE, DYNAMIC = "--position-embedding-type rope", ("--dtype float16", "no --loss-scale")
 EXPERTS, FP8, WSD = "--num-experts", "--fp8-format", "--lr-decay-style WSD"
 expert_setting = partial(model_setting, needs=EXPERTS)
 DECAYING = "--lr-decay-style " + " or ".join(name for name in LR_DECAY_STYLES if name != "constant")
-LR_FACTORS = "".join(f", times {spec.lr_factor:g} with --optimizer {name}" for name, spec in OPTIMIZERS.items()
-                     if spec.lr_factor != 1)
+LR_FACTORS = f", times {OPTIMIZERS['muon'].lr_factor:g} with --optimizer muon"
 SCALES = dict(at_least=SMALLEST_LOSS_SCALE, below=LOSS_SCALE_LIMIT)
 
 
@@ -109,9 +107,8 @@ class Config(Choices):
         False, "balance the experts by a bias on their scores that grows while an expert has too few tokens")
     moe_router_bias_update_rate: float = model_setting(1e-3, "change of the bias in a step", affects="losses",
                                                        above=0.0, needs=(EXPERTS, "--moe-router-enable-expert-bias"))
-    moe_aux_loss_coeff: float = family_setting(
-        "coefficient of each sample's load-balancing loss; it and the z-loss are summed over all tokens, also masked "
-        "ones, and divided by the number of tokens that count", affects="losses", needs=EXPERTS)
+    moe_aux_loss_coeff: float = family_setting("coefficient of each sample's load-balancing loss; it and the z-loss "
+                                               "count all tokens, also masked ones", affects="losses", needs=EXPERTS)
     moe_z_loss_coeff: float = expert_setting(0.0, "coefficient of the router's z-loss", affects="losses")
     mtp_num_layers: int = model_setting(0, "depths of multi-token prediction; depth d predicts the token d places "
                                            "after the next", affects="optimizer", at_least=0, at_most=64)
@@ -307,10 +304,8 @@ class Config(Choices):
     # ---- from flags to a complete Config
 
     def resolve(self, world_size: int) -> "Config":
-        """Return a copy with all defaults filled in that depend on the preset, the processes or other settings.
-
-        Raises UserError if a value or a combination of values is not valid.
-        """
+        """Return a copy with all defaults filled in that depend on the preset, the processes or other settings. Raises
+        UserError if a value or a combination of values is not valid."""
         check_values(self)
         config = with_defaults(self, world_size)
         check_rules(config)
@@ -321,10 +316,8 @@ class Config(Choices):
         return dataclasses.replace(self, compile=device.type == "cuda" if self.compile is None else self.compile)
 
     def with_vocabulary(self, data_vocab_size: int) -> "Config":
-        """Return a copy in which vocab_size is set. If it was None, it is the size of the data's vocabulary.
-
-        Raises UserError if the data's vocabulary is larger than vocab_size, or if tp does not divide the padded size.
-        """
+        """Return a copy in which vocab_size is set; if it was None, to the size of the data's vocabulary. Raises
+        UserError if the data's vocabulary is larger than vocab_size, or if tp does not divide the padded size."""
         vocab_size = self.vocab_size or data_vocab_size
         require(data_vocab_size <= vocab_size, f"the data's vocabulary of {data_vocab_size} tokens does not fit "
                 f"--vocab-size {vocab_size}; leave the flag out or give at least {data_vocab_size}")

@@ -10,16 +10,13 @@ from nanodomino.settings.config import Config
 from nanodomino.settings.flags import flag_settings, names_affecting
 from nanodomino.settings.rules import holds
 
-
 # settings of the effect "run" on which the loss of the same weights does not depend
 WITHOUT_WEIGHTS = {"data_sha256", "seed", "init_method_std"}
 
 
 def check_record(record: dict, source) -> dict:
-    """Return the settings of a record, all of which must be known and have the right types.
-
-    source: the name of the record's file, for messages. Raises UserError, for example for a setting of a later version.
-    """
+    """Return the settings of a record. Raises UserError if a name is not known, as of a later version's setting, or if
+    a value has the wrong type. source: the name of the record's file, for messages."""
     known = {setting.name: setting for setting in dataclasses.fields(Config)}
     idle = ("without_effect", *record.get("without_effect", ()))       # older versions listed settings without effect
     record = {name: value for name, value in record.items() if name in known or name not in idle}
@@ -61,10 +58,8 @@ def taken_over(record: dict, finetune: bool) -> dict:
 
 def news(saved: Config, config: Config, step: int, taken=()) -> list[str]:
     """Return what differs from a checkpoint's settings `saved`, such as "lr 0.004 (was 0.001)", and what is taken over.
-
-    step: the checkpoint's, or 0 if only its weights are loaded; then it does not matter how they were trained. taken:
-    the names of the settings that --load takes over. Of these, defaults and the sizes of the model are left out.
-    """
+    step: the checkpoint's, or 0 if only its weights are loaded; then it does not matter how they were trained.
+    taken: the names of the settings that --load takes over; defaults and the sizes of the model are left out"""
     kinds = ("model", "positions", "optimizer", "run", *(("losses", "nothing") if step else ()))
     left_out = {"load", "finetune"} | (set() if step else WITHOUT_WEIGHTS)
     same, changed = [], []

@@ -16,7 +16,6 @@ from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.settings.flags import flag_name, flag_settings
 from nanodomino.settings.presets import DEFAULT_LAYOUTS, FINETUNE_BATCH_SIZE, FINETUNE_LR_DIVISOR
 
-
 # The most forwards that all stages together may run in a step. Every rank lists them all, with their backwards, before
 # the first step. For this many that takes a few seconds and a few hundred megabytes.
 MAX_FORWARDS = 2**16
@@ -77,11 +76,9 @@ def holds(need: str, config) -> bool:
 
 
 def check_needs(config, names):
-    """Raise UserError if a flag has no effect because another setting does not have the value that it needs.
-
-    names: the settings whose flags were given. Settings from a run, a preset or a --config file are not checked,
-    because they may have an effect in a launch on another layout. A default and --no-SETTING are accepted too.
-    """
+    """Raise UserError if a flag has no effect because another setting does not have the value that it needs. names: the
+    settings whose flags were given. Settings from a run, a preset or a --config file are not checked, because they may
+    have an effect in a launch on another layout. A default and --no-SETTING are accepted, too."""
     for setting in flag_settings(config):
         value, default = getattr(config, setting.name), config.preset.get(setting.name, setting.default)
         if setting.name not in names or value is False or value == default:
