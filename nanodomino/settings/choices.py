@@ -1,8 +1,8 @@
-"""What the core asks its Config: which class computes a part of the model, what it needs, what it sends.
+"""What the files of the story ask their Config: which class computes a part of the model, what it needs, what it sends.
 
-The core is a dense GPT with tensor, pipeline and data parallelism. What goes beyond it lies in options/, a file each.
-The core does not import these files: it calls a method below, and the method chooses. So each choice is made in one
-place, and all that depends on `--num-experts` is found by searching for num_experts.
+The story (see nanodomino/__init__.py) trains a dense GPT with tensor, pipeline and data parallelism. What goes beyond
+that lies in options/, a file each. The story does not import these files: it calls a method below, and the method
+chooses. So each choice is made in one place, and a search for num_experts finds all that depends on `--num-experts`.
 """
 
 import dataclasses
