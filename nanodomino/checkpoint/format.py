@@ -1,18 +1,16 @@
-"""Defines the files of a checkpoint: boxes of tensors as raw bytes, the index that locates them, and the manifest.
+"""Defines the files of a checkpoint: boxes of tensors in safetensors files, and the manifest.
 
 Weights, optimizer state and a few counters are enough to resume with the same bits, because the data order, the dropout
 masks and the learning rate depend only on the settings and the step.
 
-A box is a rectangular part of a tensor, given by its offset and size. Each rank writes the boxes that it holds, one
-after another, as little-endian numbers and nothing else. A reader on another layout asks for other boxes. They are put
-together from the stored ones, whichever rank wrote them.
+A box is a rectangular part of a tensor, given by its offset and size. Each rank writes the boxes that it holds into a
+file of its own. A box that does not start at the tensor's first element has its offset in its name. A reader on another
+layout asks for other boxes. They are put together from the stored ones, whichever rank wrote them.
 
-    rank-00000.bin  the numbers that rank 0 wrote; rank-00001.bin ...
-    index.json      {"weight.final_norm.weight": {"dtype": "float32", "shape": [8], "boxes": [
-                        ["rank-00000.bin", 0, [0], [5]],        file, first byte, offset in the tensor, size
-                        ["rank-00001.bin", 0, [5], [3]]]}, ...}
-    manifest.json   {"sha256": of the rest of this file, "format", "step", "adam_steps", "skipped_in_a_row",
-                     "loss_scale", "config", "files": {name: {"size", "sha256"}}}; written last
+    rank-00000.safetensors   "weight.final_norm.weight"   [5]         elements 0 .. 4
+    rank-00001.safetensors   "weight.final_norm.weight@5" [3]         elements 5 .. 7
+    manifest.json            {"sha256": of the rest of this file, "format", "step", "adam_steps", "skipped_in_a_row",
+                              "loss_scale", "config", "files": {name: {"size", "sha256"}}}; written last
 
 The range of a flat buffer that a rank owns need not begin or end where a row of a matrix does. It may hold the end of
 one row, some whole rows and the start of another row, which makes at most three boxes:
@@ -26,9 +24,8 @@ With tensor parallelism this matrix is a shard, at some offset in the full tenso
 one parameter, and each rank holds rows of both. So the full tensor is stored as [2, rows, columns], in which every
 shard is one box. The experts of a layer are stacked in one parameter too, with up to four dimensions.
 
-verify() finds any damage: flipped bits, truncated files, missing files. Reading a checkpoint runs no code. Even a file
-with the right checksum could have been written to do harm. So the size of the index is limited, each box must lie in a
-file that the manifest lists, and memory is allocated only for bytes in that file and for elements that are asked for.
+verify() finds any damage: flipped bits, truncated files, missing files. Even a file with the right checksum could have
+been written to do harm. So only files that the manifest lists are read, and each element must be stored once.
 """
 
 import hashlib
@@ -36,7 +33,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -44,21 +41,16 @@ from typing import NamedTuple
 
 import torch
 
-from nanodomino.errors import UserError, require
-from nanodomino.files import make_folder, naming, open_regular_file, read_file, sha256, write_file
+from nanodomino.checkpoint.safetensors import StoredTensor, read_header, read_rows, reading, write_tensors
+from nanodomino.errors import require
+from nanodomino.files import make_folder, read_file, sha256, write_file
 from nanodomino.model import GPT
 from nanodomino.optim.buckets import Bucket
-from nanodomino.settings.presets import DTYPES
 
-FORMAT, INDEX = "nanodomino-checkpoint-2", "index.json"
+FORMAT, FORMAT_2 = "nanodomino-checkpoint-3", "nanodomino-checkpoint-2"          # format 2 is read, but not written
 STEP_NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")      # matches exactly the names f"step-{step:08d}"
 FILE_NAME = re.compile(r"\w[\w.-]{0,99}")                      # with a / it could lead to any file
-MEASURES = dict(size=os.path.getsize, sha256=sha256)           # in this order, because large files take long to hash
-
-
-def check(condition, sentence: str):
-    """Raise UserError with `sentence` and the advice to use another checkpoint, unless the condition holds."""
-    require(condition, f"{sentence}; use another checkpoint")
+SUFFIX = ".safetensors"
 
 
 # ---- boxes
@@ -129,94 +121,62 @@ def slices(box: Box, start: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(offset - first, offset - first + length) for offset, length, first in zip(*box, start))
 
 
-# ---- the files of the ranks, and their index
+# ---- the files of the ranks
 
-class StoredBox(NamedTuple):
-    file: str
-    start: int                  # in bytes
-    box: Box
-
-
-class StoredTensor(NamedTuple):
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    boxes: list[StoredBox]
+def stored_name(name: str, offset: tuple[int, ...]) -> str:
+    """Return the name of a box in its file, such as weight.final_norm.weight@5."""
+    return f"{name}@{','.join(map(str, offset))}" if any(offset) else name
 
 
-class Share(NamedTuple):
-    """The file that one rank has written, and the boxes in it."""
-    file: str
-    digest: dict                # {"size", "sha256"} of the file
-    entries: list               # (tensor, dtype, shape, box as in index.json) for each box
-
-
-def write_boxes(path: Path, boxes: Iterable[LocalBox]) -> Share:
-    """Write the values of the boxes to a file, flush it to the disk, and compute its checksum. boxes: can be a
-    generator, because only one box is needed at a time."""
+def write_boxes(path: Path, boxes: list[LocalBox]) -> dict:
+    """Write the values of the boxes to a file, flush it to the disk, and return its size and checksum."""
     make_folder(path.parent)
-    digest, start, entries = hashlib.sha256(), 0, []
-    with naming(path), open_regular_file(path, "wb") as file:
-        for name, shape, (offset, size), values in boxes:
-            data = values.view(torch.uint8).numpy()
-            file.write(data)
-            digest.update(data)
-            entries.append((name, str(values.dtype).removeprefix("torch."), shape, (path.name, start, offset, size)))
-            start += data.nbytes
-        file.flush()
-        os.fsync(file.fileno())
-    return Share(path.name, dict(size=start, sha256=digest.hexdigest()), entries)
+    types = {stored_name(name, box.offset): (values.dtype, box.size) for name, _, box, values in boxes}
+    return write_tensors(path, types, (box.values for box in boxes))
+
+
+def stored_boxes(folder: Path, manifest: dict) -> Iterator[tuple[str, tuple[int, ...], StoredTensor]]:
+    """Yield (name of the full tensor, offset, box) for each box in a checkpoint. Raises UserError or ValueError."""
+    if manifest["format"] == FORMAT_2:                         # files of numbers alone, whose places are in index.json
+        for name, entry in json.loads(read_file(folder / "index.json")).items():
+            for file, start, offset, size in entry["boxes"]:
+                require(file in manifest["files"], f"{folder} may not read {file}; use another checkpoint")
+                stored = StoredTensor(folder / file, getattr(torch, entry["dtype"]), tuple(size), start)
+                yield name, tuple(offset), stored
+    for file in manifest["files"]:
+        for name, stored in read_header(folder / file).items() if file.endswith(SUFFIX) else ():
+            name, _, offset = name.partition("@")
+            yield name, tuple(map(int, offset.split(","))) if offset else (0,) * len(stored.shape), stored
 
 
 class Index:
-    """The tensors of a checkpoint, {name: StoredTensor}."""
+    """The boxes of a checkpoint's tensors, {name: [(box, where it is stored)]}."""
 
     def __init__(self, folder: Path, manifest: dict):
-        """Read the index. Raises UserError or OSError."""
-        self.folder, path, self.tensors = folder, folder / INDEX, {}
-        try:
-            for name, entry in json.loads(read_file(path)).items():
-                boxes = [StoredBox(file, start, Box(tuple(offset), tuple(size)))
-                         for file, start, offset, size in entry["boxes"]]
-                for file, start, (offset, size) in boxes:
-                    if not (file in manifest["files"] and len(offset) == len(size) == len(entry["shape"])
-                            and all(type(number) is int and number >= 0 for number in (start, *offset, *size))):
-                        raise ValueError(f"it places a part of {name} at {file}, {start}, {offset}, {size}")
-                self.tensors[name] = StoredTensor(DTYPES[entry["dtype"]], tuple(entry["shape"]), boxes)
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            raise UserError(f"{path} is not an index of tensors ({type(error).__name__}: {str(error)[:80]}); use "
-                            "another checkpoint") from None
+        """Read the headers of all files. Raises UserError."""
+        self.folder, self.tensors = folder, {}
+        with reading(folder):
+            for name, offset, stored in stored_boxes(folder, manifest):
+                self.tensors.setdefault(name, []).append((Box(offset, stored.shape), stored))
 
-    def find(self, name: str, shape) -> StoredTensor:
-        """Return a tensor. Raises UserError if the checkpoint has none with this name and shape."""
-        tensor = self.tensors.get(name)
-        check(tensor and tensor.shape == tuple(shape), f"{self.folder} lacks {name} of shape {tuple(shape)}")
-        return tensor
+    def find(self, name: str, shape) -> list[tuple[Box, StoredTensor]]:
+        """Return the boxes of a tensor. Raises UserError if the checkpoint has none with this name and shape."""
+        boxes = self.tensors.get(name, [])
+        ends = [map(sum, zip(*box)) for box, _ in boxes]
+        require(tuple(map(max, zip(*ends))) == tuple(shape),
+                f"{self.folder} lacks {name} of shape {tuple(shape)}; use another checkpoint")
+        return boxes
 
     def fill(self, boxes: Iterable[LocalBox]):
         """Copy the stored values to `boxes`. Raises UserError."""
         for name, shape, box, values in boxes:
-            tensor = self.find(name, shape)
-            parts = [(stored, common) for stored in tensor.boxes if (common := intersection(box, stored.box))]
-            check(sum(math.prod(common.size) for _, common in parts) == math.prod(box.size),
-                  f"{self.folder / INDEX} does not list each element of {name} once")
-            for stored, common in parts:
-                rows = self.read(stored, tensor.dtype, common.offset[0] - stored.box.offset[0], common.size[0])
-                rows_start = common.offset[:1] + stored.box.offset[1:]
-                values[slices(common, box.offset)] = rows[slices(common, rows_start)]
-
-    def read(self, stored: StoredBox, dtype: torch.dtype, first: int, count: int) -> torch.Tensor:
-        """Read rows first .. first + count - 1 of a stored box. Raises UserError."""
-        path, row_bytes = self.folder / stored.file, math.prod(stored.box.size[1:]) * dtype.itemsize
-        start, length = stored.start + first * row_bytes, count * row_bytes
-        try:
-            with open_regular_file(path) as file:
-                check(start + length <= os.fstat(file.fileno()).st_size, f"{path} is too short for what {INDEX} says")
-                rows = torch.empty(length, dtype=torch.uint8)
-                file.seek(start)
-                file.readinto(rows.numpy())
-        except OSError as error:
-            raise UserError(f"{path} can't be read ({error.strerror}); use another checkpoint") from None
-        return rows.view(dtype).view(count, *stored.box.size[1:])
+            parts = [(common, start, stored) for (start, size), stored in self.find(name, shape)
+                     if (common := intersection(box, Box(start, size)))]
+            require(sum(math.prod(common.size) for common, *_ in parts) == math.prod(box.size),
+                    f"{self.folder} does not hold each element of {name} once; use another checkpoint")
+            for common, start, stored in parts:
+                rows = read_rows(stored, common.offset[0] - start[0], common.size[0])
+                values[slices(common, box.offset)] = rows[slices(common, common.offset[:1] + start[1:])]
 
 
 # ---- the manifest
@@ -229,7 +189,7 @@ def step_of(folder: Path) -> int | None:
 
 def file_digest(path: Path) -> dict:
     """Return the size and SHA-256 of a file. Raises OSError."""
-    return {name: measure(path) for name, measure in MEASURES.items()}
+    return dict(size=os.path.getsize(path), sha256=sha256(path))
 
 
 def manifest_text(content: dict) -> str:
@@ -239,18 +199,12 @@ def manifest_text(content: dict) -> str:
     return json.dumps({"sha256": digest} | body, indent=1) + "\n"
 
 
-def write_manifest(folder: Path, content: dict, shares: list[Share], advice: str):
-    """Write the index and the manifest of a checkpoint and flush them to the disk. content: the manifest, to which
-    "files" is added. Raises UserError with this advice if a file is missing."""
-    tensors = {}
-    for name, dtype, shape, stored in (entry for share in shares for entry in share.entries):
-        tensors.setdefault(name, dict(dtype=dtype, shape=shape, boxes=[]))["boxes"].append(stored)
-    write_file(folder / INDEX, json.dumps(tensors).encode(), flush=True)
-    files = {share.file: share.digest for share in shares}
-    missing = [name for name in files if not (folder / name).is_file()]
-    require(not missing, f"{folder} lacks {', '.join(missing)}; {advice}")
-    content["files"] = files | {path.name: file_digest(path) for path in sorted(folder.iterdir())
-                                if path.name not in files}
+def write_manifest(folder: Path, content: dict, digests: dict[str, dict], advice: str):
+    """Complete a checkpoint: write its manifest and flush it to the disk. content: the manifest, to which "files" is
+    added. digests: what write_boxes() returned, by file. Raises UserError with this advice if a file is missing."""
+    content["files"] = {path.name: digests.get(path.name) or file_digest(path) for path in sorted(folder.iterdir())}
+    missing = digests.keys() - content["files"].keys()
+    require(not missing, f"{folder} lacks {', '.join(sorted(missing))}; {advice}")
     write_file(folder / "manifest.json", manifest_text(content).encode(), flush=True)
     flush_folder(folder)
 
@@ -267,21 +221,19 @@ def flush_folder(folder: Path):
 def read_manifest(folder: Path) -> dict:
     """Return the manifest of a checkpoint. Raises UserError if it is missing, damaged or of another format."""
     path = folder / "manifest.json"
-    try:
+    with reading(path):
         text = read_file(path).decode()
         content = json.loads(text)
-        intact = isinstance(content, dict) and text == manifest_text(content)
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{folder} is not a complete checkpoint: its manifest.json can't be read ({error}); "
-                        "use another checkpoint") from None
-    check(intact, f"{path} is damaged: its checksum is wrong")
-    require(content.get("format") == FORMAT, f"{path} has format {str(content.get('format'))[:80]!r}, but this version "
-            f"reads {FORMAT!r}; use the version that wrote it")
-    kinds = dict(step=int, adam_steps=int, config=dict, files=dict)
-    wrong = [name for name, kind in kinds.items() if type(content.get(name)) is not kind]
-    check(not wrong, f"{path} lacks {', '.join(wrong)}")
-    for name in content["files"]:
-        check(FILE_NAME.fullmatch(name), f"{path} must list files beside it, but has {name[:80]!r}")
+        if text != manifest_text(content):
+            raise ValueError("its checksum is wrong")
+        require(content.get("format") in (FORMAT, FORMAT_2), f"{path} has format {str(content.get('format'))[:80]!r}, "
+                f"but this version reads {FORMAT!r}; use the version that wrote it")
+        for name, kind in dict(step=int, adam_steps=int, config=dict, files=dict).items():
+            if type(content.get(name)) is not kind:
+                raise ValueError(f"it lacks {name}")
+        for name in content["files"]:
+            if not FILE_NAME.fullmatch(name):
+                raise ValueError(f"it must list files beside it, but has {name[:80]!r}")
     return content
 
 
@@ -290,13 +242,12 @@ def verify(folder: Path) -> dict:
     content = read_manifest(folder)
     require(step_of(folder) in (None, content["step"]), f"{folder} holds the checkpoint of step {content['step']}, but "
             "its name says another step; rename the folder")
-    files = content["files"]
-    try:
-        for measure, function in MEASURES.items():
-            with ThreadPoolExecutor() as pool:                 # hashlib releases the interpreter lock
-                for name, value in zip(files, pool.map(function, [folder / name for name in files])):
-                    check(isinstance(files[name], dict) and files[name].get(measure) == value,
-                          f"{folder / name} is damaged: its {measure} differs from the manifest's")
-    except OSError as error:
-        raise UserError(f"{error.filename} can't be read ({error.strerror}); use another checkpoint") from None
+
+    def check_file(name):
+        with reading(folder / name):
+            if file_digest(folder / name) != content["files"][name]:
+                raise ValueError("its size or checksum differs from the manifest's")
+
+    with ThreadPoolExecutor() as pool:                         # hashlib releases the interpreter lock
+        list(pool.map(check_file, content["files"]))
     return content

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from nanodomino.checkpoint.format import Box, BucketRange, Index, LocalBox, local_boxes, read_manifest, step_of, verify
+from nanodomino.checkpoint.safetensors import reading
 from nanodomino.errors import UserError, require, sentence_and_code
 from nanodomino.files import read_json
 from nanodomino.mesh import Mesh
@@ -44,18 +45,13 @@ def checkpoints_of(run_dir: Path) -> list[Path]:
 
 def newest_intact_checkpoint(run_dir: Path, report=print) -> Path | None:
     """Return the newest intact checkpoint of a run, or None. Skip damaged checkpoints; report(text) reports each."""
-    return next((folder for folder in checkpoints_of(run_dir) if is_intact(folder, report)), None)
-
-
-def is_intact(folder: Path, report=lambda text: None) -> bool:
-    """Check every byte of a checkpoint. report(text): called with a warning if the checkpoint is damaged."""
-    try:
-        verify(folder)
-        return True
-    except (UserError, OSError) as error:
-        problem = sentence_and_code(error)[0].removesuffix("; use another checkpoint")
-        report(f"warning: {problem}; trying the previous checkpoint")
-        return False
+    for folder in checkpoints_of(run_dir):
+        try:
+            verify(folder)
+            return folder
+        except UserError as error:
+            report(f"warning: {str(error).rpartition(';')[0]}; trying the previous checkpoint")
+    return None
 
 
 def find_checkpoint(folder: Path) -> Path:
@@ -113,16 +109,17 @@ def read_boxes(folder: Path, manifest: dict, boxes: list[LocalBox]):
     together(lambda: Index(folder, manifest).fill(boxes))
 
 
-def together(function):
-    """Return function(). If it raises a UserError or an OSError on any rank, all ranks raise a UserError."""
-    result, error, errors = None, None, [None] * dist.get_world_size()
+def together(function, group=None):
+    """Return function(). If it raises an error on any rank, all ranks of the group raise a UserError, so that none
+    waits for that rank in the next collective."""
+    result, text, texts = None, None, [None] * dist.get_world_size()
     try:
         result = function()
-    except (UserError, OSError) as caught:
-        error = sentence_and_code(caught)[0]
-    dist.all_gather_object(errors, error)
-    for error in filter(None, errors):
-        raise UserError(error)
+    except Exception as error:
+        text, _ = sentence_and_code(error) or (f"rank {dist.get_rank()}: {type(error).__name__}: {error}", 1)
+    dist.all_gather_object(texts, text, group=group)
+    for text in filter(None, texts):
+        raise UserError(text)
     return result
 
 
@@ -147,7 +144,7 @@ def open_weights(folder: Path) -> tuple[Index, GPT]:
 def newest_finite_checkpoint(run_dir: Path, last_step: int) -> Path | None:
     """Return a run's newest intact checkpoint, up to `last_step`, whose weights are finite; None if there is none."""
     for folder in checkpoints_of(run_dir):
-        with suppress(UserError, OSError):
+        with suppress(UserError):
             if (step_of(folder) <= last_step and verify(folder)
                     and all(weight.isfinite().all() for _, weight in read_weights(folder))):
                 return folder
@@ -169,6 +166,7 @@ def read_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 def read_box(name: str, shape, index: Index, box: Box | None = None) -> torch.Tensor:
     """Read a box of a full tensor of this shape (None: all of it), in its stored dtype. Raises UserError."""
     box = box or Box((0,) * len(shape), tuple(shape))
-    values = torch.empty(box.size, dtype=index.find(name, shape).dtype)
+    with reading(index.folder):
+        values = torch.empty(box.size, dtype=index.find(name, shape)[0][1].dtype)
     index.fill([LocalBox(name, shape, box, values)])
     return values

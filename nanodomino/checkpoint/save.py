@@ -19,16 +19,18 @@ folder named step-... is complete.
 import dataclasses
 import os
 import threading
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from nanodomino.checkpoint.format import (FORMAT, BucketRange, LocalBox, Share, flush_folder, local_boxes, step_of,
-                                          write_boxes, write_manifest)
-from nanodomino.checkpoint.load import checkpoints_of, is_intact
+from nanodomino.checkpoint.format import (FORMAT, SUFFIX, BucketRange, Index, LocalBox, flush_folder, local_boxes,
+                                          read_manifest, step_of, verify, write_boxes, write_manifest)
+from nanodomino.checkpoint.load import checkpoints_of, together
 from nanodomino.comm.world import TIMEOUT
+from nanodomino.errors import UserError
 from nanodomino.files import delete
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
@@ -78,7 +80,6 @@ class Saver:
         self.run_dir, self.mesh, self.keep_last = run_dir, mesh, keep_last
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self.thread, self.error = None, None
-        self.intact = set()                # checkpoints that this process has written or verified
         self.copies = []                   # allocated once, because the first use of new memory is slow
 
     def save(self, step: int, model: GPT, optimizer: ZeroOptimizer, config: Config):
@@ -86,17 +87,13 @@ class Saver:
         self.wait()
         self.copies = self.copies or allocate_host_copies(optimizer, self.mesh)
         copy_to_host(optimizer, self.copies)
-        boxes = local_boxes(model, self.copies)
         manifest = dict(format=FORMAT, step=step, adam_steps=optimizer.updates,
                         skipped_in_a_row=optimizer.skipped_in_a_row, loss_scale=optimizer.loss_scale.state(),
                         config=dataclasses.asdict(config))
-        thread = threading.Thread(target=self.write_or_note_error, args=(step, boxes, manifest),
-                                  name=f"checkpoint of step {step}")
-        try:
-            thread.start()
-            self.thread = thread
-        except RuntimeError:               # the system allows no further thread: training waits for this save
-            self.write_or_note_error(step, boxes, manifest)
+        thread = threading.Thread(target=self.write_or_note_error, name=f"checkpoint of step {step}",
+                                  args=(step, local_boxes(model, self.copies), manifest))
+        thread.start()
+        self.thread = thread
 
     def wait(self):
         """Wait until the last save has succeeded or failed."""
@@ -113,44 +110,45 @@ class Saver:
 
     def write_or_note_error(self, step: int, boxes: list[LocalBox], manifest: dict):
         """Call write(), and keep the text of its error for failure(). The exception itself would be lost."""
-        error, failed = attempt(self.write, step, boxes, manifest)
-        if error := error or failed:                           # failed: for example, another rank has died
+        try:
+            self.write(step, boxes, manifest)
+        except Exception as error:                             # for example, another rank has died
             self.error = f"the checkpoint of step {step} could not be written: {error}"
 
-    def write(self, step: int, boxes: list[LocalBox], manifest: dict) -> str | None:
-        """Write and flush this rank's boxes; rank 0 completes the checkpoint. Return the first error of any rank, the
-        same text on all ranks, or None."""
-        parent, rank = self.run_dir / "checkpoints", dist.get_rank()
+    def write(self, step: int, boxes: list[LocalBox], manifest: dict):
+        """Write and flush this rank's boxes; rank 0 completes the checkpoint. If a rank fails, all ranks raise."""
+        parent, rank, digests = self.run_dir / "checkpoints", dist.get_rank(), [None] * dist.get_world_size()
         temporary, final = parent / f".step-{step:08d}.unfinished", parent / f"step-{step:08d}"
-        result = attempt(write_boxes, temporary / f"rank-{rank:05d}.bin", boxes)
-        results, outcome = [None] * dist.get_world_size() if rank == 0 else None, [None]
-        dist.gather_object(result, results, dst=0, group=self.group)
-        if rank == 0:
-            shares, errors = zip(*results)
-            error = next(filter(None, errors), None)
-            outcome = [error or attempt(self.complete, temporary, final, manifest, shares)[1]]
-            delete(temporary)                                  # after an error: otherwise a full disk would stay full
-        dist.broadcast_object_list(outcome, src=0, group=self.group)
-        return outcome[0]
+        name = f"rank-{rank:05d}{SUFFIX}"
+        try:
+            digest = together(lambda: write_boxes(temporary / name, boxes), self.group)
+            dist.all_gather_object(digests, (name, digest), group=self.group)
+            together(lambda: rank == 0 and self.complete(temporary, final, manifest, dict(digests)), self.group)
+        finally:
+            if rank == 0:
+                delete(temporary)                              # after an error: otherwise a full disk would stay full
 
-    def complete(self, temporary: Path, final: Path, manifest: dict, shares: list[Share]):
-        """Write the index and the manifest, rename the folder, and only then delete old checkpoints. Delete none if the
-        latest steps were skipped, because the run may have to restart from an older one. A damaged checkpoint does not
-        count as one of the last keep_last."""
-        write_manifest(temporary, manifest, shares, "--run-dir must lie on a disk that all hosts share")
+    def complete(self, temporary: Path, final: Path, manifest: dict, digests: dict[str, dict]):
+        """Write the manifest, rename the folder, and only then delete old checkpoints. Delete none if the latest steps
+        were skipped, because the run may have to restart from an older one. A checkpoint that is not complete does not
+        count as one of the last keep_last. If the new one will be the only one, each of its bytes is read back."""
+        write_manifest(temporary, manifest, digests, "--run-dir must lie on a disk that all hosts share")
+        if self.keep_last == 1:
+            verify(temporary)
         if os.path.lexists(final):                             # the run went back and has reached this step again
             delete_checkpoint(final)
         temporary.rename(final)
         flush_folder(final.parent)
-        if not manifest["skipped_in_a_row"]:
-            kept, self.intact = 0, self.intact | {final}
-            for folder in checkpoints_of(self.run_dir):
-                if step_of(folder) > step_of(final):           # damaged: otherwise the run would have resumed from it
-                    continue
-                if kept == self.keep_last:
-                    delete_checkpoint(folder)
-                elif folder in self.intact or is_intact(folder):
-                    kept, self.intact = kept + 1, self.intact | {folder}
+        kept = 1
+        for folder in checkpoints_of(self.run_dir) if not manifest["skipped_in_a_row"] else ():
+            if step_of(folder) >= step_of(final):              # later ones are damaged: the run did not start from them
+                continue
+            if kept == self.keep_last:
+                delete_checkpoint(folder)
+            else:
+                with suppress(UserError):
+                    Index(folder, read_manifest(folder))
+                    kept += 1
 
 
 def delete_checkpoint(folder: Path):
@@ -163,11 +161,3 @@ def clear_leftovers(run_dir: Path):
     for suffix in ("unfinished", "discarded"):
         for folder in (run_dir / "checkpoints").glob(f".step-*.{suffix}"):
             delete(folder)
-
-
-def attempt(function, *arguments) -> tuple:
-    """Return (the function's result, None), or (None, the text of its error)."""
-    try:
-        return function(*arguments), None
-    except BaseException as error:
-        return None, f"rank {dist.get_rank()}: {type(error).__name__}: {error}"

@@ -46,8 +46,8 @@ def old_run(tmp_path_factory) -> Path:
     shapes = {name: weight.spec.shape for name, weight in meta_model(config).named_parameters()}
     boxes = [LocalBox(f"weight.{name}", shape, Box((0,) * len(shape), shape), torch.zeros(shape))
              for name, shape in shapes.items()]
-    write_manifest(checkpoint, dict(format=FORMAT, step=3, adam_steps=3, config=record),
-                   [write_boxes(checkpoint / "rank-00000.bin", boxes)], "")
+    write_boxes(checkpoint / "rank-00000.safetensors", boxes)
+    write_manifest(checkpoint, dict(format=FORMAT, step=3, adam_steps=3, config=record), {}, "")
     return run
 
 
