@@ -527,7 +527,7 @@ def named_too_early(right, config, self, step, boxes, manifest):
     final = self.run_dir / "checkpoints" / f"step-{step:08d}"
     final.mkdir(parents=True)
     (final / "manifest.json").write_text(manifest_text({**manifest, "config": {}, "files": {}}))
-    save.write_boxes(final / "rank-00000.safetensors", boxes)
+    self.error = "the power is out"
 
 
 # ---- recomputation, ZeRO-2 and the loss scale

@@ -14,15 +14,15 @@ that it holds. Then the replicas all-gather the weights, exactly as after each s
 
 import dataclasses
 import os
-from collections.abc import Iterator
 from contextlib import suppress
+from itertools import starmap
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from nanodomino.checkpoint.format import Box, BucketRange, Index, LocalBox, local_boxes, read_manifest, step_of, verify
-from nanodomino.checkpoint.safetensors import reading
+from nanodomino.checkpoint.format import Box, Index, LocalBox, local_boxes, read_manifest, step_of, verify
+from nanodomino.checkpoint.safetensors import read_rows
 from nanodomino.errors import UserError, require, sentence_and_code
 from nanodomino.files import read_json
 from nanodomino.mesh import Mesh
@@ -89,24 +89,24 @@ def restore(folder: Path, model: GPT, optimizer: ZeroOptimizer, mesh: Mesh, weig
         optimizer.updates = manifest["adam_steps"]
         optimizer.skipped_in_a_row = manifest.get("skipped_in_a_row", 0)
         optimizer.loss_scale.restore(manifest.get("loss_scale"))
-    own = [BucketRange(bucket, state, bucket.own_offset, optimizer.allocate_own_state(bucket, state))
-           for bucket in optimizer.buckets
-           for state in (optimizer.states_of(bucket) if optimizer.updates else ("weight",))]
-    read_boxes(folder, manifest, local_boxes(model, own))
+    read_boxes(folder, manifest, [
+        box for bucket in optimizer.buckets
+        for state in (optimizer.states_of(bucket) if optimizer.updates else ("weight",))
+        for box in local_boxes(model, bucket, state, bucket.own_offset, optimizer.allocate_own_state(bucket, state))])
     optimizer.gather_weights()
     return 0 if weights_only else manifest["step"]
 
 
 def load_weights(folder: Path, model: GPT):
     """Fill a model of any layout, without an optimizer. All ranks must call this together. Raises UserError."""
-    boxes = [LocalBox(f"weight.{name}", weight.spec.shape, Box(weight.spec.offset, weight.spec.size),
+    boxes = [LocalBox(f"weight.{name}", Box(weight.spec.offset, weight.spec.size),
                       weight.detach().view(weight.spec.size)) for name, weight in model.named_parameters()]
     read_boxes(folder, together(lambda: read_manifest(folder)), boxes)
 
 
 def read_boxes(folder: Path, manifest: dict, boxes: list[LocalBox]):
     """Fill the boxes of each rank from a checkpoint. All ranks must call this together. Raises UserError."""
-    together(lambda: Index(folder, manifest).fill(boxes))
+    together(lambda: list(starmap(Index(folder, manifest).read, boxes)))
 
 
 def together(function, group=None):
@@ -132,41 +132,24 @@ def config_of(folder: Path, manifest: dict, world_size=1, **layout) -> Config:
 
 def open_weights(folder: Path) -> tuple[Index, GPT]:
     """Return the index of a checkpoint, and the unsharded model that its manifest describes, without values. Raises
-    UserError if the checkpoint does not hold the weights of this model."""
+    UserError."""
     manifest = read_manifest(folder)
-    index = Index(folder, manifest)
-    model = meta_model(config_of(folder, manifest))
-    for name, weight in model.named_parameters():
-        index.find(f"weight.{name}", weight.spec.shape)
-    return index, model
+    return Index(folder, manifest), meta_model(config_of(folder, manifest))
+
+
+def full_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Return {name: full weight} of a checkpoint. Raises UserError."""
+    index, model = open_weights(folder)
+    return {name: index.read(f"weight.{name}", Box((0,) * len(weight.spec.shape), weight.spec.shape)).view(weight.shape)
+            for name, weight in model.named_parameters()}
 
 
 def newest_finite_checkpoint(run_dir: Path, last_step: int) -> Path | None:
     """Return a run's newest intact checkpoint, up to `last_step`, whose weights are finite; None if there is none."""
     for folder in checkpoints_of(run_dir):
         with suppress(UserError):
-            if (step_of(folder) <= last_step and verify(folder)
-                    and all(weight.isfinite().all() for _, weight in read_weights(folder))):
+            if step_of(folder) <= last_step and all(
+                    read_rows(stored).isfinite().all() for name, boxes in Index(folder, verify(folder)).boxes.items()
+                    if name.startswith("weight.") for _, stored in boxes):
                 return folder
     return None
-
-
-def full_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Return {name: full weight} of a checkpoint. Raises UserError."""
-    return dict(read_weights(folder))
-
-
-def read_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and the full weight of each parameter in a checkpoint. Raises UserError."""
-    index, model = open_weights(folder)
-    for name, weight in model.named_parameters():
-        yield name, read_box(f"weight.{name}", weight.spec.shape, index).view(weight.shape)
-
-
-def read_box(name: str, shape, index: Index, box: Box | None = None) -> torch.Tensor:
-    """Read a box of a full tensor of this shape (None: all of it), in its stored dtype. Raises UserError."""
-    box = box or Box((0,) * len(shape), tuple(shape))
-    with reading(index.folder):
-        values = torch.empty(box.size, dtype=index.find(name, shape)[0][1].dtype)
-    index.fill([LocalBox(name, shape, box, values)])
-    return values

@@ -11,26 +11,24 @@ wait for training's kernels, and on every rank they would allocate memory on GPU
     training    ... step 100 | copy | step 101 | step 102 | step 103 ...
     thread                          | write tensors, flush | manifest, flush | rename | delete old checkpoints
 
-**Complete or absent.** The tensors are written to the folder .step-00000100.unfinished and flushed to the disk, then
-the manifest. Then rank 0 renames the folder to step-00000100. Renaming is atomic. So whenever a process is killed, each
-folder named step-... is complete.
+**Complete or absent.** The files are written to the folder .step-00000100.unfinished and flushed to the disk. Then rank
+0 renames the folder to step-00000100. Renaming is atomic. So whenever a process is killed, each folder named step-...
+is complete.
 """
 
 import dataclasses
 import os
 import threading
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from nanodomino.checkpoint.format import (FORMAT, SUFFIX, BucketRange, Index, LocalBox, flush_folder, local_boxes,
-                                          read_manifest, step_of, verify, write_boxes, write_manifest)
+from nanodomino.checkpoint.format import (FORMAT, SUFFIX, LocalBox, flush_folder, local_boxes, step_of, write_boxes,
+                                          write_manifest)
 from nanodomino.checkpoint.load import checkpoints_of, together
 from nanodomino.comm.world import TIMEOUT
-from nanodomino.errors import UserError
 from nanodomino.files import delete
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
@@ -50,18 +48,16 @@ def range_to_save(bucket: Bucket, mesh: Mesh) -> tuple[int, int]:
     return size * index // holders, size * (index + 1) // holders
 
 
-def allocate_host_copies(optimizer: ZeroOptimizer, mesh: Mesh) -> list[BucketRange]:
-    """Allocate host memory for this rank's share of a checkpoint. copy_to_host() fills it at each save."""
-    copies = []
-    for bucket in optimizer.buckets:
-        start, end = range_to_save(bucket, mesh)
-        for state in optimizer.states_of(bucket):
-            values = torch.empty(end - start, dtype=bucket.own_grad.dtype, pin_memory=bucket.own_grad.is_cuda)
-            copies.append(BucketRange(bucket, state, start, values))
-    return copies
+def allocate_host_copies(optimizer: ZeroOptimizer, mesh: Mesh) -> list[tuple]:
+    """Allocate host memory for this rank's share of a checkpoint. copy_to_host() fills it at each save. Return a tuple
+    (bucket, state, start, values) for each range, as local_boxes() takes them."""
+    return [(bucket, state, start,
+             torch.empty(end - start, dtype=bucket.own_grad.dtype, pin_memory=bucket.own_grad.is_cuda))
+            for bucket in optimizer.buckets for start, end in [range_to_save(bucket, mesh)]
+            for state in optimizer.states_of(bucket)]
 
 
-def copy_to_host(optimizer: ZeroOptimizer, copies: list[BucketRange]):
+def copy_to_host(optimizer: ZeroOptimizer, copies: list[tuple]):
     """Copy this rank's share to host memory. Waits for the copy, because the writing thread makes no CUDA calls."""
     for bucket, state, start, values in copies:
         own = optimizer.own_state(bucket, state)
@@ -87,13 +83,12 @@ class Saver:
         self.wait()
         self.copies = self.copies or allocate_host_copies(optimizer, self.mesh)
         copy_to_host(optimizer, self.copies)
+        boxes = [box for copy in self.copies for box in local_boxes(model, *copy)]
         manifest = dict(format=FORMAT, step=step, adam_steps=optimizer.updates,
                         skipped_in_a_row=optimizer.skipped_in_a_row, loss_scale=optimizer.loss_scale.state(),
                         config=dataclasses.asdict(config))
-        thread = threading.Thread(target=self.write_or_note_error, name=f"checkpoint of step {step}",
-                                  args=(step, local_boxes(model, self.copies), manifest))
-        thread.start()
-        self.thread = thread
+        self.thread = threading.Thread(target=self.write, args=(step, boxes, manifest))
+        self.thread.start()
 
     def wait(self):
         """Wait until the last save has succeeded or failed."""
@@ -108,47 +103,32 @@ class Saver:
 
     # ---- on the thread
 
-    def write_or_note_error(self, step: int, boxes: list[LocalBox], manifest: dict):
-        """Call write(), and keep the text of its error for failure(). The exception itself would be lost."""
-        try:
-            self.write(step, boxes, manifest)
-        except Exception as error:                             # for example, another rank has died
-            self.error = f"the checkpoint of step {step} could not be written: {error}"
-
     def write(self, step: int, boxes: list[LocalBox], manifest: dict):
-        """Write and flush this rank's boxes; rank 0 completes the checkpoint. If a rank fails, all ranks raise."""
+        """Write and flush this rank's boxes; rank 0 completes the checkpoint. Keep any rank's error for failure()."""
         parent, rank, digests = self.run_dir / "checkpoints", dist.get_rank(), [None] * dist.get_world_size()
         temporary, final = parent / f".step-{step:08d}.unfinished", parent / f"step-{step:08d}"
-        name = f"rank-{rank:05d}{SUFFIX}"
+        file = f"rank-{rank:05d}{SUFFIX}"
         try:
-            digest = together(lambda: write_boxes(temporary / name, boxes), self.group)
-            dist.all_gather_object(digests, (name, digest), group=self.group)
+            digest = together(lambda: write_boxes(temporary / file, boxes), self.group)
+            dist.all_gather_object(digests, (file, digest), group=self.group)
             together(lambda: rank == 0 and self.complete(temporary, final, manifest, dict(digests)), self.group)
-        finally:
-            if rank == 0:
-                delete(temporary)                              # after an error: otherwise a full disk would stay full
+        except Exception as error:                             # for example, another rank has died
+            self.error = f"the checkpoint of step {step} could not be written: {error}"
+        if rank == 0:
+            delete(temporary)                                  # after an error: otherwise a full disk would stay full
 
     def complete(self, temporary: Path, final: Path, manifest: dict, digests: dict[str, dict]):
         """Write the manifest, rename the folder, and only then delete old checkpoints. Delete none if the latest steps
-        were skipped, because the run may have to restart from an older one. A checkpoint that is not complete does not
-        count as one of the last keep_last. If the new one will be the only one, each of its bytes is read back."""
+        were skipped, because the run may have to restart from an older one."""
         write_manifest(temporary, manifest, digests, "--run-dir must lie on a disk that all hosts share")
-        if self.keep_last == 1:
-            verify(temporary)
         if os.path.lexists(final):                             # the run went back and has reached this step again
             delete_checkpoint(final)
         temporary.rename(final)
         flush_folder(final.parent)
-        kept = 1
-        for folder in checkpoints_of(self.run_dir) if not manifest["skipped_in_a_row"] else ():
-            if step_of(folder) >= step_of(final):              # later ones are damaged: the run did not start from them
-                continue
-            if kept == self.keep_last:
-                delete_checkpoint(folder)
-            else:
-                with suppress(UserError):
-                    Index(folder, read_manifest(folder))
-                    kept += 1
+        # A checkpoint of a later step is known to be damaged: otherwise the run would have started from it.
+        older = [folder for folder in checkpoints_of(self.run_dir) if step_of(folder) < step_of(final)]
+        for folder in older[self.keep_last - 1:] if not manifest["skipped_in_a_row"] else ():
+            delete_checkpoint(folder)
 
 
 def delete_checkpoint(folder: Path):
@@ -158,6 +138,5 @@ def delete_checkpoint(folder: Path):
 
 def clear_leftovers(run_dir: Path):
     """Delete the hidden folders that killed processes left; otherwise a full disk would stay full."""
-    for suffix in ("unfinished", "discarded"):
-        for folder in (run_dir / "checkpoints").glob(f".step-*.{suffix}"):
-            delete(folder)
+    for folder in (run_dir / "checkpoints").glob(".step-*.*"):
+        delete(folder)

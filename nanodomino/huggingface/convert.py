@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 
 from nanodomino.checkpoint.format import FORMAT, SUFFIX, Index, stored_name, write_manifest
-from nanodomino.checkpoint.load import find_checkpoint, open_weights, read_box
+from nanodomino.checkpoint.load import find_checkpoint, open_weights
 from nanodomino.checkpoint.safetensors import StoredTensor, read_header, read_rows, write_tensors
 from nanodomino.settings.config import Config
 from nanodomino.corpus.tokenizers import FILES
@@ -132,8 +132,8 @@ def match_tensors(mappings: list[TensorMapping], family: Family, config: Config,
 
 def convert_from_hf(mapping: TensorMapping, found: dict, config: Config, dtype: torch.dtype) -> torch.Tensor:
     """Load the Hugging Face tensors of a mapping, and convert them to its box of the parameter."""
-    parts = [found[name]() for name in mapping.hf_shapes]
-    return mapping.conversion.from_hf(parts, config).to(dtype).contiguous().view(mapping.box.size)
+    parts = [found[name]().to(dtype) for name in mapping.hf_shapes]
+    return mapping.from_hf(parts, config).contiguous().view(mapping.box.size)
 
 
 def import_model(folder: Path, output: Path) -> str:
@@ -179,8 +179,8 @@ def split_into_files(mappings: list[TensorMapping], dtype: torch.dtype, max_byte
 def convert_to_hf(mapping: TensorMapping, index: Index, config: Config, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Read one parameter, or one expert's part, and return {Hugging Face name: tensor}. Raises UserError if a value
     overflows `dtype`."""
-    values, tensors = read_box(f"weight.{mapping.name}", mapping.shape, index, mapping.box).view(mapping.size), {}
-    for name, part in zip(mapping.hf_shapes, mapping.conversion.to_hf(values, config)):
+    values, tensors = index.read(f"weight.{mapping.name}", mapping.box).view(mapping.size), {}
+    for name, part in zip(mapping.hf_shapes, mapping.to_hf(values, config)):
         tensors[name] = part.to(dtype).contiguous()
         largest, limit = float(part.abs().max()), torch.finfo(dtype).max
         require(not limit < largest < torch.inf, f"{name} has values up to {largest:g}, above the maximum {limit:g} of "

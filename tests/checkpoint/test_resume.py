@@ -149,10 +149,10 @@ def boxes_on_rank(config):
     """([(name, box)] of the boxes that this rank saves, bytes that it copies, bytes of all states that it holds)."""
     mesh, model, optimizer, _ = build(config)
     copies = allocate_host_copies(optimizer, mesh)
-    boxes = [(name, box) for name, _, box, _ in local_boxes(model, copies)]
+    boxes = [(name, box) for copy in copies for name, box, _ in local_boxes(model, *copy)]
     held = sum(len(bucket.weights) for bucket in optimizer.buckets
                if mesh.pp_rank == 0 or "embedding" not in bucket.kind.addends)
-    return boxes, sum(copy.values.nbytes for copy in copies), len(STATES) * 8 * held
+    return boxes, sum(values.nbytes for *_, values in copies), len(STATES) * 8 * held
 
 
 @pytest.mark.parametrize("tp, pp, dp, zero_stage", [
@@ -202,7 +202,7 @@ def load_with_a_bad_disk(config, folder):
     mesh, model, _, _ = build(config)
     with pytest.MonkeyPatch.context() as patch:
         if mesh.tp_rank == 1:
-            patch.setattr("nanodomino.checkpoint.format.open_regular_file", fail)
+            patch.setattr("nanodomino.checkpoint.safetensors.open_regular_file", fail)
         with pytest.raises(UserError) as caught:
             load_weights(Path(folder), model)
     return str(caught.value)
@@ -211,4 +211,4 @@ def load_with_a_bad_disk(config, folder):
 def test_if_one_rank_cannot_read_its_part_all_ranks_say_so(pool, saved):
     """Otherwise the other ranks would wait for it in the next collective."""
     first, second = pool.run(load_with_a_bad_disk, config_for(*TP2), str(checkpoints_of(saved[0])[0]), world_size=2)
-    assert first == second and ".bin can't be read (Input/output error)" in first
+    assert first == second and "is damaged or can't be read (Input/output error)" in first

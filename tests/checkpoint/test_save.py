@@ -11,7 +11,7 @@ import torch
 from support.checkpoints import ONE_RANK, TP2, TP2_DP2, config_for, make_saver, save_steps, write_empty_checkpoint
 from support.harness import build
 
-from nanodomino.checkpoint import format as format_module, save as save_module
+from nanodomino.checkpoint import safetensors, save as save_module
 from nanodomino.checkpoint.format import local_boxes, read_manifest, step_of, verify
 from nanodomino.checkpoint.load import checkpoints_of, full_weights
 
@@ -22,13 +22,15 @@ def memory_written(config, folder):
 
     class Recorder(io.FileIO):
         def write(self, data):
-            written.append((data.ctypes.data, data.nbytes))
+            if not isinstance(data, bytes):                    # the header
+                written.append((data.ctypes.data, data.nbytes))
             return super().write(data)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(format_module, "open_regular_file", Recorder)
+        patch.setattr(safetensors, "open_regular_file", Recorder)
         assert save() is None
-    return written, [(box.values.data_ptr(), box.values.nbytes) for box in local_boxes(model, saver.copies)]
+    return written, [(box.values.data_ptr(), box.values.nbytes)
+                     for copy in saver.copies for box in local_boxes(model, *copy)]
 
 
 def test_host_copies_are_written_without_another_copy(pool, tmp_path):
@@ -91,7 +93,7 @@ def test_only_a_complete_checkpoint_replaces_old_ones_and_a_full_disk_is_reporte
         write_empty_checkpoint(tmp_path / "checkpoints" / name, 1)
     for failures in pool.run(save_with_a_full_disk, config_for(*TP2), str(tmp_path), full, world_size=2):
         assert failures[:4] == [None] * 4 and "No space left on device" in failures[4]
-        assert f"step 5 could not be written: rank {int(full.endswith('boxes'))}: OSError" in failures[4]
+        assert "the checkpoint of step 5 could not be written: " in failures[4]
     assert [verify(folder)["step"] for folder in checkpoints_of(tmp_path)] == [4, 3]
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {
         *copies, "step-00000003", "step-00000004"}
@@ -165,31 +167,7 @@ def test_a_save_waits_until_the_previous_one_is_written(pool, tmp_path):
     assert held == {1: {1.0}, 2: {2.0}}
 
 
-def save_without_a_thread(config, folder):
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
-    _, _, save = make_saver(config, folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        return save()
-
-
-def test_without_a_thread_training_waits_for_the_save(pool, tmp_path):
-    assert pool.run(save_without_a_thread, config_for(*ONE_RANK), str(tmp_path), world_size=1) == [None]
-    verify(checkpoints_of(tmp_path)[0])
-
-
 # ---- which checkpoints are kept
-
-def test_a_damaged_checkpoint_does_not_count_as_kept(pool, tmp_path):
-    """Step 15 is damaged, so step 10 is kept."""
-    for step in (5, 10, 15):
-        write_empty_checkpoint(tmp_path / "checkpoints" / f"step-{step:08d}", step)
-    (tmp_path / "checkpoints/step-00000015/index.json").write_text("[]")
-    assert pool.run(save_steps, config_for(*ONE_RANK), str(tmp_path), [(20, 0)], 2, world_size=1) == [[None]]
-    assert [step_of(folder) for folder in checkpoints_of(tmp_path)] == [20, 15, 10]
-
 
 @pytest.mark.parametrize("steps, keep_last, kept", [
     ([(25, 0)], 2, [25, 20]), ([(12, 0)], 1, [20, 15, 12]), ([(15, 0), (25, 0)], 3, [25, 20, 15]),
