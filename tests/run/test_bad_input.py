@@ -42,8 +42,7 @@ from nanodomino.settings.flags import flag_name, flag_settings
 
 LIMIT = 60              # seconds until all processes of a row have ended; on an idle machine it takes 5
 STEP = "run/checkpoints/step-00000002"
-META, MANIFEST, INDEX, SHARD = "data/meta.json", *(f"{STEP}/{name}" for name in (
-    "manifest.json", "index.json", "rank-00000.bin"))
+META, MANIFEST, SHARD = "data/meta.json", f"{STEP}/manifest.json", f"{STEP}/rank-00000.safetensors"
 COMMANDS = {"train.py": train.main, "nanodomino.generate": nanodomino.generate.__main__.main,
             "data/prepare.py": data.prepare.main}
 
@@ -242,9 +241,8 @@ TABLE += [Bad("--sample-tokens 5", says, damage, f"with {what}") for what, damag
 TABLE += [Bad("--run-dir run", ["data/valid.bin has changed since it was prepared", PREPARE_AGAIN],
               flip("data/valid.bin"), "with a changed text", processes=(1,))]                # rank 0 of a host looks
 TABLE += [Bad(f"--load {STEP}", says, damage, f"with {what}") for what, damage, *says in [
-    ("no manifest", remove(MANIFEST), "is not a complete checkpoint", ANOTHER),
+    ("no manifest", remove(MANIFEST), "manifest.json is damaged or can't be read (No such file", ANOTHER),
     ("a flipped bit in its manifest", flip(MANIFEST, after=b'"num_layers": '), "manifest.json is damaged", ANOTHER),
-    ("no list of files", forge(files=None), "manifest.json lacks files", ANOTHER),
     ("a later format", forge(format="nanodomino-checkpoint-9"), "has format 'nanodomino-checkpoint-9'",
      "use the version that wrote it"),
     ("a number among names", forge(config=dict(given=[1])), "gives [1] as given", "of type list of names; correct it"),
