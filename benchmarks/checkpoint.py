@@ -69,7 +69,7 @@ def answer(flags, launch):
             shutil.rmtree(folder)
     times = {name: Times(tuple(seconds[1:])) for name, seconds in measured.items()}
     share = ratios(times["stall"], times["synchronous"], most=1.0)
-    copied = max(gathered(sum(values.nbytes for *_, values in saver.copies)))
+    copied = max(gathered(sum(values.nbytes for values in saver.copies.values())))
     text = (f"{parameter_count(config):,} parameters on dp {config.dp} x tp {config.tp}, ZeRO stage "
             f"{config.zero_stage}; checkpoint of {bytes_text(size)} in {folder.parent}; the busiest rank copies "
             f"{bytes_text(copied)}, the largest file has {bytes_text(largest)}\n"

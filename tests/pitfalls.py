@@ -40,7 +40,7 @@ import test_domino
 import test_zero
 import train
 from nanodomino import domino, model
-from nanodomino.checkpoint import load, save
+from nanodomino.checkpoint import format as checkpoint_format, load, save
 from nanodomino.checkpoint.load import newest_intact_checkpoint
 from nanodomino.checkpoint.format import manifest_text
 from nanodomino.domino import Domino
@@ -490,7 +490,7 @@ def count_lost(right, config, self, bucket, name):
     return found
 
 
-@pitfall("Adam's step count is taken from the training step", load, "read_manifest", conditions=one_bad_number,
+@pitfall("Adam's step count is taken from the training step", checkpoint_format, "read_manifest", conditions=one_bad_number,
          **RESUMED, **TP)
 def count_from_step(right, config, folder):
     manifest = right(folder)

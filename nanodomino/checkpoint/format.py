@@ -3,9 +3,8 @@
 Weights, optimizer state and a few counters are enough to resume with the same bits, because the data order, the dropout
 masks and the learning rate depend only on the settings and the step.
 
-A box is a rectangular part of a tensor, given by its offset and size. Each rank writes the boxes that it holds. A box's
-name ends with its offset, unless it starts at the tensor's first element. A reader on another layout asks for other
-boxes. They are put together from the stored ones, whichever rank wrote them.
+A box is a rectangular part of a tensor, given by its offset and size. Each rank writes the boxes that it holds. A name
+ends with the box's offset, unless that is 0. A reader on another layout puts its own boxes together from these.
 
     rank-00000.safetensors    weight.final_norm.weight    [5]        elements 0 .. 4
     rank-00001.safetensors    weight.final_norm.weight@5  [3]        elements 5 .. 7
@@ -23,8 +22,6 @@ one row, some whole rows and the start of another row, which makes at most three
 With tensor parallelism this matrix is a shard, at some offset in the full tensor. SwiGLU's gate and up are stacked in
 one parameter, and each rank holds rows of both. So the full tensor is stored as [2, rows, columns], in which every
 shard is one box. The experts of a layer are stacked in one parameter too, with up to four dimensions.
-
-verify() finds any damage: flipped bits, truncated files, missing files. Reading a checkpoint runs no code.
 """
 
 import hashlib
@@ -47,22 +44,12 @@ from nanodomino.model import GPT
 from nanodomino.optim.buckets import Bucket
 
 FORMAT, FORMAT_2 = "nanodomino-checkpoint-3", "nanodomino-checkpoint-2"          # format 2 is read, but not written
-STEP_NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")      # matches exactly the names f"step-{step:08d}"
 SUFFIX = ".safetensors"
 
-
-# ---- boxes
 
 class Box(NamedTuple):
     offset: tuple[int, ...]
     size: tuple[int, ...]
-
-
-class LocalBox(NamedTuple):
-    """A box of a full tensor, and the memory of this rank that holds its values."""
-    name: str                   # "STATE.PARAMETER", such as "exp_avg.layers.7.attention.qkv.weight"
-    box: Box
-    values: torch.Tensor        # a tensor of shape box.size
 
 
 def boxes_of_range(start: int, end: int, shape) -> list[Box]:
@@ -82,10 +69,12 @@ def boxes_of_range(start: int, end: int, shape) -> list[Box]:
     return boxes
 
 
-def local_boxes(model: GPT, bucket: Bucket, state: str, start: int, values: torch.Tensor) -> list[LocalBox]:
-    """Return the boxes in a range of a bucket. The name of a box contains no rank and no stage, so it is the same on
-    any layout. state: "weight", or one of the optimizer's moments (ZeroOptimizer.states_of). start: where the range
-    starts in the bucket, in elements. values: its elements, flat."""
+def local_boxes(model: GPT, bucket: Bucket, state: str, start: int, values: torch.Tensor) -> list[tuple]:
+    """Return (name, box, values [box.size]) for each box in a range of a bucket. A name is "STATE.PARAMETER", such as
+    exp_avg.layers.7.attention.qkv.weight. It contains no rank and no stage, so it is the same on any layout.
+
+    state: "weight", or a moment in ZeroOptimizer.states_of(). values: the elements of the range, flat; the boxes are
+    views of them. start: where the range starts in the bucket, in elements."""
     names, found = {weight: name for name, weight in model.named_parameters()}, []
     for weight in bucket.parameters:
         first = bucket.offsets[weight] - start                 # where the parameter starts in `values`
@@ -93,7 +82,7 @@ def local_boxes(model: GPT, bucket: Bucket, state: str, start: int, values: torc
         for offset, size in boxes_of_range(max(-first, 0), max(-first, 0) + len(part), weight.spec.size):
             elements, part = part[:math.prod(size)], part[math.prod(size):]
             box = Box(tuple(map(sum, zip(weight.spec.offset, offset))), size)
-            found.append(LocalBox(f"{state}.{names[weight]}", box, elements.view(size)))
+            found.append((f"{state}.{names[weight]}", box, elements.view(size)))
     return found
 
 
@@ -102,40 +91,39 @@ def slices(box: Box, start: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(offset - first, offset - first + length) for offset, length, first in zip(*box, start))
 
 
-# ---- the files of the ranks
-
 def stored_name(name: str, offset: tuple[int, ...]) -> str:
     """Return the name of a box in its file, such as weight.final_norm.weight@5."""
     return f"{name}@{','.join(map(str, offset))}" if any(offset) else name
 
 
-def write_boxes(path: Path, boxes: list[LocalBox]) -> dict:
-    """Write the values of the boxes to a file, and read it back. Return its size and checksum. Raises UserError if the
-    disk returns other bytes, or OSError."""
-    make_folder(path.parent)
+def write_boxes(path: Path, boxes: list[tuple]) -> dict:
+    """Write the values of boxes, as local_boxes() returns them, to a file, and read it back. Return its size and
+    checksum. Raises UserError if the disk returns other bytes, or OSError."""
     types = {stored_name(name, box.offset): (values.dtype, box.size) for name, box, values in boxes}
-    digest = write_tensors(path, types, (box.values for box in boxes))
+    make_folder(path.parent)
+    digest = write_tensors(path, types, (values for *_, values in boxes))
     require(file_digest(path) == digest, f"{path} holds other bytes than were written to it; use another disk")
     return digest
 
 
 class Index:
-    """The boxes of a checkpoint's tensors, {name: [(box, where it is stored)]}."""
+    """The boxes of a checkpoint's tensors, {name: [(box, where it is stored)]}, and its manifest."""
 
-    def __init__(self, folder: Path, manifest: dict):
-        """Read the headers of all files. Raises UserError."""
-        self.folder, self.boxes = folder, defaultdict(list)
+    def __init__(self, folder: Path):
+        """Read the manifest and the headers of all files. Raises UserError."""
+        self.folder, self.manifest, self.boxes = folder, read_manifest(folder), defaultdict(list)
         with reading(folder):
-            for file in manifest["files"]:
-                for name, stored in read_header(folder / file).items() if file.endswith(SUFFIX) else ():
-                    name, _, offset = name.partition("@")
-                    offset = tuple(map(int, offset.split(","))) if offset else (0,) * len(stored.shape)
-                    self.boxes[name].append((Box(offset, stored.shape), stored))
-            if manifest["format"] == FORMAT_2:                 # its files hold numbers alone, and this one their places
-                for name, entry in json.loads(read_file(folder / "index.json")).items():
-                    for file, start, offset, size in entry["boxes"]:
-                        stored = StoredTensor(folder / file, getattr(torch, entry["dtype"]), tuple(size), start)
-                        self.boxes[name].append((Box(tuple(offset), stored.shape), stored))
+            stored = [item for file in self.manifest["files"] if file.endswith(SUFFIX)
+                      for item in read_header(folder / file).items()]
+            if self.manifest["format"] == FORMAT_2:            # its files hold numbers alone, and this one their places
+                stored = [(stored_name(name, offset), StoredTensor(folder / file, dtype, tuple(size), start))
+                          for name, entry in json.loads(read_file(folder / "index.json")).items()
+                          for dtype in [getattr(torch, entry["dtype"])]
+                          for file, start, offset, size in entry["boxes"]]
+            for name, tensor in stored:
+                name, _, offset = name.partition("@")
+                offset = tuple(map(int, offset.split(","))) if offset else (0,) * len(tensor.shape)
+                self.boxes[name].append((Box(offset, tensor.shape), tensor))
 
     def read(self, name: str, box: Box, values: torch.Tensor | None = None) -> torch.Tensor:
         """Read a box of a full tensor into `values` (None: new memory), and return them. Raises UserError."""
@@ -153,11 +141,9 @@ class Index:
         return values
 
 
-# ---- the manifest
-
 def step_of(folder: Path) -> int | None:
     """Return the step in a checkpoint folder's name, such as 12 for step-00000012; None for any other kind of name."""
-    found = STEP_NAME.fullmatch(folder.name)
+    found = re.fullmatch("step-([0-9]{8}|[1-9][0-9]{8,})", folder.name)          # as f"step-{step:08d}" gives it
     return int(found[1]) if found else None
 
 
@@ -180,14 +166,6 @@ def write_manifest(folder: Path, content: dict, digests: dict[str, dict], advice
     missing = digests.keys() - content["files"].keys()
     require(not missing, f"{folder} lacks {', '.join(sorted(missing))}; {advice}")
     write_file(folder / "manifest.json", manifest_text(content).encode(), flush=True)
-    flush_folder(folder)
-
-
-def flush_folder(folder: Path):
-    """Flush a folder's own entries to the disk, so that new and renamed files survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
 
 
 def read_manifest(folder: Path) -> dict:
@@ -206,12 +184,9 @@ def read_manifest(folder: Path) -> dict:
 def verify(folder: Path) -> dict:
     """Check every byte of a checkpoint, and return its manifest. Raises UserError, which names the damaged file."""
     content = read_manifest(folder)
-
-    def check_file(name):
-        with reading(folder / name):
-            if file_digest(folder / name) != content["files"][name]:
-                raise ValueError("its size or checksum differs from the manifest's")
-
-    with ThreadPoolExecutor() as pool:                         # hashlib releases the interpreter lock
-        list(pool.map(check_file, content["files"]))
+    files = content["files"]
+    with reading(folder), ThreadPoolExecutor() as pool:        # hashlib releases the interpreter lock
+        for name, digest in zip(files, pool.map(file_digest, [folder / name for name in files])):
+            if digest != files[name]:
+                raise ValueError(f"{name} has another size or checksum than the manifest says")
     return content

@@ -6,13 +6,14 @@
     runs/nano-001/checkpoints/.step-00000050.discarded/     a checkpoint that is being deleted
 
 A killed process can leave hidden folders behind, which the next launch deletes. Folders with other names, such as a
-user's copy of a checkpoint, are ignored and never deleted.
+user's copy of a checkpoint, are never deleted.
 
 Each rank reads only the values that it owns, directly into its flat buffers. With ZeRO it owns 1/dp of the parameters
 that it holds. Then the replicas all-gather the weights, exactly as after each step.
 """
 
 import dataclasses
+import math
 import os
 from contextlib import suppress
 from itertools import starmap
@@ -21,8 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nanodomino.checkpoint.format import Box, Index, LocalBox, local_boxes, read_manifest, step_of, verify
-from nanodomino.checkpoint.safetensors import read_rows
+from nanodomino.checkpoint.format import Box, Index, local_boxes, read_manifest, step_of, verify
 from nanodomino.errors import UserError, require, sentence_and_code
 from nanodomino.files import read_json
 from nanodomino.mesh import Mesh
@@ -43,15 +43,21 @@ def checkpoints_of(run_dir: Path) -> list[Path]:
     return sorted((path for path in found if step_of(path) is not None), key=step_of, reverse=True)
 
 
-def newest_intact_checkpoint(run_dir: Path, report=print) -> Path | None:
-    """Return the newest intact checkpoint of a run, or None. Skip damaged checkpoints; report(text) reports each."""
+def newest_intact_checkpoint(run_dir: Path, report=print, last_step=math.inf) -> Path | None:
+    """Return the newest intact checkpoint of a run up to last_step, or None. report(text) reports damaged ones."""
     for folder in checkpoints_of(run_dir):
         try:
-            verify(folder)
-            return folder
+            if step_of(folder) <= last_step and verify(folder):
+                return folder
         except UserError as error:
             report(f"warning: {str(error).rpartition(';')[0]}; trying the previous checkpoint")
     return None
+
+
+def newest_finite_checkpoint(run_dir: Path, last_step: int) -> Path | None:
+    """Return a run's newest intact checkpoint up to `last_step`, or None. Its weights are finite, because a run does not
+    save others."""
+    return newest_intact_checkpoint(run_dir, lambda text: None, last_step)
 
 
 def find_checkpoint(folder: Path) -> Path:
@@ -59,12 +65,12 @@ def find_checkpoint(folder: Path) -> Path:
     Raises UserError if there is none or it is damaged."""
     problem = f"{folder} is a file, not a folder" if os.path.lexists(folder) else f"there is no folder {folder}"
     require(folder.is_dir(), f"{problem} to load from; give a checkpoint or the folder of a run")
-    if not (folder / "checkpoints").is_dir():
-        verify(folder)
-        return folder
-    checkpoint = newest_intact_checkpoint(folder)
-    require(checkpoint, f"{folder / 'checkpoints'} holds no intact checkpoint; give another folder")
-    return checkpoint
+    if (folder / "checkpoints").is_dir():
+        checkpoint = newest_intact_checkpoint(folder)
+        require(checkpoint, f"{folder / 'checkpoints'} holds no intact checkpoint; give another folder")
+        return checkpoint
+    verify(folder)
+    return folder
 
 
 def recorded_settings(folder: Path) -> dict | None:
@@ -72,10 +78,9 @@ def recorded_settings(folder: Path) -> dict | None:
     None."""
     with suppress(UserError):
         return read_json(folder / "config.json")
-    with suppress(OSError):                                    # for example, the name is too long
-        for checkpoint in [folder, *checkpoints_of(folder)]:
-            with suppress(UserError):
-                return read_manifest(checkpoint)["config"]
+    for checkpoint in [folder, *checkpoints_of(folder)]:
+        with suppress(UserError):
+            return read_manifest(checkpoint)["config"]
     return None
 
 
@@ -84,29 +89,28 @@ def recorded_settings(folder: Path) -> dict | None:
 def restore(folder: Path, model: GPT, optimizer: ZeroOptimizer, mesh: Mesh, weights_only=False) -> int:
     """Fill the model and the optimizer, and return the checkpoint's step. All ranks must call this together.
     weights_only: load no optimizer state and no counters, and return step 0. Raises UserError."""
-    manifest = together(lambda: read_manifest(folder))
+    index = together(lambda: Index(folder))
     if not weights_only:
-        optimizer.updates = manifest["adam_steps"]
-        optimizer.skipped_in_a_row = manifest.get("skipped_in_a_row", 0)
-        optimizer.loss_scale.restore(manifest.get("loss_scale"))
-    read_boxes(folder, manifest, [
-        box for bucket in optimizer.buckets
-        for state in (optimizer.states_of(bucket) if optimizer.updates else ("weight",))
-        for box in local_boxes(model, bucket, state, bucket.own_offset, optimizer.allocate_own_state(bucket, state))])
+        optimizer.updates = index.manifest["adam_steps"]
+        optimizer.skipped_in_a_row = index.manifest.get("skipped_in_a_row", 0)
+        optimizer.loss_scale.restore(index.manifest.get("loss_scale"))
+    boxes = [box for bucket in optimizer.buckets
+             for state in (optimizer.states_of(bucket) if optimizer.updates else ("weight",))
+             for box in local_boxes(model, bucket, state, bucket.own_offset,
+                                    optimizer.allocate_own_state(bucket, state))]
+    together(lambda: list(starmap(index.read, boxes)))
     optimizer.gather_weights()
-    return 0 if weights_only else manifest["step"]
+    return 0 if weights_only else index.manifest["step"]
 
 
 def load_weights(folder: Path, model: GPT):
     """Fill a model of any layout, without an optimizer. All ranks must call this together. Raises UserError."""
-    boxes = [LocalBox(f"weight.{name}", Box(weight.spec.offset, weight.spec.size),
-                      weight.detach().view(weight.spec.size)) for name, weight in model.named_parameters()]
-    read_boxes(folder, together(lambda: read_manifest(folder)), boxes)
-
-
-def read_boxes(folder: Path, manifest: dict, boxes: list[LocalBox]):
-    """Fill the boxes of each rank from a checkpoint. All ranks must call this together. Raises UserError."""
-    together(lambda: list(starmap(Index(folder, manifest).read, boxes)))
+    def fill():
+        index = Index(folder)
+        for name, weight in model.named_parameters():
+            box = Box(weight.spec.offset, weight.spec.size)
+            index.read(f"weight.{name}", box, weight.detach().view(box.size))
+    together(fill)
 
 
 def together(function, group=None):
@@ -133,8 +137,8 @@ def config_of(folder: Path, manifest: dict, world_size=1, **layout) -> Config:
 def open_weights(folder: Path) -> tuple[Index, GPT]:
     """Return the index of a checkpoint, and the unsharded model that its manifest describes, without values. Raises
     UserError."""
-    manifest = read_manifest(folder)
-    return Index(folder, manifest), meta_model(config_of(folder, manifest))
+    index = Index(folder)
+    return index, meta_model(config_of(folder, index.manifest))
 
 
 def full_weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -142,14 +146,3 @@ def full_weights(folder: Path) -> dict[str, torch.Tensor]:
     index, model = open_weights(folder)
     return {name: index.read(f"weight.{name}", Box((0,) * len(weight.spec.shape), weight.spec.shape)).view(weight.shape)
             for name, weight in model.named_parameters()}
-
-
-def newest_finite_checkpoint(run_dir: Path, last_step: int) -> Path | None:
-    """Return a run's newest intact checkpoint, up to `last_step`, whose weights are finite; None if there is none."""
-    for folder in checkpoints_of(run_dir):
-        with suppress(UserError):
-            if step_of(folder) <= last_step and all(
-                    read_rows(stored).isfinite().all() for name, boxes in Index(folder, verify(folder)).boxes.items()
-                    if name.startswith("weight.") for _, stored in boxes):
-                return folder
-    return None

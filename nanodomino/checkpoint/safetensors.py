@@ -45,7 +45,7 @@ def reading(path: Path):
     try:
         yield
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or str(error)[:200]
+        path, reason = getattr(error, "filename", None) or path, getattr(error, "strerror", None) or str(error)[:200]
         raise UserError(f"{path} is damaged or can't be read ({reason}); use another checkpoint or file") from None
 
 

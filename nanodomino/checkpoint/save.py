@@ -11,9 +11,8 @@ wait for training's kernels, and on every rank they would allocate memory on GPU
     training    ... step 100 | copy | step 101 | step 102 | step 103 ...
     thread                          | write tensors, flush | manifest, flush | rename | delete old checkpoints
 
-**Complete or absent.** The files are written to the folder .step-00000100.unfinished and flushed to the disk. Then rank
-0 renames the folder to step-00000100. Renaming is atomic. So whenever a process is killed, each folder named step-...
-is complete.
+**Complete or absent.** Files are written to .step-00000100.unfinished and flushed to the disk. Then rank 0 renames this
+folder to step-00000100. Renaming is atomic. So whenever a process is killed, each folder named step-... is complete.
 """
 
 import dataclasses
@@ -25,8 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nanodomino.checkpoint.format import (FORMAT, SUFFIX, LocalBox, flush_folder, local_boxes, step_of, write_boxes,
-                                          write_manifest)
+from nanodomino.checkpoint.format import FORMAT, SUFFIX, local_boxes, step_of, write_boxes, write_manifest
 from nanodomino.checkpoint.load import checkpoints_of, together
 from nanodomino.comm.world import TIMEOUT
 from nanodomino.files import delete
@@ -48,24 +46,18 @@ def range_to_save(bucket: Bucket, mesh: Mesh) -> tuple[int, int]:
     return size * index // holders, size * (index + 1) // holders
 
 
-def allocate_host_copies(optimizer: ZeroOptimizer, mesh: Mesh) -> list[tuple]:
-    """Allocate host memory for this rank's share of a checkpoint. copy_to_host() fills it at each save. Return a tuple
-    (bucket, state, start, values) for each range, as local_boxes() takes them."""
-    return [(bucket, state, start,
-             torch.empty(end - start, dtype=bucket.own_grad.dtype, pin_memory=bucket.own_grad.is_cuda))
-            for bucket in optimizer.buckets for start, end in [range_to_save(bucket, mesh)]
-            for state in optimizer.states_of(bucket)]
-
-
-def copy_to_host(optimizer: ZeroOptimizer, copies: list[tuple]):
-    """Copy this rank's share to host memory. Waits for the copy, because the writing thread makes no CUDA calls."""
-    for bucket, state, start, values in copies:
-        own = optimizer.own_state(bucket, state)
-        if own is None:                                        # no moments before the first update
-            values.zero_()
-        else:
-            values.copy_(own[start - bucket.own_offset:][:len(values)], non_blocking=True)
-    if optimizer.mesh.device.type == "cuda":
+def copy_to_host(optimizer: ZeroOptimizer, mesh: Mesh, copies: dict):
+    """Copy this rank's share to host memory, copies[bucket, state], which the first call allocates. Waits for the copy,
+    because the writing thread makes no CUDA calls."""
+    for bucket in optimizer.buckets:
+        start, end = range_to_save(bucket, mesh)
+        for state in optimizer.states_of(bucket):
+            if (bucket, state) not in copies:
+                copies[bucket, state] = torch.zeros(end - start, dtype=bucket.own_grad.dtype,
+                                                    pin_memory=bucket.own_grad.is_cuda)
+            if (own := optimizer.own_state(bucket, state)) is not None:        # no moments before the first update
+                copies[bucket, state].copy_(own[start - bucket.own_offset:][:end - start], non_blocking=True)
+    if mesh.device.type == "cuda":
         torch.cuda.current_stream().synchronize()
 
 
@@ -76,14 +68,14 @@ class Saver:
         self.run_dir, self.mesh, self.keep_last = run_dir, mesh, keep_last
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self.thread, self.error = None, None
-        self.copies = []                   # allocated once, because the first use of new memory is slow
+        self.copies = {}                   # allocated once, because the first use of new memory is slow
 
     def save(self, step: int, model: GPT, optimizer: ZeroOptimizer, config: Config):
         """Copy this rank's share to host memory and start writing it. Waits for the previous save first."""
         self.wait()
-        self.copies = self.copies or allocate_host_copies(optimizer, self.mesh)
-        copy_to_host(optimizer, self.copies)
-        boxes = [box for copy in self.copies for box in local_boxes(model, *copy)]
+        copy_to_host(optimizer, self.mesh, self.copies)
+        boxes = [box for (bucket, state), values in self.copies.items()
+                 for box in local_boxes(model, bucket, state, range_to_save(bucket, self.mesh)[0], values)]
         manifest = dict(format=FORMAT, step=step, adam_steps=optimizer.updates,
                         skipped_in_a_row=optimizer.skipped_in_a_row, loss_scale=optimizer.loss_scale.state(),
                         config=dataclasses.asdict(config))
@@ -103,7 +95,7 @@ class Saver:
 
     # ---- on the thread
 
-    def write(self, step: int, boxes: list[LocalBox], manifest: dict):
+    def write(self, step: int, boxes: list[tuple], manifest: dict):
         """Write and flush this rank's boxes; rank 0 completes the checkpoint. Keep any rank's error for failure()."""
         parent, rank, digests = self.run_dir / "checkpoints", dist.get_rank(), [None] * dist.get_world_size()
         temporary, final = parent / f".step-{step:08d}.unfinished", parent / f"step-{step:08d}"
@@ -118,14 +110,13 @@ class Saver:
             delete(temporary)                                  # after an error: otherwise a full disk would stay full
 
     def complete(self, temporary: Path, final: Path, manifest: dict, digests: dict[str, dict]):
-        """Write the manifest, rename the folder, and only then delete old checkpoints. Delete none if the latest steps
-        were skipped, because the run may have to restart from an older one."""
+        """Write the manifest, rename the folder, and only then delete old checkpoints; none if the latest steps were
+        skipped, because the run may have to restart from an older one."""
         write_manifest(temporary, manifest, digests, "--run-dir must lie on a disk that all hosts share")
         if os.path.lexists(final):                             # the run went back and has reached this step again
             delete_checkpoint(final)
         temporary.rename(final)
-        flush_folder(final.parent)
-        # A checkpoint of a later step is known to be damaged: otherwise the run would have started from it.
+        # Those of later steps are damaged: otherwise the run would have started from one of them.
         older = [folder for folder in checkpoints_of(self.run_dir) if step_of(folder) < step_of(final)]
         for folder in older[self.keep_last - 1:] if not manifest["skipped_in_a_row"] else ():
             delete_checkpoint(folder)

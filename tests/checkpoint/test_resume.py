@@ -14,7 +14,7 @@ from support.reference import full_shapes
 
 from nanodomino.checkpoint.format import boxes_of_range, local_boxes, slices
 from nanodomino.checkpoint.load import checkpoints_of, full_weights, load_weights, restore
-from nanodomino.checkpoint.save import allocate_host_copies
+from nanodomino.checkpoint.save import copy_to_host, range_to_save
 from nanodomino.errors import UserError
 
 
@@ -148,11 +148,12 @@ def test_boxes_hold_each_element_of_a_range_once_and_in_order(shape):
 def boxes_on_rank(config):
     """([(name, box)] of the boxes that this rank saves, bytes that it copies, bytes of all states that it holds)."""
     mesh, model, optimizer, _ = build(config)
-    copies = allocate_host_copies(optimizer, mesh)
-    boxes = [(name, box) for copy in copies for name, box, _ in local_boxes(model, *copy)]
+    copy_to_host(optimizer, mesh, copies := {})
+    boxes = [(name, box) for (bucket, state), values in copies.items()
+             for name, box, _ in local_boxes(model, bucket, state, range_to_save(bucket, mesh)[0], values)]
     held = sum(len(bucket.weights) for bucket in optimizer.buckets
                if mesh.pp_rank == 0 or "embedding" not in bucket.kind.addends)
-    return boxes, sum(values.nbytes for *_, values in copies), len(STATES) * 8 * held
+    return boxes, sum(values.nbytes for values in copies.values()), len(STATES) * 8 * held
 
 
 @pytest.mark.parametrize("tp, pp, dp, zero_stage", [
