@@ -101,7 +101,7 @@ def measure(saver: Saver, model: GPT, optimizer: ZeroOptimizer, rounds: int) -> 
             bar.set_description_str(f"round {step} of {rounds}: resume")
             start = time.perf_counter()
             newest = checkpoints_of(saver.run_dir)[0]
-            sizes = [file["size"] for file in verify(newest)["files"].values()]
+            sizes = [(newest / name).stat().st_size for name in verify(newest)["files"]]
             restore(newest, model, optimizer, saver.mesh)
             measured["resume"].append(slowest(time.perf_counter() - start))
             bar.update()

@@ -490,8 +490,8 @@ def count_lost(right, config, self, bucket, name):
     return found
 
 
-@pitfall("Adam's step count is taken from the training step", checkpoint_format, "read_manifest", conditions=one_bad_number,
-         **RESUMED, **TP)
+@pitfall("Adam's step count is taken from the training step", checkpoint_format, "read_manifest",
+         conditions=one_bad_number, **RESUMED, **TP)
 def count_from_step(right, config, folder):
     manifest = right(folder)
     return {**manifest, "adam_steps": manifest["step"]}

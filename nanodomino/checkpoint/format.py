@@ -3,13 +3,21 @@
 Weights, optimizer state and a few counters are enough to resume with the same bits, because the data order, the dropout
 masks and the learning rate depend only on the settings and the step.
 
+A safetensors file holds named tensors and no code. Hugging Face's weight files have this format too, and
+`safetensors.torch.load_file(path)` opens both.
+
+    8 bytes     N, the length of the header, little-endian
+    N bytes     {"norm.weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...,
+                 "__metadata__": {"format": "pt"}}                                        JSON
+    the rest    the numbers of each tensor, little-endian; data_offsets count bytes from here
+
 A box is a rectangular part of a tensor, given by its offset and size. Each rank writes the boxes that it holds. A name
 ends with the box's offset, unless that is 0. A reader on another layout puts its own boxes together from these.
 
     rank-00000.safetensors    weight.final_norm.weight    [5]        elements 0 .. 4
     rank-00001.safetensors    weight.final_norm.weight@5  [3]        elements 5 .. 7
     manifest.json             {"sha256": of the rest of this file, "format", "step", "adam_steps", "skipped_in_a_row",
-                               "loss_scale", "config", "files": {name: {"size", "sha256"}}}; written last
+                               "loss_scale", "config", "files": {name: SHA-256}}; written last
 
 The range of a flat buffer that a rank owns need not begin or end where a row of a matrix does. It may hold the end of
 one row, some whole rows and the start of another row, which makes at most three boxes:
@@ -30,22 +38,85 @@ import math
 import os
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from nanodomino.checkpoint.safetensors import StoredTensor, read_header, read_rows, reading, write_tensors
-from nanodomino.errors import require
-from nanodomino.files import make_folder, read_file, sha256, write_file
+from nanodomino.errors import UserError, require
+from nanodomino.files import make_folder, naming, open_regular_file, read_file, sha256, write_file
 from nanodomino.model import GPT
 from nanodomino.optim.buckets import Bucket
 
 FORMAT, FORMAT_2 = "nanodomino-checkpoint-3", "nanodomino-checkpoint-2"          # format 2 is read, but not written
-SUFFIX = ".safetensors"
+SUFFIX, LONGEST_HEADER = ".safetensors", 100_000_000                             # bytes, the format's own limit
+STORED_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
+
+# ---- safetensors files
+
+class StoredTensor(NamedTuple):
+    """Where a file holds a tensor. dtype: a str if it is not a key of STORED_DTYPES. start: its first byte."""
+    path: Path
+    dtype: torch.dtype | str
+    shape: tuple[int, ...]
+    start: int
+
+
+@contextmanager
+def reading(path: Path):
+    """Raise UserError if the block can't read the file `path`, or raises an error because the file is damaged."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+        path, reason = getattr(error, "filename", None) or path, getattr(error, "strerror", None) or str(error)[:200]
+        raise UserError(f"{path} is damaged or can't be read ({reason}); use another checkpoint or file") from None
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Return {name: StoredTensor} of a file. Raises UserError."""
+    dtypes = {name: dtype for dtype, name in STORED_DTYPES.items()}
+    with reading(path), open_regular_file(path) as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(min(length, LONGEST_HEADER)))
+        header.pop("__metadata__", None)
+        return {name: StoredTensor(path, dtypes.get(entry["dtype"], entry["dtype"]), tuple(entry["shape"]),
+                                   8 + length + entry["data_offsets"][0]) for name, entry in header.items()}
+
+
+def read_tensor(stored: StoredTensor) -> torch.Tensor:
+    """Return a tensor that is mapped to its file, so that only what is used of it is read. Raises UserError."""
+    with reading(stored.path), open_regular_file(stored.path) as file:
+        size = math.prod(stored.shape) * stored.dtype.itemsize
+        data = np.memmap(file, np.uint8, "c", stored.start, size)              # c: changes would not go to the file
+        return torch.from_numpy(data).view(stored.dtype).view(stored.shape)
+
+
+def write_tensors(path: Path, types: dict[str, tuple[torch.dtype, tuple]], tensors: Iterable[torch.Tensor]) -> str:
+    """Write a file, flush it to the disk, and return its SHA-256. types: the dtype and shape of each tensor. tensors:
+    contiguous, on the CPU, in this order. A generator can make them, because only one is needed at a time. Nothing is
+    copied. Raises OSError."""
+    header, end, digest = {"__metadata__": {"format": "pt"}}, 0, hashlib.sha256()
+    for name, (dtype, shape) in types.items():
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = dict(dtype=STORED_DTYPES[dtype], shape=shape, data_offsets=(start, end))
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)                            # so that the first tensor is aligned
+    with naming(path), open_regular_file(path, "wb") as file:
+        for data in chain([len(text).to_bytes(8, "little"), text], (one.view(torch.uint8).numpy() for one in tensors)):
+            file.write(data)
+            digest.update(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+# ---- boxes
 
 class Box(NamedTuple):
     offset: tuple[int, ...]
@@ -54,18 +125,14 @@ class Box(NamedTuple):
 
 def boxes_of_range(start: int, end: int, shape) -> list[Box]:
     """Return, in order, the boxes that hold elements start .. end - 1 of a flattened tensor of this shape."""
-    if len(shape) == 1:
-        return [Box((start,), (end - start,))] * (start < end)
-    row_size, boxes = math.prod(shape[1:]), []
-    # cut where the first whole row starts and where the last whole row ends
-    rows_start, rows_end = -(-start // row_size) * row_size, end // row_size * row_size
-    for first, last in pairwise(sorted({start, min(rows_start, end), max(rows_end, start), end})):
-        row, rows = first // row_size, (last - first) // row_size
-        if rows:
-            boxes.append(Box((row, *[0] * len(shape[1:])), (rows, *shape[1:])))
-        else:
-            boxes += [Box((row, *offset), (1, *size))
-                      for offset, size in boxes_of_range(first - row * row_size, last - row * row_size, shape[1:])]
+    strides, boxes = [math.prod(shape[dim + 1:]) for dim in range(len(shape))], []
+    while start < end:
+        # the first dimension of which a whole slice starts here and ends in the range
+        dim = next(dim for dim, stride in enumerate(strides) if start % stride == 0 and start + stride <= end)
+        offset = tuple(start // stride % length for stride, length in zip(strides, shape))
+        count = min(shape[dim] - offset[dim], (end - start) // strides[dim])
+        boxes.append(Box(offset, (*[1] * dim, count, *shape[dim + 1:])))
+        start += count * strides[dim]
     return boxes
 
 
@@ -96,13 +163,13 @@ def stored_name(name: str, offset: tuple[int, ...]) -> str:
     return f"{name}@{','.join(map(str, offset))}" if any(offset) else name
 
 
-def write_boxes(path: Path, boxes: list[tuple]) -> dict:
-    """Write the values of boxes, as local_boxes() returns them, to a file, and read it back. Return its size and
-    checksum. Raises UserError if the disk returns other bytes, or OSError."""
+def write_boxes(path: Path, boxes: list[tuple]) -> str:
+    """Write the values of boxes, as local_boxes() returns them, to a file, and read it back. Return its SHA-256.
+    Raises UserError if the disk returns other bytes, or OSError."""
     types = {stored_name(name, box.offset): (values.dtype, box.size) for name, box, values in boxes}
     make_folder(path.parent)
     digest = write_tensors(path, types, (values for *_, values in boxes))
-    require(file_digest(path) == digest, f"{path} holds other bytes than were written to it; use another disk")
+    require(sha256(path) == digest, f"{path} holds other bytes than were written to it; use another disk")
     return digest
 
 
@@ -132,9 +199,9 @@ class Index:
             offset = tuple(map(max, box.offset, start))        # of the elements that both boxes hold
             both = Box(offset, tuple(min(x + m, y + n) - z for x, m, y, n, z in zip(*box, start, size, offset)))
             if min(both.size) > 0:
-                rows = read_rows(stored, offset[0] - start[0], both.size[0])
-                values = rows.new_empty(box.size) if values is None else values
-                values[slices(both, box.offset)] = rows[slices(both, offset[:1] + start[1:])]
+                part = read_tensor(stored)[slices(both, start)]
+                values = part.new_empty(box.size) if values is None else values
+                values[slices(both, box.offset)] = part
                 found += math.prod(both.size)
         require(found == math.prod(box.size), f"{self.folder} does not hold each element of {name} once; use another "
                 "checkpoint")
@@ -147,11 +214,6 @@ def step_of(folder: Path) -> int | None:
     return int(found[1]) if found else None
 
 
-def file_digest(path: Path) -> dict:
-    """Return the size and SHA-256 of a file. Raises OSError."""
-    return dict(size=os.path.getsize(path), sha256=sha256(path))
-
-
 def manifest_text(content: dict) -> str:
     """Return the text of a manifest: the checksum of the content, then the content."""
     body = {key: value for key, value in content.items() if key != "sha256"}
@@ -159,10 +221,10 @@ def manifest_text(content: dict) -> str:
     return json.dumps({"sha256": digest} | body, indent=1) + "\n"
 
 
-def write_manifest(folder: Path, content: dict, digests: dict[str, dict], advice: str):
+def write_manifest(folder: Path, content: dict, digests: dict[str, str], advice: str):
     """Complete a checkpoint: write its manifest and flush it to the disk. content: the manifest, to which "files" is
     added. digests: what write_boxes() returned, by file. Raises UserError with this advice if a file is missing."""
-    content["files"] = {path.name: digests.get(path.name) or file_digest(path) for path in sorted(folder.iterdir())}
+    content["files"] = {path.name: digests.get(path.name) or sha256(path) for path in sorted(folder.iterdir())}
     missing = digests.keys() - content["files"].keys()
     require(not missing, f"{folder} lacks {', '.join(sorted(missing))}; {advice}")
     write_file(folder / "manifest.json", manifest_text(content).encode(), flush=True)
@@ -186,7 +248,8 @@ def verify(folder: Path) -> dict:
     content = read_manifest(folder)
     files = content["files"]
     with reading(folder), ThreadPoolExecutor() as pool:        # hashlib releases the interpreter lock
-        for name, digest in zip(files, pool.map(file_digest, [folder / name for name in files])):
-            if digest != files[name]:
-                raise ValueError(f"{name} has another size or checksum than the manifest says")
+        for name, digest in zip(files, pool.map(sha256, [folder / name for name in files])):
+            expected = files[name]["sha256"] if content["format"] == FORMAT_2 else files[name]
+            require(digest == expected, f"{folder / name} is damaged: its SHA-256 differs from the manifest's; use "
+                    "another checkpoint")
     return content

@@ -55,8 +55,7 @@ def newest_intact_checkpoint(run_dir: Path, report=print, last_step=math.inf) ->
 
 
 def newest_finite_checkpoint(run_dir: Path, last_step: int) -> Path | None:
-    """Return a run's newest intact checkpoint up to `last_step`, or None. Its weights are finite, because a run does not
-    save others."""
+    """Return a run's newest intact checkpoint up to `last_step`, or None. A run saves only finite weights."""
     return newest_intact_checkpoint(run_dir, lambda text: None, last_step)
 
 

@@ -109,7 +109,7 @@ class Saver:
         if rank == 0:
             delete(temporary)                                  # after an error: otherwise a full disk would stay full
 
-    def complete(self, temporary: Path, final: Path, manifest: dict, digests: dict[str, dict]):
+    def complete(self, temporary: Path, final: Path, manifest: dict, digests: dict[str, str]):
         """Write the manifest, rename the folder, and only then delete old checkpoints; none if the latest steps were
         skipped, because the run may have to restart from an older one."""
         write_manifest(temporary, manifest, digests, "--run-dir must lie on a disk that all hosts share")

@@ -30,9 +30,9 @@ from pathlib import Path
 
 import torch
 
-from nanodomino.checkpoint.format import FORMAT, SUFFIX, Index, stored_name, write_manifest
+from nanodomino.checkpoint.format import (FORMAT, SUFFIX, Index, StoredTensor, read_header, read_tensor, stored_name,
+                                          write_manifest, write_tensors)
 from nanodomino.checkpoint.load import find_checkpoint, open_weights
-from nanodomino.checkpoint.safetensors import StoredTensor, read_header, read_rows, write_tensors
 from nanodomino.settings.config import Config
 from nanodomino.corpus.tokenizers import FILES
 from nanodomino.errors import UserError, counted, require
@@ -118,7 +118,7 @@ def match_tensors(mappings: list[TensorMapping], family: Family, config: Config,
                 f"{needed[name]}; import a model whose files belong together")
         require(isinstance(dtype, torch.dtype), f"{hf_name} in {folder} has type {dtype}, but weights must be of type "
                 f"{', '.join(DTYPES)}; import a model that is not quantized")
-        found[name] = partial(read_rows, stored)
+        found[name] = partial(read_tensor, stored)
         dtypes.add(dtype)
     missing = [name for name in needed if name not in found]
     require(not missing, f"{folder} lacks {', '.join(missing[:3])}{' and others' if len(missing) > 3 else ''}, which a "

@@ -13,10 +13,8 @@ of r = n/g heads:
 
 In nanodomino the rows of qkv are ordered group by group: the r q heads, the k head and the v head of group 0, then
 those of group 1, and so on. So a contiguous shard holds whole groups, and each tensor-parallel rank can compute
-attention on its own. GPT-2 computes x W (its Conv1D), the others x W^T; therefore GPT-2's matrices are transposed.
-
-The experts of a layer are stacked in one parameter. In Hugging Face's files each expert has its own tensors. So an
-expert is converted like an MLP, and only one expert is in memory at a time.
+attention on its own. GPT-2 computes x W (its Conv1D), the others x W^T; therefore GPT-2's matrices are transposed. An
+expert is converted like an MLP.
 """
 
 import re
@@ -78,9 +76,9 @@ LLAMA_MODULES = {
 def with_experts(block: str, gate: str, up: str, down: str) -> dict:
     """Return LLAMA_MODULES with experts. block: the Hugging Face module that holds a layer's router and experts; gate,
     up, down: its names for the matrices of an expert."""
-    layer, experts = f"model.layers.#.{block}", f"model.layers.#.{block}.experts.*"
+    experts = f"model.layers.#.{block}.experts.*"
     return LLAMA_MODULES | {
-        "layers.#.mlp.router": ([f"{layer}.gate"], "same"),
+        "layers.#.mlp.router": ([f"model.layers.#.{block}.gate"], "same"),
         "layers.#.mlp.experts.dense_h_to_4h": ([f"{experts}.{gate}", f"{experts}.{up}"], "gate and up"),
         "layers.#.mlp.experts.dense_4h_to_h": ([f"{experts}.{down}"], "same")}
 

@@ -203,7 +203,7 @@ def load_with_a_bad_disk(config, folder):
     mesh, model, _, _ = build(config)
     with pytest.MonkeyPatch.context() as patch:
         if mesh.tp_rank == 1:
-            patch.setattr("nanodomino.checkpoint.safetensors.open_regular_file", fail)
+            patch.setattr("nanodomino.checkpoint.format.open_regular_file", fail)
         with pytest.raises(UserError) as caught:
             load_weights(Path(folder), model)
     return str(caught.value)

@@ -11,7 +11,7 @@ import torch
 from support.checkpoints import ONE_RANK, TP2, TP2_DP2, config_for, make_saver, save_steps, write_empty_checkpoint
 from support.harness import build
 
-from nanodomino.checkpoint import safetensors, save as save_module
+from nanodomino.checkpoint import format as format_module, save as save_module
 from nanodomino.checkpoint.format import local_boxes, read_manifest, step_of, verify
 from nanodomino.checkpoint.load import checkpoints_of, full_weights
 from nanodomino.checkpoint.save import range_to_save
@@ -28,7 +28,7 @@ def memory_written(config, folder):
             return super().write(data)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(safetensors, "open_regular_file", Recorder)
+        patch.setattr(format_module, "open_regular_file", Recorder)
         assert save() is None
     boxes = [box for (bucket, state), values in saver.copies.items()
              for box in local_boxes(model, bucket, state, range_to_save(bucket, saver.mesh)[0], values)]

@@ -29,9 +29,10 @@ from support.runs import TINY, make_corpus
 import data.prepare
 import nanodomino.generate.__main__
 import train
-from nanodomino.checkpoint.format import file_digest, manifest_text
+from nanodomino.checkpoint.format import manifest_text
 from nanodomino.comm.world import LaunchInfo, read_launch_environment
 from nanodomino.errors import UserError, sentence_and_code
+from nanodomino.files import sha256
 from nanodomino.run import session
 from nanodomino.run.failures import report_and_exit
 from nanodomino.run.session import from_command_line
@@ -183,7 +184,7 @@ def remove(name: str):
 def change_meta(**changes):
     """Change entries of meta.json, and correct its checksums. None: remove."""
     def change(folder):
-        sha256 = {split: file_digest(folder / f"data/{split}.bin")["sha256"] for split in data.prepare.SPLITS}
+        sha256 = {split: sha256(folder / f"data/{split}.bin") for split in data.prepare.SPLITS}
         meta = json.loads((folder / META).read_text()) | dict(sha256=sha256) | changes
         write(META, json.dumps({key: value for key, value in meta.items() if value is not None}).encode())(folder)
     return change
@@ -213,7 +214,7 @@ def forge(change=leave, **changes):
         change(folder)
         path = folder / STEP / "manifest.json"
         manifest = json.loads(path.read_text())
-        files = {name: file_digest(folder / STEP / name) for name in manifest["files"]}
+        files = {name: sha256(folder / STEP / name) for name in manifest["files"]}
         manifest |= dict(files=files) | changes | dict(config=manifest["config"] | changes.get("config", {}))
         path.write_text(manifest_text({name: value for name, value in manifest.items() if value is not None}))
     return forged
