@@ -7,8 +7,7 @@ A safetensors file holds named tensors and no code. Hugging Face's weight files 
 `safetensors.torch.load_file(path)` opens both.
 
     8 bytes     N, the length of the header, little-endian
-    N bytes     {"norm.weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...,
-                 "__metadata__": {"format": "pt"}}                                        JSON
+    N bytes     JSON: {"norm.weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
     the rest    the numbers of each tensor, little-endian; data_offsets count bytes from here
 
 A box is a rectangular part of a tensor, given by its offset and size. Each rank writes the boxes that it holds. A name
@@ -29,7 +28,7 @@ one row, some whole rows and the start of another row, which makes at most three
 
 With tensor parallelism this matrix is a shard, at some offset in the full tensor. SwiGLU's gate and up are stacked in
 one parameter, and each rank holds rows of both. So the full tensor is stored as [2, rows, columns], in which every
-shard is one box. The experts of a layer are stacked in one parameter too, with up to four dimensions.
+shard is one box. Stacked experts have up to four dimensions.
 """
 
 import hashlib
@@ -137,11 +136,10 @@ def boxes_of_range(start: int, end: int, shape) -> list[Box]:
 
 
 def local_boxes(model: GPT, bucket: Bucket, state: str, start: int, values: torch.Tensor) -> list[tuple]:
-    """Return (name, box, values [box.size]) for each box in a range of a bucket. A name is "STATE.PARAMETER", such as
-    exp_avg.layers.7.attention.qkv.weight. It contains no rank and no stage, so it is the same on any layout.
-
-    state: "weight", or a moment in ZeroOptimizer.states_of(). values: the elements of the range, flat; the boxes are
-    views of them. start: where the range starts in the bucket, in elements."""
+    """Return (name, box, values [box.size]) for each box in a range of a bucket. A name, such as
+    exp_avg.layers.7.attention.qkv.weight, contains no rank and no stage, so it is the same on any layout. state:
+    "weight" or a moment, as ZeroOptimizer.states_of() gives them. start: the first element of the range, counted in the
+    bucket. values: the elements of the range, flat."""
     names, found = {weight: name for name, weight in model.named_parameters()}, []
     for weight in bucket.parameters:
         first = bucket.offsets[weight] - start                 # where the parameter starts in `values`
@@ -245,8 +243,7 @@ def read_manifest(folder: Path) -> dict:
 
 def verify(folder: Path) -> dict:
     """Check every byte of a checkpoint, and return its manifest. Raises UserError, which names the damaged file."""
-    content = read_manifest(folder)
-    files = content["files"]
+    files = (content := read_manifest(folder))["files"]
     with reading(folder), ThreadPoolExecutor() as pool:        # hashlib releases the interpreter lock
         for name, digest in zip(files, pool.map(sha256, [folder / name for name in files])):
             expected = files[name]["sha256"] if content["format"] == FORMAT_2 else files[name]

@@ -14,7 +14,6 @@ that it holds. Then the replicas all-gather the weights, exactly as after each s
 
 import dataclasses
 import math
-import os
 from contextlib import suppress
 from itertools import starmap
 from pathlib import Path
@@ -32,8 +31,6 @@ from nanodomino.settings.flags import flag_settings
 from nanodomino.settings.records import from_record
 from nanodomino.zero import ZeroOptimizer
 
-
-# ---- find a checkpoint
 
 def checkpoints_of(run_dir: Path) -> list[Path]:
     """Return the checkpoints in a run's folder, newest first. Raises OSError if the folder can't be read: an unreadable
@@ -62,8 +59,7 @@ def newest_finite_checkpoint(run_dir: Path, last_step: int) -> Path | None:
 def find_checkpoint(folder: Path) -> Path:
     """Return the checkpoint that --load names: the newest intact one if `folder` is a run's, else `folder` itself.
     Raises UserError if there is none or it is damaged."""
-    problem = f"{folder} is a file, not a folder" if os.path.lexists(folder) else f"there is no folder {folder}"
-    require(folder.is_dir(), f"{problem} to load from; give a checkpoint or the folder of a run")
+    require(folder.is_dir(), f"{folder} is no folder to load from; give a checkpoint or the folder of a run")
     if (folder / "checkpoints").is_dir():
         checkpoint = newest_intact_checkpoint(folder)
         require(checkpoint, f"{folder / 'checkpoints'} holds no intact checkpoint; give another folder")
@@ -73,8 +69,7 @@ def find_checkpoint(folder: Path) -> Path:
 
 
 def recorded_settings(folder: Path) -> dict | None:
-    """Return the settings in a run's config.json, else in the checkpoint `folder` or the run's newest readable one, or
-    None."""
+    """Return the settings in a run's config.json, else in the checkpoint `folder` or the run's newest, or None."""
     with suppress(UserError):
         return read_json(folder / "config.json")
     for checkpoint in [folder, *checkpoints_of(folder)]:
@@ -82,8 +77,6 @@ def recorded_settings(folder: Path) -> dict | None:
             return read_manifest(checkpoint)["config"]
     return None
 
-
-# ---- fill a model
 
 def restore(folder: Path, model: GPT, optimizer: ZeroOptimizer, mesh: Mesh, weights_only=False) -> int:
     """Fill the model and the optimizer, and return the checkpoint's step. All ranks must call this together.
@@ -104,12 +97,9 @@ def restore(folder: Path, model: GPT, optimizer: ZeroOptimizer, mesh: Mesh, weig
 
 def load_weights(folder: Path, model: GPT):
     """Fill a model of any layout, without an optimizer. All ranks must call this together. Raises UserError."""
-    def fill():
-        index = Index(folder)
-        for name, weight in model.named_parameters():
-            box = Box(weight.spec.offset, weight.spec.size)
-            index.read(f"weight.{name}", box, weight.detach().view(box.size))
-    together(fill)
+    boxes = [(f"weight.{name}", Box(weight.spec.offset, weight.spec.size), weight.detach().view(weight.spec.size))
+             for name, weight in model.named_parameters()]
+    together(lambda: list(starmap(Index(folder).read, boxes)))
 
 
 def together(function, group=None):
@@ -134,8 +124,7 @@ def config_of(folder: Path, manifest: dict, world_size=1, **layout) -> Config:
 
 
 def open_weights(folder: Path) -> tuple[Index, GPT]:
-    """Return the index of a checkpoint, and the unsharded model that its manifest describes, without values. Raises
-    UserError."""
+    """Return the Index of a checkpoint, and its unsharded model without values. Raises UserError."""
     index = Index(folder)
     return index, meta_model(config_of(folder, index.manifest))
 

@@ -86,17 +86,14 @@ class Saver:
         """Wait until the last save has succeeded or failed."""
         if self.thread:
             self.thread.join()
-            self.thread = None
 
     def failure(self) -> str | None:
         """Return the error message if a save has failed since the last call, else None."""
         error, self.error = self.error, None
         return error
 
-    # ---- on the thread
-
     def write(self, step: int, boxes: list[tuple], manifest: dict):
-        """Write and flush this rank's boxes; rank 0 completes the checkpoint. Keep any rank's error for failure()."""
+        """Write this rank's boxes; rank 0 completes the checkpoint. Keep any rank's error for failure()."""
         parent, rank, digests = self.run_dir / "checkpoints", dist.get_rank(), [None] * dist.get_world_size()
         temporary, final = parent / f".step-{step:08d}.unfinished", parent / f"step-{step:08d}"
         file = f"rank-{rank:05d}{SUFFIX}"
@@ -110,8 +107,8 @@ class Saver:
             delete(temporary)                                  # after an error: otherwise a full disk would stay full
 
     def complete(self, temporary: Path, final: Path, manifest: dict, digests: dict[str, str]):
-        """Write the manifest, rename the folder, and only then delete old checkpoints; none if the latest steps were
-        skipped, because the run may have to restart from an older one."""
+        """Write the manifest, rename the folder, and only then delete old checkpoints. If the latest steps were skipped,
+        delete none, because the run may have to restart from an older one."""
         write_manifest(temporary, manifest, digests, "--run-dir must lie on a disk that all hosts share")
         if os.path.lexists(final):                             # the run went back and has reached this step again
             delete_checkpoint(final)

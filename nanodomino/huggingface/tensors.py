@@ -13,8 +13,7 @@ of r = n/g heads:
 
 In nanodomino the rows of qkv are ordered group by group: the r q heads, the k head and the v head of group 0, then
 those of group 1, and so on. So a contiguous shard holds whole groups, and each tensor-parallel rank can compute
-attention on its own. GPT-2 computes x W (its Conv1D), the others x W^T; therefore GPT-2's matrices are transposed. An
-expert is converted like an MLP.
+attention on its own. GPT-2 computes x W (its Conv1D), the others x W^T; therefore GPT-2's matrices are transposed.
 """
 
 import re
@@ -106,13 +105,12 @@ def map_tensors(config: Config, modules: dict) -> list[TensorMapping]:
     for name, weight in meta_model(config).named_parameters():
         shape = weight.spec.shape
         module, leaf = re.fullmatch(r"(.*?)(\.weight|\.bias)?", name).groups(".weight")
-        layer = re.search(r"(?<=layers\.)\d+", module)
+        layer = "".join(re.findall(r"(?<=layers\.)\d+", module))
         hf_modules, kind = modules[re.sub(r"(?<=layers\.)\d+", "#", module)]
         for expert in [(i,) for i in range(config.num_experts)] if "*" in hf_modules[0] else [()]:
             size = shape[len(expert):]
             box = Box((*expert, *[0] * len(size)), (*[1] * len(expert), *size))
-            hf_names = [hf_module.replace("#", layer[0] if layer else "").replace("*", "".join(map(str, expert))) + leaf
-                        for hf_module in hf_modules]
+            hf_names = [one.replace("#", layer).replace("*", "".join(map(str, expert))) + leaf for one in hf_modules]
             parts = TO_HF[kind](torch.empty(size, device="meta"), config)
             mappings.append(TensorMapping(name, shape, box, size, TO_HF[kind], {
                 hf_name: part.shape for hf_name, part in zip(hf_names, parts, strict=True)}))

@@ -253,7 +253,7 @@ def test_a_value_above_the_maximum_of_the_dtype_is_named(folder, tmp_path):
     ("", "arguments are required: import | export; python -m nanodomino.huggingface --help lists every flag"),
     ("import DIR", "--output"), ("export DIR", "arguments are required: DIR"), ("export DIR OUT --dtype int8", "int8"),
     ("import DIR --output X --dtype float16", "unrecognized arguments: --dtype float16; "),
-    ("export nowhere OUT", "there is no folder nowhere to load from"),
+    ("export nowhere OUT", "nowhere is no folder to load from"),
     (f"import {__file__} --output OUT", r"refusals.py/config.json can't be read \(Not a directory\); give another"),
     ("import nowhere --output OUT", r"nowhere/config.json can't be read \(No such file or directory\); give another")])
 def test_a_mistyped_command_is_refused_in_one_sentence(transformers, tmp_path, monkeypatch, arguments, message):

@@ -153,7 +153,7 @@ TABLE += [Bad(flags, says, command="nanodomino.generate") for flags, *says in [
     ("--load ''", "--load must not be empty, but is ''", "give a value, or leave it out"),
     ("--prompt def", "the following arguments are required: --load", HELP),
     ("--load run --data-path nowhere", "there is no data folder nowhere", "data/prepare.py --output nowhere"),
-    ("--load nowhere", "there is no folder nowhere to load from")]]
+    ("--load nowhere", "nowhere is no folder to load from")]]
 
 TABLE += [Bad(flags, says, command="data/prepare.py", processes=(1,)) for flags, *says in [
     ("--input none*.txt --output out", "no file or folder matches the input none*.txt", "check the path"),
@@ -250,7 +250,7 @@ TABLE += [Bad(f"--load {STEP}", says, damage, f"with {what}") for what, damage, 
     ("settings of a later version", forge(config=dict(rotary=True)), "this version does not know (rotary)",
      "use the version that wrote them"), ("a flipped bit", flip(SHARD), "damaged", ANOTHER)]]
 TABLE += [Bad(flags, says, damage, what) for flags, what, damage, *says in [
-    ("--load data/meta.json", "", leave, "data/meta.json is a file, not a folder to load from"),
+    ("--load data/meta.json", "", leave, "data/meta.json is no folder to load from"),
     ("--load " + "a" * 5000, "", leave, "aaa: File name too long", "choose another file or folder"),
     ("--load run", "with no intact checkpoint", flip(SHARD), "holds no intact checkpoint", "give another"),
     (f"--load {STEP} --hidden-size 32", "", leave, "hidden-size 16, but this run has 32", "go back to the old value"),
