@@ -107,8 +107,8 @@ class Saver:
             delete(temporary)                                  # after an error: otherwise a full disk would stay full
 
     def complete(self, temporary: Path, final: Path, manifest: dict, digests: dict[str, str]):
-        """Write the manifest, rename the folder, and only then delete old checkpoints. If the latest steps were skipped,
-        delete none, because the run may have to restart from an older one."""
+        """Write the manifest, rename the folder, then delete old checkpoints. If the latest steps were skipped, none is
+        deleted, because the run may have to restart from an older one."""
         write_manifest(temporary, manifest, digests, "--run-dir must lie on a disk that all hosts share")
         if os.path.lexists(final):                             # the run went back and has reached this step again
             delete_checkpoint(final)
