@@ -1,6 +1,6 @@
 """What does a checkpoint cost, and how long does resuming take?
 
-    synchronous   the whole save: copy, write, flush, checksums, rename
+    synchronous   the whole save: copy, write, flush, checksum, read back, rename
     stall         the part of the save that training waits for: the copy to host memory. The rest overlaps the next
                   steps
     resume        verifying every byte of the checkpoint, then loading model and optimizer

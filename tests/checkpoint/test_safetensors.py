@@ -5,8 +5,8 @@ import json
 import shutil
 from pathlib import Path
 
-import pytest
 import torch
+from support import needs
 from support.checkpoints import DP2, config_for, train_from
 
 from nanodomino.checkpoint.format import (FORMAT_2, STORED_DTYPES, manifest_text, read_header, read_manifest,
@@ -26,7 +26,7 @@ def assert_same_bits(found, expected):
 
 
 def test_the_package_reads_what_is_written_and_the_other_way_round(tmp_path):
-    package = pytest.importorskip("safetensors.torch")
+    package = needs("safetensors.torch")
     digest = write_tensors(tmp_path / "ours", {name: (tensor.dtype, tensor.shape) for name, tensor in TENSORS.items()},
                            iter(TENSORS.values()))
     assert digest == sha256(tmp_path / "ours")
@@ -39,7 +39,7 @@ def test_the_package_reads_what_is_written_and_the_other_way_round(tmp_path):
 
 def test_the_package_reads_the_file_of_each_rank(saved):
     """A name ends with the offset of the box in the full tensor, unless all of it is 0."""
-    package = pytest.importorskip("safetensors.torch")
+    package = needs("safetensors.torch")
     (run_dir, weights, _), found = saved, {}
     files = sorted(checkpoints_of(run_dir)[0].glob("rank-*"))
     assert len(files) == 8
