@@ -162,12 +162,14 @@ def stored_name(name: str, offset: tuple[int, ...]) -> str:
 
 
 def write_boxes(path: Path, boxes: list[tuple]) -> str:
-    """Write the values of boxes, as local_boxes() returns them, to a file, and read it back. Return its SHA-256.
-    Raises UserError if the disk returns other bytes, or OSError."""
+    """Write boxes, as local_boxes() returns them, to a file, and return its SHA-256. Raises OSError, or UserError if
+    the file then holds other bytes than the boxes."""
     types = {stored_name(name, box.offset): (values.dtype, box.size) for name, box, values in boxes}
     make_folder(path.parent)
     digest = write_tensors(path, types, (values for *_, values in boxes))
-    require(sha256(path) == digest, f"{path} holds other bytes than were written to it; use another disk")
+    for stored, (*_, values) in zip(read_header(path).values(), boxes):
+        same = torch.equal(read_tensor(stored).view(torch.uint8), values.view(torch.uint8))       # also for NaN
+        require(same, f"{path} holds other bytes than were written to it; use another disk")
     return digest
 
 
@@ -201,8 +203,7 @@ class Index:
                 values = part.new_empty(box.size) if values is None else values
                 values[slices(both, box.offset)] = part
                 found += math.prod(both.size)
-        require(found == math.prod(box.size), f"{self.folder} does not hold each element of {name} once; use another "
-                "checkpoint")
+        require(found == math.prod(box.size), f"{self.folder} lacks elements of {name}; use another checkpoint")
         return values
 
 

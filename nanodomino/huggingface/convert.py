@@ -30,8 +30,8 @@ from pathlib import Path
 
 import torch
 
-from nanodomino.checkpoint.format import (FORMAT, SUFFIX, Index, StoredTensor, read_header, read_tensor, stored_name,
-                                          write_manifest, write_tensors)
+from nanodomino.checkpoint.format import (FORMAT, STORED_DTYPES, SUFFIX, Index, StoredTensor, read_header, read_tensor,
+                                          stored_name, write_manifest, write_tensors)
 from nanodomino.checkpoint.load import find_checkpoint, open_weights
 from nanodomino.settings.config import Config
 from nanodomino.corpus.tokenizers import FILES
@@ -117,7 +117,7 @@ def match_tensors(mappings: list[TensorMapping], family: Family, config: Config,
         require(shape == needed[name], f"{hf_name} in {folder} has shape {shape}, but config.json implies "
                 f"{needed[name]}; import a model whose files belong together")
         require(isinstance(dtype, torch.dtype), f"{hf_name} in {folder} has type {dtype}, but weights must be of type "
-                f"{', '.join(DTYPES)}; import a model that is not quantized")
+                f"{', '.join(STORED_DTYPES.values())}; import a model that is not quantized")
         found[name] = partial(read_tensor, stored)
         dtypes.add(dtype)
     missing = [name for name in needed if name not in found]
