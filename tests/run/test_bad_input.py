@@ -184,8 +184,8 @@ def remove(name: str):
 def change_meta(**changes):
     """Change entries of meta.json, and correct its checksums. None: remove."""
     def change(folder):
-        sha256 = {split: sha256(folder / f"data/{split}.bin") for split in data.prepare.SPLITS}
-        meta = json.loads((folder / META).read_text()) | dict(sha256=sha256) | changes
+        digests = {split: sha256(folder / f"data/{split}.bin") for split in data.prepare.SPLITS}
+        meta = json.loads((folder / META).read_text()) | dict(sha256=digests) | changes
         write(META, json.dumps({key: value for key, value in meta.items() if value is not None}).encode())(folder)
     return change
 
