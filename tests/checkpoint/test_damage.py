@@ -134,8 +134,7 @@ def test_an_endless_header_is_not_read(run_dir):
 
 
 @pytest.mark.parametrize("settings, message", [
-    (dict(num_layers=10**9), "at most 4096, but is 1000000000"), (dict(num_layers="4"), "of type int"),
-    (dict(hidden_size=64), "lacks elements of weight"), (dict(warp_drive=True), "does not know")], ids=str)
+    (dict(num_layers=10**9), "at most 4096, but is 1000000000"), (dict(hidden_size=64), "lacks elements of weight")])
 def test_settings_that_do_not_belong_to_the_tensors_are_refused(run_dir, settings, message):
     """A billion layers would take hours and gigabytes before their absence is noticed."""
     folder = checkpoints_of(run_dir)[0]
