@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from nanodomino.checkpoint.format import Box, Index, local_boxes, read_manifest, step_of, verify
-from nanodomino.errors import UserError, require, sentence_and_code
+from nanodomino.errors import UserError, require
 from nanodomino.files import read_json
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT, meta_model
@@ -108,7 +108,7 @@ def together(function, group=None):
     try:
         result = function()
     except Exception as error:
-        text, _ = sentence_and_code(error) or (f"rank {dist.get_rank()}: {type(error).__name__}: {error}", 1)
+        text = f"{'' if isinstance(error, UserError) else f'rank {dist.get_rank()}: {type(error).__name__}: '}{error}"
     dist.all_gather_object(texts, text, group=group)
     for text in filter(None, texts):
         raise UserError(text)
