@@ -1,6 +1,6 @@
 """What does a checkpoint cost, and how long does resuming take?
 
-    synchronous   the whole save: copy, write, flush, checksums, rename
+    synchronous   the whole save: copy, write, flush, checksum, read back, rename
     stall         the part of the save that training waits for: the copy to host memory. The rest overlaps the next
                   steps
     resume        verifying every byte of the checkpoint, then loading model and optimizer
@@ -69,7 +69,7 @@ def answer(flags, launch):
             shutil.rmtree(folder)
     times = {name: Times(tuple(seconds[1:])) for name, seconds in measured.items()}
     share = ratios(times["stall"], times["synchronous"], most=1.0)
-    copied = max(gathered(sum(copy.values.nbytes for copy in saver.copies)))
+    copied = max(gathered(sum(values.nbytes for values in saver.copies.values())))
     text = (f"{parameter_count(config):,} parameters on dp {config.dp} x tp {config.tp}, ZeRO stage "
             f"{config.zero_stage}; checkpoint of {bytes_text(size)} in {folder.parent}; the busiest rank copies "
             f"{bytes_text(copied)}, the largest file has {bytes_text(largest)}\n"
@@ -101,7 +101,7 @@ def measure(saver: Saver, model: GPT, optimizer: ZeroOptimizer, rounds: int) -> 
             bar.set_description_str(f"round {step} of {rounds}: resume")
             start = time.perf_counter()
             newest = checkpoints_of(saver.run_dir)[0]
-            sizes = [file["size"] for file in verify(newest)["files"].values()]
+            sizes = [(newest / name).stat().st_size for name in verify(newest)["files"]]
             restore(newest, model, optimizer, saver.mesh)
             measured["resume"].append(slowest(time.perf_counter() - start))
             bar.update()

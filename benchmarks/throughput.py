@@ -156,7 +156,7 @@ def transformers(config, ours) -> MeanLoss:
     for mapping in map_tensors(config, family_of(config).modules):
         whole = weights[mapping.name].detach().float().view(mapping.shape)
         part = whole[slices(mapping.box, (0,) * whole.dim())].view(mapping.size)
-        parts = mapping.conversion.to_hf(part, config)
+        parts = mapping.to_hf(part, config)
         theirs |= {name: part.clone() for name, part in zip(mapping.hf_shapes, parts)}
     record = write_config(config, config.dtype)
     # from_pretrained instead of load_state_dict: it joins the tensors of the experts

@@ -1,18 +1,22 @@
-"""Defines the files of a checkpoint: boxes of tensors as raw bytes, the index that locates them, and the manifest.
+"""Defines the files of a checkpoint: boxes of tensors in safetensors files, and the manifest.
 
 Weights, optimizer state and a few counters are enough to resume with the same bits, because the data order, the dropout
 masks and the learning rate depend only on the settings and the step.
 
-A box is a rectangular part of a tensor, given by its offset and size. Each rank writes the boxes that it holds, one
-after another, as little-endian numbers and nothing else. A reader on another layout asks for other boxes. They are put
-together from the stored ones, whichever rank wrote them.
+A safetensors file holds named tensors and no code. Hugging Face's weight files have this format too, and
+`safetensors.torch.load_file(path)` opens both.
 
-    rank-00000.bin  the numbers that rank 0 wrote; rank-00001.bin ...
-    index.json      {"weight.final_norm.weight": {"dtype": "float32", "shape": [8], "boxes": [
-                        ["rank-00000.bin", 0, [0], [5]],        file, first byte, offset in the tensor, size
-                        ["rank-00001.bin", 0, [5], [3]]]}, ...}
-    manifest.json   {"sha256": of the rest of this file, "format", "step", "adam_steps", "skipped_in_a_row",
-                     "loss_scale", "config", "files": {name: {"size", "sha256"}}}; written last
+    8 bytes     N, the length of the header, little-endian
+    N bytes     JSON: {"norm.weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
+    the rest    the numbers of each tensor, little-endian; data_offsets count bytes from here
+
+A box is a rectangular part of a tensor, given by its offset and size. Each rank writes the boxes that it holds. A name
+ends with the box's offset, unless that is 0. A reader on another layout puts its own boxes together from these.
+
+    rank-00000.safetensors    weight.final_norm.weight    [5]        elements 0 .. 4
+    rank-00001.safetensors    weight.final_norm.weight@5  [3]        elements 5 .. 7
+    manifest.json             {"sha256": of the rest of this file, "format", "step", "adam_steps", "skipped_in_a_row",
+                               "loss_scale", "config", "files": {name: SHA-256}}; written last
 
 The range of a flat buffer that a rank owns need not begin or end where a row of a matrix does. It may hold the end of
 one row, some whole rows and the start of another row, which makes at most three boxes:
@@ -24,11 +28,7 @@ one row, some whole rows and the start of another row, which makes at most three
 
 With tensor parallelism this matrix is a shard, at some offset in the full tensor. SwiGLU's gate and up are stacked in
 one parameter, and each rank holds rows of both. So the full tensor is stored as [2, rows, columns], in which every
-shard is one box. The experts of a layer are stacked in one parameter too, with up to four dimensions.
-
-verify() finds any damage: flipped bits, truncated files, missing files. Reading a checkpoint runs no code. Even a file
-with the right checksum could have been written to do harm. So the size of the index is limited, each box must lie in a
-file that the manifest lists, and memory is allocated only for bytes in that file and for elements that are asked for.
+shard is one box. Stacked experts have up to four dimensions.
 """
 
 import hashlib
@@ -36,29 +36,83 @@ import json
 import math
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from nanodomino.errors import UserError, require
 from nanodomino.files import make_folder, naming, open_regular_file, read_file, sha256, write_file
 from nanodomino.model import GPT
 from nanodomino.optim.buckets import Bucket
-from nanodomino.settings.presets import DTYPES
 
-FORMAT, INDEX = "nanodomino-checkpoint-2", "index.json"
-STEP_NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")      # matches exactly the names f"step-{step:08d}"
-FILE_NAME = re.compile(r"\w[\w.-]{0,99}")                      # with a / it could lead to any file
-MEASURES = dict(size=os.path.getsize, sha256=sha256)           # in this order, because large files take long to hash
+FORMAT, FORMAT_2 = "nanodomino-checkpoint-3", "nanodomino-checkpoint-2"          # format 2 is read, but not written
+SUFFIX, LONGEST_HEADER = ".safetensors", 100_000_000                             # bytes, the format's own limit
+STORED_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
-def check(condition, sentence: str):
-    """Raise UserError with `sentence` and the advice to use another checkpoint, unless the condition holds."""
-    require(condition, f"{sentence}; use another checkpoint")
+# ---- safetensors files
+
+class StoredTensor(NamedTuple):
+    """Where a file holds a tensor. dtype: a str if it is not a key of STORED_DTYPES. start: its first byte."""
+    path: Path
+    dtype: torch.dtype | str
+    shape: tuple[int, ...]
+    start: int
+
+
+@contextmanager
+def reading(path: Path):
+    """Raise UserError if the block can't read the file `path`, or raises an error because the file is damaged."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+        path, reason = getattr(error, "filename", None) or path, getattr(error, "strerror", None) or str(error)[:200]
+        raise UserError(f"{path} is damaged or can't be read ({reason}); use another checkpoint or file") from None
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Return {name: StoredTensor} of a file. Raises UserError."""
+    dtypes = {name: dtype for dtype, name in STORED_DTYPES.items()}
+    with reading(path), open_regular_file(path) as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(min(length, LONGEST_HEADER)))
+        header.pop("__metadata__", None)
+        return {name: StoredTensor(path, dtypes.get(entry["dtype"], entry["dtype"]), tuple(entry["shape"]),
+                                   8 + length + entry["data_offsets"][0]) for name, entry in header.items()}
+
+
+def read_tensor(stored: StoredTensor) -> torch.Tensor:
+    """Return a tensor that is mapped to its file, so that only what is used of it is read. Raises UserError."""
+    with reading(stored.path), open_regular_file(stored.path) as file:
+        size = math.prod(stored.shape) * stored.dtype.itemsize
+        data = np.memmap(file, np.uint8, "c", stored.start, size)              # c: changes would not go to the file
+        return torch.from_numpy(data).view(stored.dtype).view(stored.shape)
+
+
+def write_tensors(path: Path, types: dict[str, tuple[torch.dtype, tuple]], tensors: Iterable[torch.Tensor]) -> str:
+    """Write a file, flush it to the disk, and return its SHA-256. types: the dtype and shape of each tensor. tensors:
+    contiguous, on the CPU, in this order. A generator can make them, because only one is needed at a time. Nothing is
+    copied. Raises OSError."""
+    header, end, digest = {"__metadata__": {"format": "pt"}}, 0, hashlib.sha256()
+    for name, (dtype, shape) in types.items():
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = dict(dtype=STORED_DTYPES[dtype], shape=shape, data_offsets=(start, end))
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)                            # so that the first tensor is aligned
+    with naming(path), open_regular_file(path, "wb") as file:
+        for data in chain([len(text).to_bytes(8, "little"), text], (one.view(torch.uint8).numpy() for one in tensors)):
+            file.write(data)
+            digest.update(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return digest.hexdigest()
 
 
 # ---- boxes
@@ -68,60 +122,33 @@ class Box(NamedTuple):
     size: tuple[int, ...]
 
 
-class LocalBox(NamedTuple):
-    """A box of a full tensor, and the memory of this rank that holds its values."""
-    name: str                   # "STATE.PARAMETER", such as "exp_avg.layers.7.attention.qkv.weight"
-    shape: tuple[int, ...]      # the full tensor's
-    box: Box
-    values: torch.Tensor        # a tensor of shape box.size
-
-
-class BucketRange(NamedTuple):
-    """A contiguous range of a bucket's weights, or of one of the optimizer's moments for these weights."""
-    bucket: Bucket
-    state: str                  # "weight" or the name of a moment: see ZeroOptimizer.states_of
-    start: int                  # in elements, counted from the start of the bucket
-    values: torch.Tensor        # flat
-
-
 def boxes_of_range(start: int, end: int, shape) -> list[Box]:
     """Return, in order, the boxes that hold elements start .. end - 1 of a flattened tensor of this shape."""
-    if len(shape) == 1:
-        return [Box((start,), (end - start,))] * (start < end)
-    row_size, boxes = math.prod(shape[1:]), []
-    # cut where the first whole row starts and where the last whole row ends
-    rows_start, rows_end = -(-start // row_size) * row_size, end // row_size * row_size
-    for first, last in pairwise(sorted({start, min(rows_start, end), max(rows_end, start), end})):
-        row, rows = first // row_size, (last - first) // row_size
-        if rows:
-            boxes.append(Box((row, *[0] * len(shape[1:])), (rows, *shape[1:])))
-        else:
-            boxes += [Box((row, *offset), (1, *size))
-                      for offset, size in boxes_of_range(first - row * row_size, last - row * row_size, shape[1:])]
+    strides, boxes = [math.prod(shape[dim + 1:]) for dim in range(len(shape))], []
+    while start < end:
+        # the first dimension of which a whole slice starts here and ends in the range
+        dim = next(dim for dim, stride in enumerate(strides) if start % stride == 0 and start + stride <= end)
+        offset = tuple(start // stride % length for stride, length in zip(strides, shape))
+        count = min(shape[dim] - offset[dim], (end - start) // strides[dim])
+        boxes.append(Box(offset, (*[1] * dim, count, *shape[dim + 1:])))
+        start += count * strides[dim]
     return boxes
 
 
-def local_boxes(model: GPT, ranges: list[BucketRange]) -> list[LocalBox]:
-    """Return the boxes of all parameters in these ranges. The name of a box contains no rank and no stage, so it is the
-    same on any layout."""
+def local_boxes(model: GPT, bucket: Bucket, state: str, start: int, values: torch.Tensor) -> list[tuple]:
+    """Return (name, box, values [box.size]) for each box in a range of a bucket. A name, such as
+    exp_avg.layers.7.attention.qkv.weight, contains no rank and no stage, so it is the same on any layout. state:
+    "weight" or a moment, as ZeroOptimizer.states_of() gives them. start: the first element of the range, counted in the
+    bucket. values: the elements of the range, flat."""
     names, found = {weight: name for name, weight in model.named_parameters()}, []
-    for bucket, state, start, values in ranges:
-        for weight in bucket.parameters:
-            first = bucket.offsets[weight] - start             # where the parameter starts in `values`
-            part = values[max(first, 0):max(first + weight.numel(), 0)]
-            shard = Box(weight.spec.offset, weight.spec.size)
-            for offset, size in boxes_of_range(max(-first, 0), max(-first, 0) + len(part), shard.size):
-                elements, part = part[:math.prod(size)], part[math.prod(size):]
-                box = Box(tuple(map(sum, zip(shard.offset, offset))), size)
-                found.append(LocalBox(f"{state}.{names[weight]}", weight.spec.shape, box, elements.view(size)))
+    for weight in bucket.parameters:
+        first = bucket.offsets[weight] - start                 # where the parameter starts in `values`
+        part = values[max(first, 0):max(first + weight.numel(), 0)]
+        for offset, size in boxes_of_range(max(-first, 0), max(-first, 0) + len(part), weight.spec.size):
+            elements, part = part[:math.prod(size)], part[math.prod(size):]
+            box = Box(tuple(map(sum, zip(weight.spec.offset, offset))), size)
+            found.append((f"{state}.{names[weight]}", box, elements.view(size)))
     return found
-
-
-def intersection(a: Box, b: Box) -> Box | None:
-    """Return the box of the elements that lie in both boxes, or None if there are none."""
-    start = tuple(map(max, a.offset, b.offset))
-    size = tuple(min(x + m, y + n) - first for x, m, y, n, first in zip(*a, *b, start))
-    return Box(start, size) if min(size) > 0 else None
 
 
 def slices(box: Box, start: tuple[int, ...]) -> tuple[slice, ...]:
@@ -129,107 +156,61 @@ def slices(box: Box, start: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(offset - first, offset - first + length) for offset, length, first in zip(*box, start))
 
 
-# ---- the files of the ranks, and their index
-
-class StoredBox(NamedTuple):
-    file: str
-    start: int                  # in bytes
-    box: Box
+def stored_name(name: str, offset: tuple[int, ...]) -> str:
+    """Return the name of a box in its file, such as weight.final_norm.weight@5."""
+    return f"{name}@{','.join(map(str, offset))}" if any(offset) else name
 
 
-class StoredTensor(NamedTuple):
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    boxes: list[StoredBox]
-
-
-class Share(NamedTuple):
-    """The file that one rank has written, and the boxes in it."""
-    file: str
-    digest: dict                # {"size", "sha256"} of the file
-    entries: list               # (tensor, dtype, shape, box as in index.json) for each box
-
-
-def write_boxes(path: Path, boxes: Iterable[LocalBox]) -> Share:
-    """Write the values of the boxes to a file, flush it to the disk, and compute its checksum. boxes: can be a
-    generator, because only one box is needed at a time."""
+def write_boxes(path: Path, boxes: list[tuple]) -> str:
+    """Write boxes, as local_boxes() returns them, to a file, and return its SHA-256. Raises OSError, or UserError if
+    the file then holds other bytes than the boxes."""
+    types = {stored_name(name, box.offset): (values.dtype, box.size) for name, box, values in boxes}
     make_folder(path.parent)
-    digest, start, entries = hashlib.sha256(), 0, []
-    with naming(path), open_regular_file(path, "wb") as file:
-        for name, shape, (offset, size), values in boxes:
-            data = values.view(torch.uint8).numpy()
-            file.write(data)
-            digest.update(data)
-            entries.append((name, str(values.dtype).removeprefix("torch."), shape, (path.name, start, offset, size)))
-            start += data.nbytes
-        file.flush()
-        os.fsync(file.fileno())
-    return Share(path.name, dict(size=start, sha256=digest.hexdigest()), entries)
+    digest = write_tensors(path, types, (values for *_, values in boxes))
+    for stored, (*_, values) in zip(read_header(path).values(), boxes):
+        same = torch.equal(read_tensor(stored).view(torch.uint8), values.view(torch.uint8))       # also for NaN
+        require(same, f"{path} holds other bytes than were written to it; use another disk")
+    return digest
 
 
 class Index:
-    """The tensors of a checkpoint, {name: StoredTensor}."""
+    """The boxes of a checkpoint's tensors, {name: [(box, where it is stored)]}, and its manifest."""
 
-    def __init__(self, folder: Path, manifest: dict):
-        """Read the index. Raises UserError or OSError."""
-        self.folder, path, self.tensors = folder, folder / INDEX, {}
-        try:
-            for name, entry in json.loads(read_file(path)).items():
-                boxes = [StoredBox(file, start, Box(tuple(offset), tuple(size)))
-                         for file, start, offset, size in entry["boxes"]]
-                for file, start, (offset, size) in boxes:
-                    if not (file in manifest["files"] and len(offset) == len(size) == len(entry["shape"])
-                            and all(type(number) is int and number >= 0 for number in (start, *offset, *size))):
-                        raise ValueError(f"it places a part of {name} at {file}, {start}, {offset}, {size}")
-                self.tensors[name] = StoredTensor(DTYPES[entry["dtype"]], tuple(entry["shape"]), boxes)
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            raise UserError(f"{path} is not an index of tensors ({type(error).__name__}: {str(error)[:80]}); use "
-                            "another checkpoint") from None
+    def __init__(self, folder: Path):
+        """Read the manifest and the headers of all files. Raises UserError."""
+        self.folder, self.manifest, self.boxes = folder, read_manifest(folder), defaultdict(list)
+        with reading(folder):
+            stored = [item for file in self.manifest["files"] if file.endswith(SUFFIX)
+                      for item in read_header(folder / file).items()]
+            if self.manifest["format"] == FORMAT_2:            # its files hold numbers alone, and this one their places
+                stored = [(stored_name(name, offset), StoredTensor(folder / file, dtype, tuple(size), start))
+                          for name, entry in json.loads(read_file(folder / "index.json")).items()
+                          for dtype in [getattr(torch, entry["dtype"])]
+                          for file, start, offset, size in entry["boxes"]]
+            for name, tensor in stored:
+                name, _, offset = name.partition("@")
+                offset = tuple(map(int, offset.split(","))) if offset else (0,) * len(tensor.shape)
+                self.boxes[name].append((Box(offset, tensor.shape), tensor))
 
-    def find(self, name: str, shape) -> StoredTensor:
-        """Return a tensor. Raises UserError if the checkpoint has none with this name and shape."""
-        tensor = self.tensors.get(name)
-        check(tensor and tensor.shape == tuple(shape), f"{self.folder} lacks {name} of shape {tuple(shape)}")
-        return tensor
+    def read(self, name: str, box: Box, values: torch.Tensor | None = None) -> torch.Tensor:
+        """Read a box of a full tensor into `values` (None: new memory), and return them. Raises UserError."""
+        found = 0
+        for (start, size), stored in self.boxes[name]:
+            offset = tuple(map(max, box.offset, start))        # of the elements that both boxes hold
+            both = Box(offset, tuple(min(x + m, y + n) - z for x, m, y, n, z in zip(*box, start, size, offset)))
+            if min(both.size) > 0:
+                part = read_tensor(stored)[slices(both, start)]
+                values = part.new_empty(box.size) if values is None else values
+                values[slices(both, box.offset)] = part
+                found += math.prod(both.size)
+        require(found == math.prod(box.size), f"{self.folder} lacks elements of {name}; use another checkpoint")
+        return values
 
-    def fill(self, boxes: Iterable[LocalBox]):
-        """Copy the stored values to `boxes`. Raises UserError."""
-        for name, shape, box, values in boxes:
-            tensor = self.find(name, shape)
-            parts = [(stored, common) for stored in tensor.boxes if (common := intersection(box, stored.box))]
-            check(sum(math.prod(common.size) for _, common in parts) == math.prod(box.size),
-                  f"{self.folder / INDEX} does not list each element of {name} once")
-            for stored, common in parts:
-                rows = self.read(stored, tensor.dtype, common.offset[0] - stored.box.offset[0], common.size[0])
-                rows_start = common.offset[:1] + stored.box.offset[1:]
-                values[slices(common, box.offset)] = rows[slices(common, rows_start)]
-
-    def read(self, stored: StoredBox, dtype: torch.dtype, first: int, count: int) -> torch.Tensor:
-        """Read rows first .. first + count - 1 of a stored box. Raises UserError."""
-        path, row_bytes = self.folder / stored.file, math.prod(stored.box.size[1:]) * dtype.itemsize
-        start, length = stored.start + first * row_bytes, count * row_bytes
-        try:
-            with open_regular_file(path) as file:
-                check(start + length <= os.fstat(file.fileno()).st_size, f"{path} is too short for what {INDEX} says")
-                rows = torch.empty(length, dtype=torch.uint8)
-                file.seek(start)
-                file.readinto(rows.numpy())
-        except OSError as error:
-            raise UserError(f"{path} can't be read ({error.strerror}); use another checkpoint") from None
-        return rows.view(dtype).view(count, *stored.box.size[1:])
-
-
-# ---- the manifest
 
 def step_of(folder: Path) -> int | None:
     """Return the step in a checkpoint folder's name, such as 12 for step-00000012; None for any other kind of name."""
-    found = STEP_NAME.fullmatch(folder.name)
+    found = re.fullmatch("step-([0-9]{8}|[1-9][0-9]{8,})", folder.name)          # as f"step-{step:08d}" gives it
     return int(found[1]) if found else None
-
-
-def file_digest(path: Path) -> dict:
-    """Return the size and SHA-256 of a file. Raises OSError."""
-    return {name: measure(path) for name, measure in MEASURES.items()}
 
 
 def manifest_text(content: dict) -> str:
@@ -239,64 +220,34 @@ def manifest_text(content: dict) -> str:
     return json.dumps({"sha256": digest} | body, indent=1) + "\n"
 
 
-def write_manifest(folder: Path, content: dict, shares: list[Share], advice: str):
-    """Write the index and the manifest of a checkpoint and flush them to the disk. content: the manifest, to which
-    "files" is added. Raises UserError with this advice if a file is missing."""
-    tensors = {}
-    for name, dtype, shape, stored in (entry for share in shares for entry in share.entries):
-        tensors.setdefault(name, dict(dtype=dtype, shape=shape, boxes=[]))["boxes"].append(stored)
-    write_file(folder / INDEX, json.dumps(tensors).encode(), flush=True)
-    files = {share.file: share.digest for share in shares}
-    missing = [name for name in files if not (folder / name).is_file()]
-    require(not missing, f"{folder} lacks {', '.join(missing)}; {advice}")
-    content["files"] = files | {path.name: file_digest(path) for path in sorted(folder.iterdir())
-                                if path.name not in files}
+def write_manifest(folder: Path, content: dict, digests: dict[str, str], advice: str):
+    """Complete a checkpoint: write its manifest and flush it to the disk. content: the manifest, to which "files" is
+    added. digests: what write_boxes() returned, by file. Raises UserError with this advice if a file is missing."""
+    content["files"] = {path.name: digests.get(path.name) or sha256(path) for path in sorted(folder.iterdir())}
+    missing = digests.keys() - content["files"].keys()
+    require(not missing, f"{folder} lacks {', '.join(sorted(missing))}; {advice}")
     write_file(folder / "manifest.json", manifest_text(content).encode(), flush=True)
-    flush_folder(folder)
-
-
-def flush_folder(folder: Path):
-    """Flush a folder's own entries to the disk, so that new and renamed files survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_manifest(folder: Path) -> dict:
     """Return the manifest of a checkpoint. Raises UserError if it is missing, damaged or of another format."""
     path = folder / "manifest.json"
-    try:
+    with reading(path):
         text = read_file(path).decode()
         content = json.loads(text)
-        intact = isinstance(content, dict) and text == manifest_text(content)
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{folder} is not a complete checkpoint: its manifest.json can't be read ({error}); "
-                        "use another checkpoint") from None
-    check(intact, f"{path} is damaged: its checksum is wrong")
-    require(content.get("format") == FORMAT, f"{path} has format {str(content.get('format'))[:80]!r}, but this version "
-            f"reads {FORMAT!r}; use the version that wrote it")
-    kinds = dict(step=int, adam_steps=int, config=dict, files=dict)
-    wrong = [name for name, kind in kinds.items() if type(content.get(name)) is not kind]
-    check(not wrong, f"{path} lacks {', '.join(wrong)}")
-    for name in content["files"]:
-        check(FILE_NAME.fullmatch(name), f"{path} must list files beside it, but has {name[:80]!r}")
+        if text != manifest_text(content):
+            raise ValueError("its checksum is wrong")
+        require(content["format"] in (FORMAT, FORMAT_2), f"{path} has format {str(content['format'])[:80]!r}, but this "
+                f"version reads {FORMAT!r}; use the version that wrote it")
     return content
 
 
 def verify(folder: Path) -> dict:
     """Check every byte of a checkpoint, and return its manifest. Raises UserError, which names the damaged file."""
-    content = read_manifest(folder)
-    require(step_of(folder) in (None, content["step"]), f"{folder} holds the checkpoint of step {content['step']}, but "
-            "its name says another step; rename the folder")
-    files = content["files"]
-    try:
-        for measure, function in MEASURES.items():
-            with ThreadPoolExecutor() as pool:                 # hashlib releases the interpreter lock
-                for name, value in zip(files, pool.map(function, [folder / name for name in files])):
-                    check(isinstance(files[name], dict) and files[name].get(measure) == value,
-                          f"{folder / name} is damaged: its {measure} differs from the manifest's")
-    except OSError as error:
-        raise UserError(f"{error.filename} can't be read ({error.strerror}); use another checkpoint") from None
+    files = (content := read_manifest(folder))["files"]
+    with reading(folder), ThreadPoolExecutor() as pool:        # hashlib releases the interpreter lock
+        for name, digest in zip(files, pool.map(sha256, [folder / name for name in files])):
+            expected = files[name]["sha256"] if content["format"] == FORMAT_2 else files[name]
+            require(digest == expected, f"{folder / name} is damaged: its SHA-256 differs from the manifest's; use "
+                    "another checkpoint")
     return content

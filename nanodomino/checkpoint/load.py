@@ -5,24 +5,23 @@
     runs/nano-001/checkpoints/.step-00000200.unfinished/    a checkpoint that is being written
     runs/nano-001/checkpoints/.step-00000050.discarded/     a checkpoint that is being deleted
 
-A killed process can leave hidden folders behind, which the next launch deletes. Folders with other names, such as a
-user's copy of a checkpoint, are ignored and never deleted.
+The next launch deletes hidden folders that a killed process has left. It never deletes a folder with another name.
 
 Each rank reads only the values that it owns, directly into its flat buffers. With ZeRO it owns 1/dp of the parameters
 that it holds. Then the replicas all-gather the weights, exactly as after each step.
 """
 
 import dataclasses
-import os
-from collections.abc import Iterator
+import math
 from contextlib import suppress
+from itertools import starmap
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from nanodomino.checkpoint.format import Box, BucketRange, Index, LocalBox, local_boxes, read_manifest, step_of, verify
-from nanodomino.errors import UserError, require, sentence_and_code
+from nanodomino.checkpoint.format import Box, Index, local_boxes, read_manifest, step_of, verify
+from nanodomino.errors import UserError, require
 from nanodomino.files import read_json
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT, meta_model
@@ -32,8 +31,6 @@ from nanodomino.settings.records import from_record
 from nanodomino.zero import ZeroOptimizer
 
 
-# ---- find a checkpoint
-
 def checkpoints_of(run_dir: Path) -> list[Path]:
     """Return the checkpoints in a run's folder, newest first. Raises OSError if the folder can't be read: an unreadable
     folder must not be taken for an empty one."""
@@ -42,87 +39,79 @@ def checkpoints_of(run_dir: Path) -> list[Path]:
     return sorted((path for path in found if step_of(path) is not None), key=step_of, reverse=True)
 
 
-def newest_intact_checkpoint(run_dir: Path, report=print) -> Path | None:
-    """Return the newest intact checkpoint of a run, or None. Skip damaged checkpoints; report(text) reports each."""
-    return next((folder for folder in checkpoints_of(run_dir) if is_intact(folder, report)), None)
+def newest_intact_checkpoint(run_dir: Path, report=print, last_step=math.inf) -> Path | None:
+    """Return the newest intact checkpoint of a run up to last_step, or None. report(text) reports damaged ones."""
+    for folder in checkpoints_of(run_dir):
+        try:
+            if step_of(folder) <= last_step and verify(folder):
+                return folder
+        except UserError as error:
+            report(f"warning: {str(error).rpartition(';')[0]}; trying the previous checkpoint")
+    return None
 
 
-def is_intact(folder: Path, report=lambda text: None) -> bool:
-    """Check every byte of a checkpoint. report(text): called with a warning if the checkpoint is damaged."""
-    try:
-        verify(folder)
-        return True
-    except (UserError, OSError) as error:
-        problem = sentence_and_code(error)[0].removesuffix("; use another checkpoint")
-        report(f"warning: {problem}; trying the previous checkpoint")
-        return False
+def newest_finite_checkpoint(run_dir: Path, last_step: int) -> Path | None:
+    """Return a run's newest intact checkpoint up to `last_step`, or None. A run saves only finite weights."""
+    return newest_intact_checkpoint(run_dir, lambda text: None, last_step)
 
 
 def find_checkpoint(folder: Path) -> Path:
     """Return the checkpoint that --load names: the newest intact one if `folder` is a run's, else `folder` itself.
     Raises UserError if there is none or it is damaged."""
-    problem = f"{folder} is a file, not a folder" if os.path.lexists(folder) else f"there is no folder {folder}"
-    require(folder.is_dir(), f"{problem} to load from; give a checkpoint or the folder of a run")
-    if not (folder / "checkpoints").is_dir():
-        verify(folder)
-        return folder
-    checkpoint = newest_intact_checkpoint(folder)
-    require(checkpoint, f"{folder / 'checkpoints'} holds no intact checkpoint; give another folder")
-    return checkpoint
+    require(folder.is_dir(), f"{folder} is no folder to load from; give a checkpoint or the folder of a run")
+    if (folder / "checkpoints").is_dir():
+        checkpoint = newest_intact_checkpoint(folder)
+        require(checkpoint, f"{folder / 'checkpoints'} holds no intact checkpoint; give another folder")
+        return checkpoint
+    verify(folder)
+    return folder
 
 
 def recorded_settings(folder: Path) -> dict | None:
-    """Return the settings in a run's config.json, else in the checkpoint `folder` or the run's newest readable one, or
-    None."""
+    """Return the settings in a run's config.json, else in the checkpoint `folder` or the run's newest, or None."""
     with suppress(UserError):
         return read_json(folder / "config.json")
-    with suppress(OSError):                                    # for example, the name is too long
-        for checkpoint in [folder, *checkpoints_of(folder)]:
-            with suppress(UserError):
-                return read_manifest(checkpoint)["config"]
+    for checkpoint in [folder, *checkpoints_of(folder)]:
+        with suppress(UserError):
+            return read_manifest(checkpoint)["config"]
     return None
 
-
-# ---- fill a model
 
 def restore(folder: Path, model: GPT, optimizer: ZeroOptimizer, mesh: Mesh, weights_only=False) -> int:
     """Fill the model and the optimizer, and return the checkpoint's step. All ranks must call this together.
     weights_only: load no optimizer state and no counters, and return step 0. Raises UserError."""
-    manifest = together(lambda: read_manifest(folder))
+    index = together(lambda: Index(folder))
     if not weights_only:
-        optimizer.updates = manifest["adam_steps"]
-        optimizer.skipped_in_a_row = manifest.get("skipped_in_a_row", 0)
-        optimizer.loss_scale.restore(manifest.get("loss_scale"))
-    own = [BucketRange(bucket, state, bucket.own_offset, optimizer.allocate_own_state(bucket, state))
-           for bucket in optimizer.buckets
-           for state in (optimizer.states_of(bucket) if optimizer.updates else ("weight",))]
-    read_boxes(folder, manifest, local_boxes(model, own))
+        optimizer.updates = index.manifest["adam_steps"]
+        optimizer.skipped_in_a_row = index.manifest.get("skipped_in_a_row", 0)
+        optimizer.loss_scale.restore(index.manifest.get("loss_scale"))
+    boxes = [box for bucket in optimizer.buckets
+             for state in (optimizer.states_of(bucket) if optimizer.updates else ("weight",))
+             for box in local_boxes(model, bucket, state, bucket.own_offset,
+                                    optimizer.allocate_own_state(bucket, state))]
+    together(lambda: list(starmap(index.read, boxes)))
     optimizer.gather_weights()
-    return 0 if weights_only else manifest["step"]
+    return 0 if weights_only else index.manifest["step"]
 
 
 def load_weights(folder: Path, model: GPT):
     """Fill a model of any layout, without an optimizer. All ranks must call this together. Raises UserError."""
-    boxes = [LocalBox(f"weight.{name}", weight.spec.shape, Box(weight.spec.offset, weight.spec.size),
-                      weight.detach().view(weight.spec.size)) for name, weight in model.named_parameters()]
-    read_boxes(folder, together(lambda: read_manifest(folder)), boxes)
+    boxes = [(f"weight.{name}", Box(weight.spec.offset, weight.spec.size), weight.detach().view(weight.spec.size))
+             for name, weight in model.named_parameters()]
+    together(lambda: list(starmap(Index(folder).read, boxes)))
 
 
-def read_boxes(folder: Path, manifest: dict, boxes: list[LocalBox]):
-    """Fill the boxes of each rank from a checkpoint. All ranks must call this together. Raises UserError."""
-    together(lambda: Index(folder, manifest).fill(boxes))
-
-
-def together(function):
-    """Return function(). If it raises a UserError or an OSError on any rank, all ranks raise a UserError."""
-    result, error, errors = None, None, [None] * dist.get_world_size()
+def together(function, group=None):
+    """Return function(). If it raises an error on any rank, all ranks of the group raise a UserError, so that none
+    waits for that rank in the next collective."""
+    result, text, texts = None, None, [None] * dist.get_world_size()
     try:
         result = function()
-    except (UserError, OSError) as caught:
-        error = sentence_and_code(caught)[0]
-    dist.all_gather_object(errors, error)
-    for error in filter(None, errors):
-        raise UserError(error)
+    except Exception as error:
+        text = f"{'' if isinstance(error, UserError) else f'rank {dist.get_rank()}: {type(error).__name__}: '}{error}"
+    dist.all_gather_object(texts, text, group=group)
+    for text in filter(None, texts):
+        raise UserError(text)
     return result
 
 
@@ -134,41 +123,13 @@ def config_of(folder: Path, manifest: dict, world_size=1, **layout) -> Config:
 
 
 def open_weights(folder: Path) -> tuple[Index, GPT]:
-    """Return the index of a checkpoint, and the unsharded model that its manifest describes, without values. Raises
-    UserError if the checkpoint does not hold the weights of this model."""
-    manifest = read_manifest(folder)
-    index = Index(folder, manifest)
-    model = meta_model(config_of(folder, manifest))
-    for name, weight in model.named_parameters():
-        index.find(f"weight.{name}", weight.spec.shape)
-    return index, model
-
-
-def newest_finite_checkpoint(run_dir: Path, last_step: int) -> Path | None:
-    """Return a run's newest intact checkpoint, up to `last_step`, whose weights are finite; None if there is none."""
-    for folder in checkpoints_of(run_dir):
-        with suppress(UserError, OSError):
-            if (step_of(folder) <= last_step and verify(folder)
-                    and all(weight.isfinite().all() for _, weight in read_weights(folder))):
-                return folder
-    return None
+    """Return the Index of a checkpoint, and its unsharded model without values. Raises UserError."""
+    index = Index(folder)
+    return index, meta_model(config_of(folder, index.manifest))
 
 
 def full_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Return {name: full weight} of a checkpoint. Raises UserError."""
-    return dict(read_weights(folder))
-
-
-def read_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and the full weight of each parameter in a checkpoint. Raises UserError."""
     index, model = open_weights(folder)
-    for name, weight in model.named_parameters():
-        yield name, read_box(f"weight.{name}", weight.spec.shape, index).view(weight.shape)
-
-
-def read_box(name: str, shape, index: Index, box: Box | None = None) -> torch.Tensor:
-    """Read a box of a full tensor of this shape (None: all of it), in its stored dtype. Raises UserError."""
-    box = box or Box((0,) * len(shape), tuple(shape))
-    values = torch.empty(box.size, dtype=index.find(name, shape).dtype)
-    index.fill([LocalBox(name, shape, box, values)])
-    return values
+    return {name: index.read(f"weight.{name}", Box((0,) * len(weight.spec.shape), weight.spec.shape)).view(weight.shape)
+            for name, weight in model.named_parameters()}

@@ -11,9 +11,8 @@ wait for training's kernels, and on every rank they would allocate memory on GPU
     training    ... step 100 | copy | step 101 | step 102 | step 103 ...
     thread                          | write tensors, flush | manifest, flush | rename | delete old checkpoints
 
-**Complete or absent.** The tensors are written to the folder .step-00000100.unfinished and flushed to the disk, then
-the manifest. Then rank 0 renames the folder to step-00000100. Renaming is atomic. So whenever a process is killed, each
-folder named step-... is complete.
+**Complete or absent.** Files are written to .step-00000100.unfinished and flushed to the disk. Then rank 0 renames this
+folder to step-00000100. Renaming is atomic. So whenever a process is killed, each folder named step-... is complete.
 """
 
 import dataclasses
@@ -25,9 +24,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nanodomino.checkpoint.format import (FORMAT, BucketRange, LocalBox, Share, flush_folder, local_boxes, step_of,
-                                          write_boxes, write_manifest)
-from nanodomino.checkpoint.load import checkpoints_of, is_intact
+from nanodomino.checkpoint.format import FORMAT, SUFFIX, local_boxes, step_of, write_boxes, write_manifest
+from nanodomino.checkpoint.load import checkpoints_of, together
 from nanodomino.comm.world import TIMEOUT
 from nanodomino.files import delete
 from nanodomino.mesh import Mesh
@@ -48,26 +46,18 @@ def range_to_save(bucket: Bucket, mesh: Mesh) -> tuple[int, int]:
     return size * index // holders, size * (index + 1) // holders
 
 
-def allocate_host_copies(optimizer: ZeroOptimizer, mesh: Mesh) -> list[BucketRange]:
-    """Allocate host memory for this rank's share of a checkpoint. copy_to_host() fills it at each save."""
-    copies = []
+def copy_to_host(optimizer: ZeroOptimizer, mesh: Mesh, copies: dict):
+    """Copy this rank's share to host memory, copies[bucket, state], which the first call allocates. Waits for the copy,
+    because the writing thread makes no CUDA calls."""
     for bucket in optimizer.buckets:
         start, end = range_to_save(bucket, mesh)
         for state in optimizer.states_of(bucket):
-            values = torch.empty(end - start, dtype=bucket.own_grad.dtype, pin_memory=bucket.own_grad.is_cuda)
-            copies.append(BucketRange(bucket, state, start, values))
-    return copies
-
-
-def copy_to_host(optimizer: ZeroOptimizer, copies: list[BucketRange]):
-    """Copy this rank's share to host memory. Waits for the copy, because the writing thread makes no CUDA calls."""
-    for bucket, state, start, values in copies:
-        own = optimizer.own_state(bucket, state)
-        if own is None:                                        # no moments before the first update
-            values.zero_()
-        else:
-            values.copy_(own[start - bucket.own_offset:][:len(values)], non_blocking=True)
-    if optimizer.mesh.device.type == "cuda":
+            if (bucket, state) not in copies:
+                copies[bucket, state] = torch.zeros(end - start, dtype=bucket.own_grad.dtype,
+                                                    pin_memory=bucket.own_grad.is_cuda)
+            if (own := optimizer.own_state(bucket, state)) is not None:        # no moments before the first update
+                copies[bucket, state].copy_(own[start - bucket.own_offset:][:end - start], non_blocking=True)
+    if mesh.device.type == "cuda":
         torch.cuda.current_stream().synchronize()
 
 
@@ -78,79 +68,55 @@ class Saver:
         self.run_dir, self.mesh, self.keep_last = run_dir, mesh, keep_last
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self.thread, self.error = None, None
-        self.intact = set()                # checkpoints that this process has written or verified
-        self.copies = []                   # allocated once, because the first use of new memory is slow
+        self.copies = {}                   # allocated once, because the first use of new memory is slow
 
     def save(self, step: int, model: GPT, optimizer: ZeroOptimizer, config: Config):
         """Copy this rank's share to host memory and start writing it. Waits for the previous save first."""
         self.wait()
-        self.copies = self.copies or allocate_host_copies(optimizer, self.mesh)
-        copy_to_host(optimizer, self.copies)
-        boxes = local_boxes(model, self.copies)
+        copy_to_host(optimizer, self.mesh, self.copies)
+        boxes = [box for (bucket, state), values in self.copies.items()
+                 for box in local_boxes(model, bucket, state, range_to_save(bucket, self.mesh)[0], values)]
         manifest = dict(format=FORMAT, step=step, adam_steps=optimizer.updates,
                         skipped_in_a_row=optimizer.skipped_in_a_row, loss_scale=optimizer.loss_scale.state(),
                         config=dataclasses.asdict(config))
-        thread = threading.Thread(target=self.write_or_note_error, args=(step, boxes, manifest),
-                                  name=f"checkpoint of step {step}")
-        try:
-            thread.start()
-            self.thread = thread
-        except RuntimeError:               # the system allows no further thread: training waits for this save
-            self.write_or_note_error(step, boxes, manifest)
+        self.thread = threading.Thread(target=self.write, args=(step, boxes, manifest))
+        self.thread.start()
 
     def wait(self):
         """Wait until the last save has succeeded or failed."""
         if self.thread:
             self.thread.join()
-            self.thread = None
 
     def failure(self) -> str | None:
         """Return the error message if a save has failed since the last call, else None."""
         error, self.error = self.error, None
         return error
 
-    # ---- on the thread
-
-    def write_or_note_error(self, step: int, boxes: list[LocalBox], manifest: dict):
-        """Call write(), and keep the text of its error for failure(). The exception itself would be lost."""
-        error, failed = attempt(self.write, step, boxes, manifest)
-        if error := error or failed:                           # failed: for example, another rank has died
-            self.error = f"the checkpoint of step {step} could not be written: {error}"
-
-    def write(self, step: int, boxes: list[LocalBox], manifest: dict) -> str | None:
-        """Write and flush this rank's boxes; rank 0 completes the checkpoint. Return the first error of any rank, the
-        same text on all ranks, or None."""
-        parent, rank = self.run_dir / "checkpoints", dist.get_rank()
+    def write(self, step: int, boxes: list[tuple], manifest: dict):
+        """Write this rank's boxes; rank 0 completes the checkpoint. Keep any rank's error for failure()."""
+        parent, rank, digests = self.run_dir / "checkpoints", dist.get_rank(), [None] * dist.get_world_size()
         temporary, final = parent / f".step-{step:08d}.unfinished", parent / f"step-{step:08d}"
-        result = attempt(write_boxes, temporary / f"rank-{rank:05d}.bin", boxes)
-        results, outcome = [None] * dist.get_world_size() if rank == 0 else None, [None]
-        dist.gather_object(result, results, dst=0, group=self.group)
+        file = f"rank-{rank:05d}{SUFFIX}"
+        try:
+            digest = together(lambda: write_boxes(temporary / file, boxes), self.group)
+            dist.all_gather_object(digests, (file, digest), group=self.group)
+            together(lambda: rank == 0 and self.complete(temporary, final, manifest, dict(digests)), self.group)
+        except Exception as error:                             # for example, another rank has died
+            self.error = f"the checkpoint of step {step} could not be written: {error}"
         if rank == 0:
-            shares, errors = zip(*results)
-            error = next(filter(None, errors), None)
-            outcome = [error or attempt(self.complete, temporary, final, manifest, shares)[1]]
             delete(temporary)                                  # after an error: otherwise a full disk would stay full
-        dist.broadcast_object_list(outcome, src=0, group=self.group)
-        return outcome[0]
 
-    def complete(self, temporary: Path, final: Path, manifest: dict, shares: list[Share]):
-        """Write the index and the manifest, rename the folder, and only then delete old checkpoints. Delete none if the
-        latest steps were skipped, because the run may have to restart from an older one. A damaged checkpoint does not
-        count as one of the last keep_last."""
-        write_manifest(temporary, manifest, shares, "--run-dir must lie on a disk that all hosts share")
+    def complete(self, temporary: Path, final: Path, manifest: dict, digests: dict[str, str]):
+        """Write the manifest, rename the folder, then delete old checkpoints. If the latest steps were skipped, none is
+        deleted, because the run may have to restart from an older one."""
+        write_manifest(temporary, manifest, digests, "--run-dir must lie on a disk that all hosts share")
         if os.path.lexists(final):                             # the run went back and has reached this step again
             delete_checkpoint(final)
         temporary.rename(final)
-        flush_folder(final.parent)
-        if not manifest["skipped_in_a_row"]:
-            kept, self.intact = 0, self.intact | {final}
-            for folder in checkpoints_of(self.run_dir):
-                if step_of(folder) > step_of(final):           # damaged: otherwise the run would have resumed from it
-                    continue
-                if kept == self.keep_last:
-                    delete_checkpoint(folder)
-                elif folder in self.intact or is_intact(folder):
-                    kept, self.intact = kept + 1, self.intact | {folder}
+        # Those of later steps are damaged: otherwise the run would have started from one of them.
+        older = [folder for folder in checkpoints_of(self.run_dir) if step_of(folder) < step_of(final)]
+        for folder in older[self.keep_last - 1:] if not manifest["skipped_in_a_row"] else ():
+            delete_checkpoint(folder)
 
 
 def delete_checkpoint(folder: Path):
@@ -160,14 +126,5 @@ def delete_checkpoint(folder: Path):
 
 def clear_leftovers(run_dir: Path):
     """Delete the hidden folders that killed processes left; otherwise a full disk would stay full."""
-    for suffix in ("unfinished", "discarded"):
-        for folder in (run_dir / "checkpoints").glob(f".step-*.{suffix}"):
-            delete(folder)
-
-
-def attempt(function, *arguments) -> tuple:
-    """Return (the function's result, None), or (None, the text of its error)."""
-    try:
-        return function(*arguments), None
-    except BaseException as error:
-        return None, f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
+    for folder in (run_dir / "checkpoints").glob(".step-*.*"):
+        delete(folder)

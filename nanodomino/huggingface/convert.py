@@ -14,8 +14,7 @@ A large model has several weight files, and model.safetensors.index.json with {"
 imported model by default, so it restores the original bits. Import pads the vocabulary with rows of zeros, which export
 leaves out.
 
-**Little memory.** Import reads, converts and writes one parameter at a time. Export also converts one at a time, but
-holds a whole weight file: at most 5 GB, unless a single parameter is larger.
+**Little memory.** Import and export read, convert and write one parameter at a time.
 
 **No code.** safetensors files hold only numbers. A file written by torch.save, such as pytorch_model.bin, can run code
 when it is loaded, so it is never read.
@@ -31,11 +30,12 @@ from pathlib import Path
 
 import torch
 
-from nanodomino.checkpoint.format import FORMAT, Index, LocalBox, write_boxes, write_manifest
-from nanodomino.checkpoint.load import find_checkpoint, open_weights, read_box
+from nanodomino.checkpoint.format import (FORMAT, STORED_DTYPES, SUFFIX, Index, StoredTensor, read_header, read_tensor,
+                                          stored_name, write_manifest, write_tensors)
+from nanodomino.checkpoint.load import find_checkpoint, open_weights
 from nanodomino.settings.config import Config
 from nanodomino.corpus.tokenizers import FILES
-from nanodomino.errors import UserError, counted, import_optional, require
+from nanodomino.errors import UserError, counted, require
 from nanodomino.files import delete, read_json, write_file
 from nanodomino.huggingface.families import Family, family_of, family_of_json, read_config, write_config
 from nanodomino.huggingface.tensors import TensorMapping, element_count, map_tensors
@@ -45,8 +45,6 @@ from nanodomino.settings.flags import flag_name
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 *TOKENIZER_FILES, GENERATION = FILES
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-import_safetensors = partial(import_optional, "safetensors.torch", "the file format of Hugging Face")
 
 
 @contextmanager
@@ -62,9 +60,9 @@ def new_folder(final: Path):
         temporary.mkdir(parents=True)
         yield temporary
         temporary.rename(final)
-    except (OSError, import_safetensors().SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-        raise UserError(f"{final} can't be written ({reason}); free some space, or choose another folder") from None
+    except OSError as error:
+        raise UserError(f"{final} can't be written ({error.strerror}); free some space, or choose another "
+                        "folder") from None
     finally:
         delete(temporary)
 
@@ -83,9 +81,9 @@ def copy_tokenizer(source: Path, target: Path) -> str:
 
 # ---- import
 
-def open_weight_files(folder: Path) -> dict:
-    """Return {name of a tensor: the open safetensors file that holds it} for all tensors in a folder. Only headers are
-    read. Without an index, the files of a large model are model-*.safetensors. Raises UserError."""
+def open_weight_files(folder: Path) -> dict[str, StoredTensor]:
+    """Return {name of a tensor: where it is stored} for all tensors in a folder. Only headers are read. Without an
+    index, the files of a large model are model-*.safetensors. Raises UserError."""
     whole, index, found = folder / WEIGHTS, folder / INDEX, {}
     paths = [whole] if whole.exists() else sorted(folder.glob("model-*.safetensors"))
     if not whole.exists() and index.exists():
@@ -94,38 +92,33 @@ def open_weight_files(folder: Path) -> dict:
         paths = [folder / name for name in sorted(set(map(str, names.values())))]
     require(paths, f"{folder} has neither {WEIGHTS} nor model-00001-of-*.safetensors; give a folder in the format that "
             "save_pretrained(DIR) writes")
-    package = import_safetensors()
     for path in paths:
-        try:
-            file = package.safe_open(path, framework="pt")
-        except (OSError, package.SafetensorError) as error:
-            raise UserError(f"{path} is damaged or not a safetensors file ({error}); download it again") from None
-        for name in file.keys():
+        for name, stored in read_header(path).items():
             require(name not in found, f"{name[:80]} is in {path} and in another file; download the folder again")
-            found[name] = file
+            found[name] = stored
     return found
 
 
 def match_tensors(mappings: list[TensorMapping], family: Family, config: Config, folder: Path) -> tuple[dict, set]:
-    """Return {Hugging Face name: function that loads this tensor} for all tensors of the model, and the names of their
-    dtypes. Raises UserError if a tensor is missing or unknown, or has the wrong shape or dtype."""
+    """Return {Hugging Face name: function that loads this tensor} for all tensors of the model, and their dtypes.
+    Raises UserError if a tensor is missing or unknown, or has the wrong shape or dtype."""
     needed = {name: list(shape) for mapping in mappings for name, shape in mapping.hf_shapes.items()}
     (embedding, *_), found, dtypes = mappings[0].hf_shapes, {}, set()
-    for stored_name, file in open_weight_files(folder).items():
-        shape, dtype = file.get_slice(stored_name).get_shape(), file.get_slice(stored_name).get_dtype()
-        name = stored_name if stored_name.startswith((family.prefix, "lm_head.")) else family.prefix + stored_name
+    for hf_name, stored in open_weight_files(folder).items():
+        shape, dtype = list(stored.shape), stored.dtype
+        name = hf_name if hf_name.startswith((family.prefix, "lm_head.")) else family.prefix + hf_name
         if re.fullmatch(family.ignored_tensors, name):
             continue
         if name == "lm_head.weight" and config.tied:           # some writers store the tied matrix twice
             needed[name] = needed[embedding]
         require(name in needed and name not in found,
-                f"{folder} holds {stored_name[:80]}, which a {family.architecture} with this config.json does not "
+                f"{folder} holds {hf_name[:80]}, which a {family.architecture} with this config.json does not "
                 "have; import a model whose files belong together")
-        require(shape == needed[name], f"{stored_name} in {folder} has shape {shape}, but config.json implies "
+        require(shape == needed[name], f"{hf_name} in {folder} has shape {shape}, but config.json implies "
                 f"{needed[name]}; import a model whose files belong together")
-        require(dtype in STORED_DTYPES, f"{stored_name} in {folder} has type {dtype}, but weights must be of type "
-                f"{', '.join(STORED_DTYPES)}; import a model that is not quantized")
-        found[name] = partial(file.get_tensor, stored_name)
+        require(isinstance(dtype, torch.dtype), f"{hf_name} in {folder} has type {dtype}, but weights must be of type "
+                f"{', '.join(STORED_DTYPES.values())}; import a model that is not quantized")
+        found[name] = partial(read_tensor, stored)
         dtypes.add(dtype)
     missing = [name for name in needed if name not in found]
     require(not missing, f"{folder} lacks {', '.join(missing[:3])}{' and others' if len(missing) > 3 else ''}, which a "
@@ -139,32 +132,31 @@ def match_tensors(mappings: list[TensorMapping], family: Family, config: Config,
 
 def convert_from_hf(mapping: TensorMapping, found: dict, config: Config, dtype: torch.dtype) -> torch.Tensor:
     """Load the Hugging Face tensors of a mapping, and convert them to its box of the parameter."""
-    parts = [found[name]() for name in mapping.hf_shapes]
-    return mapping.conversion.from_hf(parts, config).to(dtype).contiguous().view(mapping.box.size)
+    parts = [found[name]().to(dtype) for name in mapping.hf_shapes]
+    return mapping.from_hf(parts, config).contiguous().view(mapping.box.size)
 
 
 def import_model(folder: Path, output: Path) -> str:
     """Import the model in `folder` as the checkpoint `output`, and return a line about the result. Raises UserError."""
-    import_safetensors()
     values = read_json(folder / "config.json")
     family = family_of_json(values, folder / "config.json")
     config = read_config(values, folder / "config.json")
     mappings = map_tensors(config, family.modules)
     found, dtypes = match_tensors(mappings, family, config, folder)
-    dtype = reduce(torch.promote_types, (STORED_DTYPES[name] for name in dtypes))
+    dtype = reduce(torch.promote_types, dtypes)
     dtype_name = str(dtype).removeprefix("torch.")
     config = dataclasses.replace(config, dtype=dtype_name)
     wide = torch.promote_types(dtype, torch.float32)           # the dtype of a run's master weights
     with new_folder(output) as temporary:
-        share = write_boxes(temporary / "rank-00000.bin", (     # a generator: only one tensor is in memory at a time
-            LocalBox(f"weight.{one.name}", one.shape, one.box, convert_from_hf(one, found, config, wide))
-            for one in mappings))
+        types = {stored_name(f"weight.{one.name}", one.box.offset): (wide, one.box.size) for one in mappings}
+        file = f"rank-00000{SUFFIX}"
+        digest = write_tensors(temporary / file, types, (convert_from_hf(one, found, config, wide) for one in mappings))
         copied = copy_tokenizer(folder, temporary)
         special = {name: values[name] for name in SPECIAL_TOKENS if values.get(name) is not None}
         if special and not (temporary / GENERATION).exists():  # a checkpoint has no other place for these ids
             write_json(temporary / GENERATION, special)
         write_manifest(temporary, dict(format=FORMAT, step=0, adam_steps=0, skipped_in_a_row=0, loss_scale=None,
-                                       config=dataclasses.asdict(config)), [share], "import it again")
+                                       config=dataclasses.asdict(config)), {file: digest}, "import it again")
     return (f"{output}: {family.architecture}, {len(mappings)} tensors, {element_count(mappings):,} elements in "
             f"{dtype_name}, {copied}")
 
@@ -187,8 +179,8 @@ def split_into_files(mappings: list[TensorMapping], dtype: torch.dtype, max_byte
 def convert_to_hf(mapping: TensorMapping, index: Index, config: Config, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Read one parameter, or one expert's part, and return {Hugging Face name: tensor}. Raises UserError if a value
     overflows `dtype`."""
-    values, tensors = read_box(f"weight.{mapping.name}", mapping.shape, index, mapping.box).view(mapping.size), {}
-    for name, part in zip(mapping.hf_shapes, mapping.conversion.to_hf(values, config)):
+    values, tensors = index.read(f"weight.{mapping.name}", mapping.box).view(mapping.size), {}
+    for name, part in zip(mapping.hf_shapes, mapping.to_hf(values, config)):
         tensors[name] = part.to(dtype).contiguous()
         largest, limit = float(part.abs().max()), torch.finfo(dtype).max
         require(not limit < largest < torch.inf, f"{name} has values up to {largest:g}, above the maximum {limit:g} of "
@@ -199,7 +191,6 @@ def convert_to_hf(mapping: TensorMapping, index: Index, config: Config, dtype: t
 def export_model(folder: Path, out: Path, dtype_name: str | None = None, max_bytes=5 * 10**9) -> str:
     """Export a checkpoint, or a run's newest, to `out`, and return a line about the result. Raises UserError.
     dtype_name: None for the dtype of the run or of the imported model. max_bytes: see split_into_files()."""
-    package = import_safetensors()
     checkpoint = find_checkpoint(folder)
     index, model = open_weights(checkpoint)
     config, depths = dataclasses.replace(model.config, mtp_num_layers=0), model.config.behind_head.in_words
@@ -216,12 +207,10 @@ def export_model(folder: Path, out: Path, dtype_name: str | None = None, max_byt
     with new_folder(out) as temporary:
         weight_map = {}
         for name, mappings_of_file in zip(names, files):
-            tensors = {}
-            for mapping in mappings_of_file:
-                tensors |= convert_to_hf(mapping, index, config, dtype)
-            package.torch.save_file(tensors, temporary / name, metadata={"format": "pt"})
-            weight_map |= dict.fromkeys(tensors, name)
-            (temporary / name).chmod(temporary.stat().st_mode & 0o666)         # safetensors lets only its owner read it
+            types = {hf_name: (dtype, shape) for one in mappings_of_file for hf_name, shape in one.hf_shapes.items()}
+            write_tensors(temporary / name, types, (
+                part for one in mappings_of_file for part in convert_to_hf(one, index, config, dtype).values()))
+            weight_map |= dict.fromkeys(types, name)
         if len(files) > 1:
             write_json(temporary / INDEX, dict(metadata=dict(total_size=element_count(mappings) * dtype.itemsize),
                                                weight_map=weight_map))

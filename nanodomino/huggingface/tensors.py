@@ -14,9 +14,6 @@ of r = n/g heads:
 In nanodomino the rows of qkv are ordered group by group: the r q heads, the k head and the v head of group 0, then
 those of group 1, and so on. So a contiguous shard holds whole groups, and each tensor-parallel rank can compute
 attention on its own. GPT-2 computes x W (its Conv1D), the others x W^T; therefore GPT-2's matrices are transposed.
-
-The experts of a layer are stacked in one parameter. In Hugging Face's files each expert has its own tensors. So an
-expert is converted like an MLP, and only one expert is in memory at a time.
 """
 
 import re
@@ -24,19 +21,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import pad
 
 from nanodomino.checkpoint.format import Box
 from nanodomino.model import meta_model
 from nanodomino.settings.config import Config
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """Converts a matrix or its bias: to_hf(tensor, config) returns a tuple of Hugging Face tensors, and
-    from_hf(tensors, config) the tensor. (Transposing a bias with t() does not change it.)"""
-    to_hf: Callable
-    from_hf: Callable
 
 
 def split_qkv(qkv, config: Config):
@@ -46,58 +34,52 @@ def split_qkv(qkv, config: Config):
     return tuple(part.flatten(0, 2) for part in grouped.split([heads, 1, 1], dim=1))
 
 
-def join_qkv(tensors, config: Config):
-    """Join (q, k, v) into qkv: the inverse of split_qkv."""
-    return torch.cat([tensor.unflatten(0, (config.num_query_groups, -1, config.kv_channels)) for tensor in tensors],
-                     dim=1).flatten(0, 2)
-
-
-SAME = Conversion(lambda tensor, config: (tensor,), lambda tensors, config: tensors[0])
-TRANSPOSED = Conversion(lambda tensor, config: (tensor.t(),), lambda tensors, config: tensors[0].t())
-QKV = Conversion(split_qkv, join_qkv)
-QKV_TRANSPOSED = Conversion(lambda qkv, config: (torch.cat(split_qkv(qkv, config)).t(),),
-                            lambda tensors, config: join_qkv(tensors[0].t().chunk(3), config))
-GATE_AND_UP = Conversion(lambda tensor, config: tensor.unbind(), lambda tensors, config: torch.stack(tensors))
-VOCABULARY = Conversion(
-    lambda words, config: (words[:config.vocab_size],),
-    lambda tensors, config: pad(tensors[0], (0, 0, 0, config.padded_vocab_size - config.vocab_size)))    # rows of zeros
+# {name: function that converts a matrix or its bias to a tuple of Hugging Face tensors}; t() does not change a bias
+TO_HF = {
+    "same": lambda tensor, config: (tensor,),
+    "transposed": lambda tensor, config: (tensor.t(),),
+    "qkv": split_qkv,
+    "qkv transposed": lambda qkv, config: (torch.cat(split_qkv(qkv, config)).t(),),
+    "gate and up": lambda tensor, config: tensor.unbind(),
+    "vocabulary": lambda words, config: (words[:config.vocab_size],),        # without the padding
+}
 
 # {module or parameter: (Hugging Face modules, conversion)}; # stands for the layer's number, * for the expert's
 GPT2_MODULES = {
-    "embedding.word_embeddings": (["transformer.wte"], VOCABULARY),
-    "embedding.position_embeddings": (["transformer.wpe"], SAME),
-    "layers.#.attention.norm": (["transformer.h.#.ln_1"], SAME),
-    "layers.#.attention.qkv": (["transformer.h.#.attn.c_attn"], QKV_TRANSPOSED),
-    "layers.#.attention.dense": (["transformer.h.#.attn.c_proj"], TRANSPOSED),
-    "layers.#.mlp.norm": (["transformer.h.#.ln_2"], SAME),
-    "layers.#.mlp.dense_h_to_4h": (["transformer.h.#.mlp.c_fc"], TRANSPOSED),
-    "layers.#.mlp.dense_4h_to_h": (["transformer.h.#.mlp.c_proj"], TRANSPOSED),
-    "final_norm": (["transformer.ln_f"], SAME),
-    "output_layer": (["lm_head"], VOCABULARY),
+    "embedding.word_embeddings": (["transformer.wte"], "vocabulary"),
+    "embedding.position_embeddings": (["transformer.wpe"], "same"),
+    "layers.#.attention.norm": (["transformer.h.#.ln_1"], "same"),
+    "layers.#.attention.qkv": (["transformer.h.#.attn.c_attn"], "qkv transposed"),
+    "layers.#.attention.dense": (["transformer.h.#.attn.c_proj"], "transposed"),
+    "layers.#.mlp.norm": (["transformer.h.#.ln_2"], "same"),
+    "layers.#.mlp.dense_h_to_4h": (["transformer.h.#.mlp.c_fc"], "transposed"),
+    "layers.#.mlp.dense_4h_to_h": (["transformer.h.#.mlp.c_proj"], "transposed"),
+    "final_norm": (["transformer.ln_f"], "same"),
+    "output_layer": (["lm_head"], "vocabulary"),
 }
 LLAMA_MODULES = {
-    "embedding.word_embeddings": (["model.embed_tokens"], VOCABULARY),
-    "layers.#.attention.norm": (["model.layers.#.input_layernorm"], SAME),
-    "layers.#.attention.qkv": ([f"model.layers.#.self_attn.{name}_proj" for name in "qkv"], QKV),
-    "layers.#.attention.q_layernorm": (["model.layers.#.self_attn.q_norm"], SAME),
-    "layers.#.attention.k_layernorm": (["model.layers.#.self_attn.k_norm"], SAME),
-    "layers.#.attention.dense": (["model.layers.#.self_attn.o_proj"], SAME),
-    "layers.#.mlp.norm": (["model.layers.#.post_attention_layernorm"], SAME),
-    "layers.#.mlp.dense_h_to_4h": ([f"model.layers.#.mlp.{name}_proj" for name in ("gate", "up")], GATE_AND_UP),
-    "layers.#.mlp.dense_4h_to_h": (["model.layers.#.mlp.down_proj"], SAME),
-    "final_norm": (["model.norm"], SAME),
-    "output_layer": (["lm_head"], VOCABULARY),
+    "embedding.word_embeddings": (["model.embed_tokens"], "vocabulary"),
+    "layers.#.attention.norm": (["model.layers.#.input_layernorm"], "same"),
+    "layers.#.attention.qkv": ([f"model.layers.#.self_attn.{name}_proj" for name in "qkv"], "qkv"),
+    "layers.#.attention.q_layernorm": (["model.layers.#.self_attn.q_norm"], "same"),
+    "layers.#.attention.k_layernorm": (["model.layers.#.self_attn.k_norm"], "same"),
+    "layers.#.attention.dense": (["model.layers.#.self_attn.o_proj"], "same"),
+    "layers.#.mlp.norm": (["model.layers.#.post_attention_layernorm"], "same"),
+    "layers.#.mlp.dense_h_to_4h": ([f"model.layers.#.mlp.{name}_proj" for name in ("gate", "up")], "gate and up"),
+    "layers.#.mlp.dense_4h_to_h": (["model.layers.#.mlp.down_proj"], "same"),
+    "final_norm": (["model.norm"], "same"),
+    "output_layer": (["lm_head"], "vocabulary"),
 }
 
 
 def with_experts(block: str, gate: str, up: str, down: str) -> dict:
     """Return LLAMA_MODULES with experts. block: the Hugging Face module that holds a layer's router and experts; gate,
     up, down: its names for the matrices of an expert."""
-    layer, experts = f"model.layers.#.{block}", f"model.layers.#.{block}.experts.*"
+    experts = f"model.layers.#.{block}.experts.*"
     return LLAMA_MODULES | {
-        "layers.#.mlp.router": ([f"{layer}.gate"], SAME),
-        "layers.#.mlp.experts.dense_h_to_4h": ([f"{experts}.{gate}", f"{experts}.{up}"], GATE_AND_UP),
-        "layers.#.mlp.experts.dense_4h_to_h": ([f"{experts}.{down}"], SAME)}
+        "layers.#.mlp.router": ([f"model.layers.#.{block}.gate"], "same"),
+        "layers.#.mlp.experts.dense_h_to_4h": ([f"{experts}.{gate}", f"{experts}.{up}"], "gate and up"),
+        "layers.#.mlp.experts.dense_4h_to_h": ([f"{experts}.{down}"], "same")}
 
 
 @dataclass(frozen=True)
@@ -107,8 +89,14 @@ class TensorMapping:
     shape: tuple[int, ...]                  # the full tensor's, as a checkpoint holds it
     box: Box                                # the expert's part of the full tensor; without experts, all of it
     size: tuple[int, ...]                   # box.size, without the dimension of the experts
-    conversion: Conversion
+    to_hf: Callable                         # to_hf(tensor, config): the Hugging Face tensors
     hf_shapes: dict[str, torch.Size]        # {Hugging Face name: shape}, in the order of to_hf
+
+    def from_hf(self, tensors, config: Config) -> torch.Tensor:
+        """Convert Hugging Face tensors back. to_hf is a linear function that moves each element to another place, so
+        its gradient moves the elements back. Vocabulary padding becomes zeros."""
+        point = torch.empty(self.size, dtype=tensors[0].dtype, requires_grad=True)
+        return torch.autograd.grad(self.to_hf(point, config), point, tensors)[0]
 
 
 def map_tensors(config: Config, modules: dict) -> list[TensorMapping]:
@@ -117,15 +105,14 @@ def map_tensors(config: Config, modules: dict) -> list[TensorMapping]:
     for name, weight in meta_model(config).named_parameters():
         shape = weight.spec.shape
         module, leaf = re.fullmatch(r"(.*?)(\.weight|\.bias)?", name).groups(".weight")
-        layer = re.search(r"(?<=layers\.)\d+", module)
-        hf_modules, conversion = modules[re.sub(r"(?<=layers\.)\d+", "#", module)]
+        layer = "".join(re.findall(r"(?<=layers\.)\d+", module))
+        hf_modules, kind = modules[re.sub(r"(?<=layers\.)\d+", "#", module)]
         for expert in [(i,) for i in range(config.num_experts)] if "*" in hf_modules[0] else [()]:
             size = shape[len(expert):]
             box = Box((*expert, *[0] * len(size)), (*[1] * len(expert), *size))
-            hf_names = [hf_module.replace("#", layer[0] if layer else "").replace("*", "".join(map(str, expert))) + leaf
-                        for hf_module in hf_modules]
-            parts = conversion.to_hf(torch.empty(size, device="meta"), config)
-            mappings.append(TensorMapping(name, shape, box, size, conversion, {
+            hf_names = [one.replace("#", layer).replace("*", "".join(map(str, expert))) + leaf for one in hf_modules]
+            parts = TO_HF[kind](torch.empty(size, device="meta"), config)
+            mappings.append(TensorMapping(name, shape, box, size, TO_HF[kind], {
                 hf_name: part.shape for hf_name, part in zip(hf_names, parts, strict=True)}))
     return mappings
 

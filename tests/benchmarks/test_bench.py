@@ -44,8 +44,8 @@ def wire():
 
 def test_checkpoint_also_times_how_the_optimizers_moments_are_read(capsys, monkeypatch):
     states = set()
-    monkeypatch.setattr("nanodomino.checkpoint.load.read_boxes", lambda folder, manifest, boxes: states.update(
-        box.name.split(".")[0] for box in boxes))
+    monkeypatch.setattr("nanodomino.checkpoint.format.Index.read", lambda index, name, box, values: states.add(
+        name.split(".")[0]))
     here(capsys, "checkpoint", *TINY[:4], "--num-attention-heads", "2", "--processes", "1", "--repeats", "1")
     assert states == {"weight", "exp_avg", "exp_avg_sq"}
 

@@ -107,7 +107,7 @@ def test_gradients_equal_those_of_transformers(pool, saved, tmp_path, name, layo
     loss.backward()
     gradients, expected = published_tensors(model, {name: weight.grad for name, weight in model.named_parameters()}), {}
     for mapping in map_tensors(config, family_of(config).modules):
-        part = mapping.conversion.from_hf([gradients.pop(name) for name in mapping.hf_shapes], config)
+        part = mapping.from_hf([gradients.pop(name) for name in mapping.hf_shapes], config)
         expected[mapping.name] = torch.cat([expected.get(mapping.name, torch.empty(0)), part.flatten()])
     assert not gradients
     outcomes = pool.run(gradients_rank, tmp_path / "imported", options, data,

@@ -29,9 +29,10 @@ from support.runs import TINY, make_corpus
 import data.prepare
 import nanodomino.generate.__main__
 import train
-from nanodomino.checkpoint.format import file_digest, manifest_text
+from nanodomino.checkpoint.format import manifest_text
 from nanodomino.comm.world import LaunchInfo, read_launch_environment
 from nanodomino.errors import UserError, sentence_and_code
+from nanodomino.files import sha256
 from nanodomino.run import session
 from nanodomino.run.failures import report_and_exit
 from nanodomino.run.session import from_command_line
@@ -42,8 +43,7 @@ from nanodomino.settings.flags import flag_name, flag_settings
 
 LIMIT = 60              # seconds until all processes of a row have ended; on an idle machine it takes 5
 STEP = "run/checkpoints/step-00000002"
-META, MANIFEST, INDEX, SHARD = "data/meta.json", *(f"{STEP}/{name}" for name in (
-    "manifest.json", "index.json", "rank-00000.bin"))
+META, MANIFEST, SHARD = "data/meta.json", f"{STEP}/manifest.json", f"{STEP}/rank-00000.safetensors"
 COMMANDS = {"train.py": train.main, "nanodomino.generate": nanodomino.generate.__main__.main,
             "data/prepare.py": data.prepare.main}
 
@@ -153,7 +153,7 @@ TABLE += [Bad(flags, says, command="nanodomino.generate") for flags, *says in [
     ("--load ''", "--load must not be empty, but is ''", "give a value, or leave it out"),
     ("--prompt def", "the following arguments are required: --load", HELP),
     ("--load run --data-path nowhere", "there is no data folder nowhere", "--input TEXT --output nowhere"),
-    ("--load nowhere", "there is no folder nowhere to load from")]]
+    ("--load nowhere", "nowhere is no folder to load from")]]
 
 TABLE += [Bad(flags, says, command="data/prepare.py", processes=(1,)) for flags, *says in [
     ("--input none*.txt --output out", "no file or folder matches the input none*.txt", "check the path"),
@@ -184,8 +184,8 @@ def remove(name: str):
 def change_meta(**changes):
     """Change entries of meta.json, and correct its checksums. None: remove."""
     def change(folder):
-        sha256 = {split: file_digest(folder / f"data/{split}.bin")["sha256"] for split in data.prepare.SPLITS}
-        meta = json.loads((folder / META).read_text()) | dict(sha256=sha256) | changes
+        digests = {split: sha256(folder / f"data/{split}.bin") for split in data.prepare.SPLITS}
+        meta = json.loads((folder / META).read_text()) | dict(sha256=digests) | changes
         write(META, json.dumps({key: value for key, value in meta.items() if value is not None}).encode())(folder)
     return change
 
@@ -214,7 +214,7 @@ def forge(change=leave, **changes):
         change(folder)
         path = folder / STEP / "manifest.json"
         manifest = json.loads(path.read_text())
-        files = {name: file_digest(folder / STEP / name) for name in manifest["files"]}
+        files = {name: sha256(folder / STEP / name) for name in manifest["files"]}
         manifest |= dict(files=files) | changes | dict(config=manifest["config"] | changes.get("config", {}))
         path.write_text(manifest_text({name: value for name, value in manifest.items() if value is not None}))
     return forged
@@ -233,16 +233,15 @@ TABLE += [Bad("--sample-tokens 5", says, damage, f"with {what}") for what, damag
 TABLE += [Bad("--run-dir run", ["data/valid.bin has changed since it was prepared", PREPARE_AGAIN],
               flip("data/valid.bin"), "with a changed text", processes=(1,))]                # rank 0 of a host looks
 TABLE += [Bad(f"--load {STEP}", says, damage, f"with {what}") for what, damage, *says in [
-    ("no manifest", remove(MANIFEST), "is not a complete checkpoint", ANOTHER),
+    ("no manifest", remove(MANIFEST), "manifest.json is damaged or can't be read (No such file", ANOTHER),
     ("a flipped bit in its manifest", flip(MANIFEST, after=b'"num_layers": '), "manifest.json is damaged", ANOTHER),
-    ("no list of files", forge(files=None), "manifest.json lacks files", ANOTHER),
     ("a later format", forge(format="nanodomino-checkpoint-9"), "has format 'nanodomino-checkpoint-9'",
      "use the version that wrote it"),
     ("a number among names", forge(config=dict(given=[1])), "gives [1] as given", "of type list of names; correct it"),
     ("settings of a later version", forge(config=dict(rotary=True)), "this version does not know (rotary)",
      "use the version that wrote them"), ("a flipped bit", flip(SHARD), "damaged", ANOTHER)]]
 TABLE += [Bad(flags, says, damage, what) for flags, what, damage, *says in [
-    ("--load data/meta.json", "", leave, "data/meta.json is a file, not a folder to load from"),
+    ("--load data/meta.json", "", leave, "data/meta.json is no folder to load from"),
     ("--load " + "a" * 5000, "", leave, "aaa: File name too long", "choose another file or folder"),
     ("--load run", "with no intact checkpoint", flip(SHARD), "holds no intact checkpoint", "give another"),
     (f"--load {STEP} --hidden-size 32", "", leave, "hidden-size 16, but this run has 32", "go back to the old value"),

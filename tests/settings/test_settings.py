@@ -16,7 +16,7 @@ from support.runs import TINY, main_on_rank, make_corpus, metric_points, saved_s
 
 import train
 from data.prepare import prepare
-from nanodomino.checkpoint.format import FORMAT, Box, LocalBox, write_boxes, write_manifest
+from nanodomino.checkpoint.format import FORMAT, Box, write_boxes, write_manifest
 from nanodomino.checkpoint.load import checkpoints_of, recorded_settings, restore
 from nanodomino.data import TokenDataset
 from nanodomino.errors import UserError
@@ -44,10 +44,9 @@ def old_run(tmp_path_factory) -> Path:
     (run / "config.json").write_text(json.dumps(record))
     (checkpoint := run / "checkpoints" / "step-00000003").mkdir(parents=True)
     shapes = {name: weight.spec.shape for name, weight in meta_model(config).named_parameters()}
-    boxes = [LocalBox(f"weight.{name}", shape, Box((0,) * len(shape), shape), torch.zeros(shape))
-             for name, shape in shapes.items()]
-    write_manifest(checkpoint, dict(format=FORMAT, step=3, adam_steps=3, config=record),
-                   [write_boxes(checkpoint / "rank-00000.bin", boxes)], "")
+    boxes = [(f"weight.{name}", Box((0,) * len(shape), shape), torch.zeros(shape)) for name, shape in shapes.items()]
+    write_boxes(checkpoint / "rank-00000.safetensors", boxes)
+    write_manifest(checkpoint, dict(format=FORMAT, step=3, adam_steps=3, config=record), {}, "")
     return run
 
 

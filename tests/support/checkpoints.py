@@ -5,7 +5,7 @@ from pathlib import Path
 from support.harness import Outcome, build, shard_spec, tiny
 
 import train
-from nanodomino.checkpoint.format import FORMAT, INDEX, file_digest, manifest_text
+from nanodomino.checkpoint.format import FORMAT, manifest_text
 from nanodomino.checkpoint.load import restore
 from nanodomino.checkpoint.save import Saver
 
@@ -69,8 +69,6 @@ def save_steps(config, folder, steps=((1, 0),), keep_last=1):
 def write_empty_checkpoint(folder, step):
     """Write an intact checkpoint of this step without any tensor."""
     folder.mkdir(parents=True)
-    (folder / INDEX).write_text("{}")
-    content = dict(format=FORMAT, step=step, adam_steps=step, skipped_in_a_row=0, config={},
-                   files={INDEX: file_digest(folder / INDEX)})
+    content = dict(format=FORMAT, step=step, adam_steps=step, skipped_in_a_row=0, config={}, files={})
     (folder / "manifest.json").write_text(manifest_text(content))
     return folder
