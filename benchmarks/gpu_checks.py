@@ -36,9 +36,9 @@ from nanodomino.errors import require
 from nanodomino.estimate.formulas import peak_memory
 from nanodomino.mesh import Mesh
 from nanodomino.options.fp8 import RECIPES
+from nanodomino.pictures.merged_trace import table
 from nanodomino.run.determinism import checksum, choose_kernels
 from nanodomino.settings.config import Config
-from nanodomino.timeline.merged_trace import table
 
 
 LAUNCHES = [(dist, name) for name in ("all_reduce", "all_to_all_single", "batch_isend_irecv")] + [

@@ -43,10 +43,10 @@ from nanodomino.comm.trace import Trace
 from nanodomino.domino import Domino
 from nanodomino.errors import counted, require
 from nanodomino.mesh import Mesh
+from nanodomino.pictures.merged_trace import actions, difference, spans_of, union
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.schedules.simulation import Placement, Timetable, simulate, stage_layers, step_time
 from nanodomino.settings.config import Config
-from nanodomino.timeline.merged_trace import actions, difference, spans_of, union
 from nanodomino.zero import ZeroOptimizer
 
 

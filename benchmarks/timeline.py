@@ -19,8 +19,8 @@ from benchmarks.runner import BENCH, RandomTokens, about, config_of, describe, j
 from nanodomino.comm.trace import Trace
 from nanodomino.domino import Domino
 from nanodomino.files import write_file
-from nanodomino.timeline.draw import gather, picture
-from nanodomino.timeline.merged_trace import Recording, table
+from nanodomino.pictures.drawing import svg, timeline
+from nanodomino.pictures.merged_trace import Recording, gather, table
 from nanodomino.zero import ZeroOptimizer
 
 SLOW = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=1, num_layers=2, hidden_size=512,
@@ -59,7 +59,7 @@ def answer(flags, launch):
                   for caption, config in configs.items()]
     if launch.rank > 0:
         return "", {}
-    write_file(flags.output, picture(recordings).encode())
+    write_file(flags.output, svg(timeline, recordings).encode())
     return "\n".join([f"drawn in {flags.output}", describe(config), *(row for recording in recordings
                                           for row in (recording.caption, *table(recording)))]), about(config)
 
@@ -76,4 +76,5 @@ def record(config, mesh, caption: str, repeats: int) -> Recording | None:
         recordings.append(gather(trace, mesh))
     if recordings[0] is None:
         return None
-    return replace(min(recordings[1:], key=lambda each: each.end - each.begin), caption=caption)
+    quickest = min(recordings[1:], key=lambda each: max(event.end for event in sum(each.ranks, [])))
+    return replace(quickest, caption=caption)

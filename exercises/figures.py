@@ -1,7 +1,7 @@
 """The numbers and pictures of the playground's pages, drawn by the project's own code.
 
     grid(..)       mesh.py: the ranks of each group, and what a rank holds
-    schedule(..)   schedules/: the simulated schedule, as the timeline of a run (timeline/draw.py)
+    schedule(..)   schedules/: the simulated schedule, as the timeline of a run (pictures/drawing.py)
     domino(..)     benchmarks/ideal_wire.py: one rank's step on an ideal wire, as a timeline
     memory(..)     estimate/: the bytes of a rank of each stage
     search(..)     benchmarks/plan_search.py: the fastest layouts
@@ -10,9 +10,8 @@ Each function returns a Figure, or raises UserError if the settings break a rule
 because the browser's sessions are threads of one process, which can be in only one world. Figures are remembered.
 """
 
-import re
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial, wraps
 
 import torch
@@ -27,15 +26,13 @@ from nanodomino.errors import counted
 from nanodomino.estimate.formulas import GPUS, state_bytes_per_parameter
 from nanodomino.mesh import lay_out
 from nanodomino.model import meta_stage
-from nanodomino.plot.svg import LETTER, LINE, box, frame, text
+from nanodomino.pictures.drawing import svg, timeline
+from nanodomino.pictures.merged_trace import COLLECTIVES, Recording
 from nanodomino.run.report import describe_stage
-from nanodomino.schedules import definitions, simulation
+from nanodomino.schedules import simulation
 from nanodomino.schedules.simulation import message_sent
 from nanodomino.settings.config import Config
 from nanodomino.settings.presets import PUBLISHED_VOCABULARIES
-from nanodomino.timeline import draw
-from nanodomino.timeline.merged_trace import COLLECTIVES, Recording, difference, union
-
 
 LOCK = threading.RLock()
 UNIT = 1e6                   # nanoseconds: a unit of a schedule's time is drawn as a millisecond
@@ -86,48 +83,41 @@ def grid(world=8, tp=2, pp=2, cp=1, ep=1, rank=0) -> Figure:
     held = sum(weight.numel() for weight in meta_stage(config, mesh.pp_rank).parameters())
     stages = [describe_stage(config, stage) for stage in range(pp)]
 
-    groups, side, gap, left, per_row = {"this rank": [mesh.rank], **partners}, 34, 14, 76, world // pp
-    body, y = [], 8
-    for stage in range(pp):
-        body += [text(8, y + 22, f"stage {stage}"), text(left, y + side + LINE - 4, stages[stage], "small pale")]
-        for place in range(per_row):
-            number, x = stage * per_row + place, left + place * side + place // tp * gap
+    groups, per_row = {"this rank": [mesh.rank], **partners}, world // pp
+
+    def draw(figure):
+        figure.set_figheight(0.6 * pp + 0.2 * len(groups) + 0.1)
+        axis = figure.add_axes((0.02, 0, 0.96, 1), ylim=(pp + 0.4 * len(groups), -0.4))
+        axis.set_xlim(0, max(1.4 * per_row, 24))
+        axis.axis("off")
+        for number in range(world):
+            stage, place = divmod(number, per_row)
+            x = place + 0.4 * (place // tp)
             colours = [GROUPS[name][0] for name, ranks in groups.items() if number in ranks] or ["#eee"]
-            width = (side - 4) / len(colours)
-            body += [box(x + i * width, y, width, side - 4, colour) for i, colour in enumerate(colours)]
-            body.append(text(x + side / 2 - 2, y + 20, number, "middle"))
-        y += side + LINE + 8
-    for name, ranks in groups.items():
-        body += [box(8, y, 14, 12, GROUPS[name][0]), text(28, y + 11, f"{name}: {', '.join(map(str, ranks))}")]
-        y += LINE
+            for i, colour in enumerate(colours):               # one above the other
+                axis.barh(stage + 0.5 * i / len(colours), 0.9, 0.5 / len(colours), x, align="edge", color=colour)
+            axis.text(x + 0.45, stage + 0.25, number, ha="center", va="center_baseline")
+        for stage, words in enumerate(stages):
+            axis.text(0, stage - 0.05, f"stage {stage}: {words}", color="#666")
+        for i, (name, ranks) in enumerate(groups.items()):
+            axis.text(0, pp + 0.2 + 0.35 * i, f"{name}: {', '.join(map(str, ranks))}",
+                      bbox={"facecolor": GROUPS[name][0], "edgecolor": "none", "pad": 1})
+
     lines = [f"- `{name}`: {GROUPS[name][1]} rank{'s' * (len(ranks) > 1)} **{', '.join(map(str, ranks))}**"
              for name, ranks in partners.items()] or ["It talks to no other rank."]
     words = [f"Rank **{mesh.rank}** holds {stages[mesh.pp_rank]}: {held:,} parameters of the model `nano`. Of the 64 "
              f"samples of a step, its replica trains on {config.global_batch_size // config.dp}.\n", *lines]
-    return Figure(frame(max(left + per_row * side + per_row // tp * gap, 560), y + 6, body),
-                  {**partners, "rank": mesh.rank, "parameters": held}, "\n".join(words))
+    return Figure(svg(draw), {**partners, "rank": mesh.rank, "parameters": held}, "\n".join(words))
 
 
 # ---- schedules
-
-def formulas() -> dict[str, tuple[str, str]]:
-    """Return {schedule: (idle time of a step, microbatches held)} from the table in definitions.py."""
-    rows = re.findall(r"^    (\S+) +(\S.*?) {2,}(\S.*?) {2,}\S.*$", definitions.__doc__, re.MULTILINE)
-    return {name: tuple(both) for name, *both in rows if name in definitions.SCHEDULES}
-
-
-def value_of(formula: str, **values) -> float:
-    """Compute a formula of that table, such as "(p - 1)(F + I + W)/v"."""
-    product = re.sub(r"(?<=[\w)])\s*(?=\()|(?<=[\d)])\s+(?=[A-Za-z])", "*", formula)
-    return eval(product, {"__builtins__": {}}, values)
-
 
 @remembered
 def schedule(name="1f1b", stages=4, microbatches=8, chunks=None, F=1.0, I=1.0, W=1.0, message=0.0) -> Figure:  # noqa: E741
     """Draw a schedule. F, I, W: what a stage takes for the forward, the input gradients and the weight gradients of a
     microbatch. chunks: per stage; None: as few as the schedule allows.
 
-    numbers: step, bubble, held [per stage]; by the formulas: formula_bubble, formula_held; None without a formula
+    numbers: step, bubble, held [per stage]. The docstring of schedules/definitions.py has their formulas.
     """
     config = Config(num_layers=stages * (chunks or 2), tensor_model_parallel_size=1, schedule=name,
                     pipeline_model_parallel_size=stages, virtual_stages=chunks, micro_batch_size=1,
@@ -136,27 +126,14 @@ def schedule(name="1f1b", stages=4, microbatches=8, chunks=None, F=1.0, I=1.0, W
     takes = {"forward": F / v, "backward": (I + W) / v, "input_backward": I / v, "weight_backward": W / v}
     rows = simulation.simulate(table, lambda stage, action: sum(takes[half.kind] for half in action.halves), message)
     held = [simulation.peak_microbatches(row, lambda chunk: 1 / v) for row in table.rows]
-    idle, most = formulas().get(name, (None, None))
-    found = {"step": simulation.step_time(rows), "bubble": simulation.bubble(rows), "held": held,
-             "formula_bubble": None, "formula_held": [None] * stages}
-    if idle:
-        found["formula_bubble"] = value_of(idle, p=stages, v=v, F=F, I=I, W=W) / simulation.busy_time(rows)
-        found["formula_held"] = [min(microbatches, value_of(most, p=stages, r=r, v=v, m=microbatches))
-                                 for r in range(stages)]
-    table_rows = [("stage", "microbatches held", f"formula: {most}" if most else "no formula")] + [
-        (str(stage), f"{held[stage]:.3g}", "" if number is None else f"{number:.3g}")
-        for stage, number in enumerate(found["formula_held"])]
+    found = {"step": simulation.step_time(rows), "bubble": simulation.bubble(rows), "held": held}
     words = (f"A step takes **{found['step']:g}** units of time. The bubble is **{found['bubble']:.1%}** of the "
-             "busiest stage's computing time. ")
-    if idle:
-        words += f"The formula for the idle time, `{idle}`, gives {found['formula_bubble']:.1%}" + (
-            "." if abs(found["formula_bubble"] - found["bubble"]) < 1e-9 else
-            ": it assumes that messages take no time, and conditions that `schedules/definitions.py` lists.")
-    else:
-        words += "The table of `schedules/definitions.py` has no formula for this schedule."
+             "busiest stage's computing time. The docstring of `schedules/definitions.py` has formulas for the bubble "
+             "and for the microbatches held.")
     caption = f"{name}: {counted(stages, 'stage')}, {counted(microbatches, 'microbatch')}; 1 ms is a unit of time"
     places, events = [f"stage {stage}" for stage in range(stages)], events_of(table, rows, takes, message)
-    return Figure(draw.picture([Recording(caption, places, events)]), found, words, tuple(table_rows))
+    return Figure(svg(timeline, [Recording(caption, places, events)]), found, words, (
+        ("stage", "microbatches held"), *((str(stage), f"{number:.3g}") for stage, number in enumerate(held))))
 
 
 def events_of(table, rows, takes, message) -> list[list[Event]]:
@@ -165,7 +142,7 @@ def events_of(table, rows, takes, message) -> list[list[Event]]:
     last = simulation.step_time(rows)
     events = [[event("step", 0, last, step=1)] for _ in rows]
     for stage, row in enumerate(rows):
-        for begin, end in difference([(0, last)], union((start, end) for _, start, end in row)):
+        for begin, end in zip([0, *(end for _, _, end in row)], [*(begin for _, begin, _ in row), last]):
             events[stage].append(event("wait", begin, end, group="pp", ready=end * UNIT))
         for action, begin, end in row:
             turns = [(half, takes[half.kind]) for half in action.halves]
@@ -201,7 +178,7 @@ class WireTrace(Trace):
 
     def watch(self, kind, work, **args):
         now = self.mark()
-        self.events.append(Event(kind, now, round(self.wire.last_done * 1e9), args | {"ready": now}))
+        self.events.append(Event(kind, now, round(self.wire.last_done * 1e9), args | {"ready": 0}))
         if self.blocking:
             with self.span("wait", group=args["group"]):
                 work.wait()
@@ -232,6 +209,7 @@ def domino(ratio=1.0, slices=2, columns=1, sequence_parallel=False, way="Domino"
                                                stage.batches, "paired" if way == "paired" else "1f1b"))
                 bandwidth = log.sent / (ratio * log.work)
             events = trace.take()
+            events = [replace(one, begin=one.begin - events[0].begin, end=one.end - events[0].begin) for one in events]
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -239,7 +217,7 @@ def domino(ratio=1.0, slices=2, columns=1, sequence_parallel=False, way="Domino"
                "wires": 1e3 * log.sent / wire.bandwidth, "collectives": sum(one.kind in COLLECTIVES for one in events)}
     cut = f", {counted(slices, 'slice')}, {counted(columns, 'column')}" * (way != "blocking")
     recording = Recording(f"{way}{cut}: step / perfect step = {numbers['bound']:.2f}", ["tp 0 of 2"], [events])
-    return Figure(draw.picture([recording]), numbers, (
+    return Figure(svg(timeline, [recording]), numbers, (
         f"A step takes **{numbers['bound']:.2f}** times as long as a perfect one, in which the shorter of work "
         f"({numbers['work']:.1f} ms) and wires ({numbers['wires']:.1f} ms) is hidden entirely; a millisecond stands "
         f"for a million multiplications. The step launches {numbers['collectives']} collectives."))
@@ -263,7 +241,7 @@ def memory(model="gpt3-13b", gpus=64, gpu="H100", tp=8, pp=4, zero_stage=1, reco
     usable, most = GPUS[gpu].memory * (1 - plan.RESERVE), max(sum(need.values()) for need in needs)
     fits, state = most <= usable, state_bytes_per_parameter(config)
     verdict = f"fits: every rank needs at most {bytes_text(most)}" if fits else plan.why_not(needs, usable)
-    return Figure(stacked_bars(bars, MEMORY, usable, f"usable: {bytes_text(usable)}"),
+    return Figure(svg(stacked_bars, bars, MEMORY, usable, f"usable: {bytes_text(usable)}"),
                   {"stages": needs, "usable": usable, "fits": fits, "state": state},
                   f"dp is **{config.dp}**, and the model state takes **{state:g}** bytes per parameter. The layout "
                   f"{verdict}.", (("", *MEMORY, "total"), *((label, *map(bytes_text, need.values()), total)
@@ -287,28 +265,28 @@ def search(model="gpt2-xl", gpus=8, gpu="H100", gpus_per_host=8, progress=progre
     ends = [f"{seconds_text(one['step_s'])}, {bytes_text(one['bytes'])}, MFU {one['mfu']:.0%}" for one in layouts]
     bars = [(name, {"step": one["step_s"]}, end) for name, one, end in zip(names, layouts, ends)]
     return Figure(
-        stacked_bars(bars, {"step": "#4fae8b"}), record,
+        svg(stacked_bars, bars, {"step": "#4fae8b"}), record,
         f"The fastest layout of **{model}** takes **{layouts[0]['step_s']:.3f} s** per step. This command trains with "
         f"it:\n\n```sh\n{layouts[0]['command']}\n```\n",
         (("layout", "command"), *((name, one["command"]) for name, one in zip(names, layouts))))
 
 
-def stacked_bars(bars, colours: dict, limit=0.0, words="") -> str:
+def stacked_bars(figure, bars, colours: dict, limit=0.0, words=""):
     """Draw horizontal bars (label, {part: size}, words at its end), and a line at `limit`. colours: {part: colour}"""
-    left, width, y, body = max(len(label) for label, *_ in bars) * LETTER + 16, 1000, 34 * bool(limit) + 8, []
-    scale = (width - left - 210) / max(limit, *(sum(parts.values()) for _, parts, _ in bars))
-    for label, parts, end in bars:
-        x = left
-        for name, size in parts.items():
-            body.append(box(x, y, size * scale, 22, colours[name], stroke="#fff"))
-            x += size * scale
-        body += [text(8, y + 15, label), text(x + 6, y + 15, end)]
-        y += 30
+    figure.set_figheight(0.3 * len(bars) + 0.7)
+    axis = figure.add_axes((0.006 * max(len(label) for label, *_ in bars) + 0.02, 0.3 / figure.get_figheight(), 0.55,
+                            0.3 * len(bars) / figure.get_figheight()), frame_on=False, xticks=[])
+    ends = [0.0] * len(bars)
+    for name, colour in colours.items():
+        sizes = [parts[name] for _, parts, _ in bars]
+        drawn = axis.barh(range(len(bars)), sizes, 0.7, ends, color=colour, edgecolor="white", label=name)
+        ends = [end + size for end, size in zip(ends, sizes)]
+    axis.bar_label(drawn, [end for *_, end in bars], padding=4)
     if limit:
-        edge = left + limit * scale
-        body += [box(edge - 1, 28, 2, y - 28, "#d62728"), text(edge, 20, words, "middle")]
-    x = 8
-    for name, colour in colours.items() if len(colours) > 1 else ():
-        body += [box(x, y + 8, 14, 12, colour), text(x + 19, y + 19, name)]
-        x += 40 + 8 * len(name)
-    return frame(width, y + 28 * (x > 8), body)
+        axis.axvline(limit, color="#d62728")
+        axis.text(limit, -0.7, words, ha="center")
+    axis.set_yticks(range(len(bars)), [label for label, *_ in bars])
+    axis.invert_yaxis()
+    axis.grid(False)
+    if len(colours) > 1:
+        figure.legend(loc="lower left", ncols=len(colours))

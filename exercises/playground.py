@@ -76,11 +76,11 @@ def shown(page, form, controls):
 @app.function
 def picture(figure):
     """Show a picture, which keeps its own light background. On a narrow screen it scrolls sideways."""
-    width, words = re.search(r'width="(\d+)"|$', figure.svg)[1], html.escape(re.sub("[*`]", "", figure.words))
+    words = html.escape(re.sub("[*`]", "", figure.words))
     data = base64.b64encode(figure.svg.encode()).decode()
     return mo.Html(f'<div style="overflow-x:auto" tabindex="0" role="group" aria-label="{words}"><img alt="{words}" '
-                   f'src="data:image/svg+xml;base64,{data}" style="display:block;width:100%;min-width:'
-                   f'min({width}px,720px);max-width:{width}px;height:auto;border-radius:6px"></div>' * bool(width))
+                   f'src="data:image/svg+xml;base64,{data}" style="display:block;width:100%;min-width:720px;'
+                   'max-width:1000px;height:auto;border-radius:6px"></div>' * bool(figure.svg))
 
 
 @app.function

@@ -40,8 +40,7 @@ The tools, which the files above never import:
     generate/     generation: text from a trained model
     estimate/     formulas, accounts, rank, stages: what a step takes, without data, memory or GPUs
     run/          session, folder, report, failures, determinism
-    plot/         curves, svg: the loss curve
-    timeline/     merged_trace, draw: what every rank did in a step
+    pictures/     merged_trace (what every rank did in a step), drawing: timeline and loss curve, by matplotlib
 
 A folder has no __init__.py of its own: this map takes the place of all of them.
 """

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "nanodomino"
 ORDER = [
     "minimal", "errors", "files", "comm", "mesh", "optim", "parallel", "layers", "schedules", "corpus", "data",
     "model", "overlap", "domino", "pipeline", "zero", "generate", "options", "settings", "checkpoint",
-    "huggingface", "plot", "timeline", "estimate", "run", "scripts"]
+    "huggingface", "pictures", "estimate", "run", "scripts"]
 
 
 def place_of(module: str) -> int:

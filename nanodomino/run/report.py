@@ -4,7 +4,7 @@
     step      a tqdm bar, a line every --log-interval steps; one JSON object per step in metrics.jsonl
     losses    validation and test loss, next to the unigram and bigram entropy of the text, which a model must beat;
               perplexity = exp(loss), bits per byte of the scored text, and how many tokens of the split were scored
-    curve     loss.svg, with the values of metrics.jsonl; with --tensorboard-dir also TensorBoard's copy of them
+    curve     loss.svg, drawn at each checkpoint and at the end; with --tensorboard-dir also TensorBoard's curves
 
 MFU is model FLOPs utilization: tokens per second x FLOPs per token / peak FLOP/s of all devices (flops_per_token in
 estimate/formulas.py).
@@ -17,6 +17,7 @@ import math
 import os
 import sys
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 from tqdm import tqdm
@@ -27,7 +28,7 @@ from nanodomino.estimate.formulas import (active_parameter_count, find_peak_flop
                                           peak_memory)
 from nanodomino.files import open_regular_file, write_file
 from nanodomino.mesh import Mesh
-from nanodomino.plot.curves import Curve, picture
+from nanodomino.pictures.drawing import loss_curve, svg
 from nanodomino.run.determinism import tf32_in_words
 from nanodomino.schedules import simulation
 from nanodomino.schedules.simulation import stage_layers
@@ -51,11 +52,10 @@ class Report:
             if first_step < config.train_iters or not (run_dir / "config.json").exists():
                 settings = json.dumps(dataclasses.asdict(config), indent=2) + "\n"           # stored for later launches
                 write_file(run_dir / "config.json", settings.encode())
-            self.curve = Curve(run_dir.resolve().name)
             outdated = ("test_loss",)
             if first_step >= config.train_iters:               # the run only scores its weights again, or not even that
                 outdated = ("test_loss", "valid_loss") if config.eval_iters else ()
-            remove_outdated(path := run_dir / "metrics.jsonl", first_step, outdated, add=self.curve.add)
+            remove_outdated(path := run_dir / "metrics.jsonl", first_step, outdated)
             self.metrics = MetricsFile(path, self.say)
             if config.tensorboard_dir:                         # needs the package tensorboard
                 from torch.utils.tensorboard import SummaryWriter
@@ -123,7 +123,6 @@ class Report:
                   for name, value in values.items()}
         if self.metrics:
             self.metrics.add(values)
-            self.curve.add(values)
         try:
             if self.tensorboard:
                 for name, value in values.items():
@@ -168,18 +167,21 @@ class Report:
         self.say(f"step {step:5d} | {split} loss {loss:.4f} {self.entropies} | perplexity {perplexity:.2f}"
                  + (f" | {bits_per_byte:.4f} bits per byte" if bits_per_byte is not None else "")
                  + f" | {tokens:,} of {counted(self.corpus.tokens[split], 'token', ',')}")
-        self.draw_curve()
 
     def draw_curve(self):
-        """Draw loss.svg again. Never raises: a failure must not end training."""
-        if self.metrics:
+        """Draw loss.svg again, if matplotlib is installed. Never raises: a failure must not end training."""
+        if self.metrics and find_spec("matplotlib"):
             try:
-                write_file(self.run_dir / "loss.svg", picture(self.curve).encode())
+                write_file(self.run_dir / "loss.svg", svg(loss_curve, [self.run_dir]).encode())
             except Exception as error:
                 self.say(f"warning: loss.svg can't be drawn: {error}; training continues")
 
     def end(self, step: int, seconds: float):
         self.bar.close()
+        self.draw_curve()
+        if not find_spec("matplotlib"):
+            self.say("the loss curve is not drawn, because matplotlib is not installed; after pip install matplotlib, "
+                     f"python -m nanodomino.pictures {self.run_dir} draws it")
         lost = [name for name in ("config.json", "metrics.jsonl", "checkpoints") if not (self.run_dir / name).exists()]
         self.say(f"{step} of {max(step, self.config.train_iters)} steps done, {seconds:.1f} s, peak memory of rank 0 "
                  f"{peak_memory(self.mesh.device) / 2**20:,.0f} MiB, everything in {self.run_dir}"
@@ -240,11 +242,10 @@ class MetricsFile:
                 self.say(f"warning: metrics.jsonl can't be written: {error}; training continues")
 
 
-def remove_outdated(path: Path, first_step: int, outdated=("test_loss",), say=print, add=lambda values: None):
-    """Leave only the lines in metrics.jsonl that a run with `first_step` steps done continues, and call add(values) for
-    each. A killed run may have written lines of steps after its last checkpoint, and half a line at the end. outdated:
-    the losses of step `first_step` that the run will score again. A run that starts over keeps its old file under
-    another name."""
+def remove_outdated(path: Path, first_step: int, outdated=("test_loss",), say=print):
+    """Leave only the lines in metrics.jsonl that a run with `first_step` steps done continues. A killed run may have
+    written lines of steps after its last checkpoint, and half a line at the end. outdated: the losses of step
+    `first_step` that the run will score again. A run that starts over keeps its old file under another name."""
     with open_regular_file(path, "a+b") as file:               # makes the file if there is none
         file.seek(0)
         lines = file.readlines()
@@ -255,8 +256,7 @@ def remove_outdated(path: Path, first_step: int, outdated=("test_loss",), say=pr
         say(f"this run starts over from step 0; the metrics of its previous start are in {copy}")
     current = []
     for line in lines:
-        if first_step and (values := current_values(line, first_step, outdated)):
-            add(values)
+        if first_step and current_values(line, first_step, outdated):
             current.append(line)
     if len(current) < len(lines):
         write_file(path, current)

@@ -49,7 +49,7 @@ from nanodomino.settings.config import Config
 from nanodomino.settings.flags import Parser, add_flags, expand_home, flag_settings, names_affecting
 from nanodomino.settings.records import check_record, remembered_settings, taken_over
 from nanodomino.settings.rules import check_needs
-from nanodomino.timeline.draw import draw_timeline
+from nanodomino.pictures.drawing import draw_timeline
 
 PROMPT_TOKENS = 32       # length of the prompt, taken from the validation text, for the sample at the end
 

@@ -15,6 +15,8 @@ from nanodomino.mesh import group_rows
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.schedules.simulation import bubble, peak_microbatches, simulate, step_time, timetable
 
+needs("matplotlib")
+
 
 def test_the_partners_of_each_rank_are_its_rows_in_the_mesh():
     rows = group_rows({"pp": 2, "dp": 2, "cp": 2, "tp": 2}, lambda rows: {})
@@ -24,15 +26,13 @@ def test_the_partners_of_each_rank_are_its_rows_in_the_mesh():
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_is_drawn_with_the_numbers_of_its_simulation_and_its_formula(name):
+def test_a_schedule_is_drawn_with_the_numbers_of_its_simulation(name):
     figure, chunks = figures.schedule(name, F=2.0, I=2.0, W=2.0), SCHEDULES[name].chunks[0]
     table = timetable(SCHEDULES[name], 4, 8, chunks)
     rows = simulate(table, lambda stage, action: 2 * action.length / chunks)
     assert figure.numbers["step"] == step_time(rows) and figure.numbers["bubble"] == bubble(rows)
     assert figure.numbers["held"] == [peak_microbatches(row, lambda chunk: 1 / chunks) for row in table.rows]
-    assert f"rank 0  {step_time(rows):10.1f}" in figure.svg
-    assert figure.numbers["formula_bubble"] == pytest.approx(bubble(rows))
-    assert figure.numbers["formula_held"] == figure.numbers["held"]
+    assert f"rank 0  {step_time(rows):10.1f}".replace(" ", "\xa0") in figure.svg
 
 
 def test_a_layer_is_drawn_with_the_bound_of_the_ideal_wire():
@@ -43,7 +43,7 @@ def test_a_layer_is_drawn_with_the_bound_of_the_ideal_wire():
         found = (figure := figures.domino(way=way, ratio=ratio)).numbers
         assert found["wires"] == pytest.approx(ratio * found["work"])
         assert found["step"] == pytest.approx(found["bound"] * max(found["work"], found["wires"]), rel=1e-6)
-        assert f"{found['step'] - found['work']:10.1f}" in figure.svg, "exposed, in the table"
+        assert f"{found['step'] - found['work']:10.1f}".replace(" ", "\xa0") in figure.svg, "exposed, in the table"
 
 
 def test_the_memory_is_that_of_bench_plan():

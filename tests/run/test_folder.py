@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from support import needs
 from support.runs import make_corpus, needs_proc, saved_steps, train_in_pool
 
 from nanodomino.errors import UserError, sentence_and_code
@@ -194,6 +195,7 @@ def test_checkpoints_that_are_a_link_to_those_of_another_run_are_refused(tmp_pat
 
 @pytest.mark.parametrize("plant", [os.mkfifo, link_to_precious, link_to_nowhere, link_to_a_folder])
 def test_a_run_replaces_pipes_and_links_and_never_writes_through_them(pool, tmp_path, plant):
+    needs("matplotlib")
     make_corpus(tmp_path)
     names = ["loss.svg", "trace-00000002.svg", "trace-00000002.json", "config.json", ".config.json",
              "checkpoints/.step-00000002.unfinished", "checkpoints/.step-00000001.discarded"]

@@ -26,7 +26,6 @@ from nanodomino.errors import UserError
 from nanodomino.estimate.formulas import flops_per_token, parameter_count
 from nanodomino.estimate.stages import require_memory
 from nanodomino.model import meta_stage
-from nanodomino.plot.curves import Curve
 from nanodomino.run.failures import StopSignal, stop_signals
 from nanodomino.run.report import describe_stage, remove_outdated, what_hides_what
 from nanodomino.settings.config import Config
@@ -260,13 +259,6 @@ def test_a_file_without_outdated_lines_is_left_as_it_is(tmp_path):
     assert path.stat().st_ino == inode
     remove_outdated(path, 5)
     assert path.read_bytes() == b'{"step": 0}\n'
-
-
-def test_a_number_of_400_digits_is_read(tmp_path):
-    (path := tmp_path / "metrics.jsonl").write_bytes(b'{"step": 5, "loss": 1%s}\n' % (400 * b"0"))
-    curve = Curve("a run")
-    remove_outdated(path, 5, add=curve.add)
-    assert [*curve.points["loss"][1]] == [math.inf]
 
 
 def test_the_end_says_what_another_program_has_deleted(report, tmp_path, capsys):

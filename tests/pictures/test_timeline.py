@@ -6,32 +6,24 @@
 
 import json
 import random
-import re
-import time
 from collections import Counter, defaultdict
-from contextlib import contextmanager
 from dataclasses import replace
-from itertools import count
-from pathlib import Path
-from types import SimpleNamespace
-from xml.etree import ElementTree
 
 import pytest
 import torch
-import torch.distributed as dist
-from support import ROOT
+from support import ROOT, needs
 from support.harness import build, random_data, tiny
 
 import train
 from benchmarks.timeline import PICTURES
 from nanodomino.comm.trace import Event, Trace
 from nanodomino.estimate.rank import dry_run
-from nanodomino.mesh import meta_mesh
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.schedules.simulation import message_received, message_sent
-from nanodomino.timeline.draw import PURPOSES, WORK, draw_timeline, gather, microbatch_label, picture
-from nanodomino.timeline.merged_trace import (COLLECTIVES, MOMENTS, PASSES, Recording, actions, chrome_trace,
-                                              difference, intersection, lanes_of, set_ready_times, totals, union)
+from nanodomino.pictures import drawing
+from nanodomino.pictures.drawing import PURPOSES, WORK, draw_timeline, timeline
+from nanodomino.pictures.merged_trace import (COLLECTIVES, MOMENTS, PASSES, Recording, actions, chrome_trace,
+                                              difference, gather, parts, set_ready_times, union)
 
 
 def traced(config, data, steps, recording=True):
@@ -51,45 +43,12 @@ def record(pool, world_size, steps=1, **changes) -> Recording:
     return pool.run(traced, config, random_data(config, steps), steps, world_size=world_size)[0][0]
 
 
-def test_on_a_gpu_each_groups_collectives_end_in_a_stream_of_their_own(monkeypatch):
-    """One stream per group; training's stream must not wait for communication that it overlaps."""
-    entered, log, made = ["training's"], defaultdict(list), count()
-
-    @contextmanager
-    def enter(stream):
-        entered.append(stream)
-        yield
-        entered.pop()
-
-    def work(name):
-        """Return a fake NCCL work: waiting for it makes the current stream wait."""
-        wait = SimpleNamespace(wait=lambda: log[entered[-1]].append(f"wait for {name}"))
-        return SimpleNamespace(wait=wait.wait, get_future=lambda: wait)
-
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: next(made))
-    monkeypatch.setattr(torch.cuda, "stream", enter)
-    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: SimpleNamespace(
-        record=lambda: log[entered[-1]].append("mark")))
-    trace = Trace(torch.device("cuda", 0))
-    for name in ("first", "second"):
-        for group in ("tp", "dp", "world"):
-            trace.watch("all_reduce", work(f"{name} of {group}"), group=group, bytes=8)
-    assert log == {"training's": 6 * ["mark"], **{i: [f"wait for first of {group}", "mark",
-                                                      f"wait for second of {group}", "mark"]
-                                                  for i, group in enumerate(("tp", "dp", "world"))}}
-    assert all(event.end for event in trace.events)
-
-
-def test_what_has_not_ended_when_the_events_are_taken_ends_where_it_began():
-    """gloo notes a collective's end in a thread of its own, which may run later than the wait."""
-    trace, future = Trace(), torch.futures.Future()
-    trace.watch("all_reduce", SimpleNamespace(get_future=lambda: future), group="tp", bytes=8)
-    (event,) = trace.take()
-    assert event.end == event.begin
-
-
 def of(events, *kinds):
     return [event for event in events if event.kind in kinds]
+
+
+def totals(events) -> dict[str, int]:
+    return {name: sum(end - begin for begin, end in spans) for name, spans in parts(events).items()}
 
 
 # ---- what is recorded
@@ -102,8 +61,8 @@ def test_spans_and_messages_follow_the_schedule(pool, schedule):
     placement = config.placement
     for stage, (events, row) in enumerate(zip(recording.ranks, config.timetable.rows)):
         found = actions(events)
-        assert [{(one.kind, microbatch_label(one)) for one in spans} for spans in found] == [
-            {(half.kind, str(half)[1:]) for half in action.halves} for action in row]
+        assert [{(one.kind, one.args["microbatch"], one.args["chunk"]) for one in spans} for spans in found] == [
+            {(half.kind, half.microbatch, half.chunk) for half in action.halves} for action in row]
         assert all((len(spans) > 2) == (action.kind == "pair") for spans, action in zip(found, row))
         passes = of(events, *PASSES)
         assert all(one.end <= other.begin for one, other in zip(passes, passes[1:]))
@@ -162,7 +121,8 @@ def recording(pool):
 
 
 def test_every_step_is_the_sum_of_its_parts(recording):
-    assert recording.steps == [1, 2] and len(recording.ranks) == 8 and recording.begin == 0
+    assert recording.caption.endswith("step 1, 2") and len(recording.ranks) == 8
+    assert min(event.begin for events in recording.ranks for event in events) == 0
     for events in recording.ranks:
         sums = totals(events)
         assert min(sums.values()) >= 0 and sums["compute"] > 0 and sums["optimizer"] > 0 and sums["exposed"] > 0
@@ -181,44 +141,16 @@ def test_recording_changes_no_number(pool):
         assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
 
 
-# ---- one clock
-
-def gathered_with_wrong_clocks(seconds):
-    """Gather a step in a worker whose host has been running rank x seconds longer than rank 0's."""
-    right, trace = time.perf_counter_ns, Trace()
-    try:
-        time.perf_counter_ns = lambda: right() + int(dist.get_rank() * seconds * 1e9)
-        dist.barrier()
-        with trace.span("step", step=1):
-            pass
-        return gather(trace, meta_mesh(1, 3, 1, dp_rank=dist.get_rank()))
-    finally:
-        time.perf_counter_ns = right
-
-
-def test_the_times_of_hosts_that_started_at_other_times_are_comparable(pool):
-    """Steps that began within seconds stay so."""
-    recording, *others = pool.run(gathered_with_wrong_clocks, 1000.0, world_size=3)
-    assert others == [None, None]
-    assert all(0 <= events[0].begin <= events[0].end < 300e9 for events in recording.ranks)
-
-
 # ---- arithmetic, by hand
 
-def test_intervals_are_sets():
+def test_spans_are_sets_of_times():
     generator = random.Random(0)
     for _ in range(200):
         one, other = ([sorted(generator.sample(range(40), 2)) for _ in range(generator.randrange(6))] for _ in range(2))
-        merged = union(map(tuple, one)), union(map(tuple, other))
         a, b, *sets = [{point for begin, end in spans for point in range(begin, end)} for spans in
-                       (one, other, *merged, difference(*merged), intersection(*merged))]
-        assert sets == [a, b, a - b, a & b]
-    assert union([(0, 1), (2, 3), (6, 7)], gap=1) == [(0, 3), (6, 7)]
-
-
-def test_a_collective_lies_in_the_first_free_lane():
-    events = [Event("all_reduce", begin, end, {}) for begin, end in ((0, 5), (3, 9), (5, 8))]
-    assert [*lanes_of(events).values()] == [0, 1, 0]
+                       (one, other, union(map(tuple, one)), difference(one, other))]
+        assert sets == [a, a - b]
+    assert union([(4, 6), (0, 1), (1, 3), (5, 5)]) == [(0, 3), (4, 6)]
 
 
 def two_stages() -> Recording:
@@ -277,94 +209,79 @@ def test_waiting_for_a_late_rank_is_not_hidden_communication():
 
 # ---- what is written
 
-def texts(svg) -> list[str]:
-    """Return the texts of a well-formed picture; texts with a halo count once."""
-    root = ElementTree.fromstring(svg)
-    return [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")
-            if element.get("class") != "halo"]
+def drawn(*recordings):
+    """Return {text: its places}, {colour: the widths of its bars in ms} and the legend's words of a timeline."""
+    timeline(figure := needs("matplotlib.figure").Figure(), [*recordings])
+    (axis,), words, widths = figure.axes, defaultdict(list), defaultdict(list)
+    for text in axis.texts:
+        words[text.get_text()].append(text.get_position())
+    for bars in axis.collections:
+        colour = needs("matplotlib.colors").to_hex(bars.get_facecolor()[0]) if len(bars.get_facecolor()) else "none"
+        widths[colour] += [round(path.get_extents().width, 3) for path in bars.get_paths()]
+    (legend,) = figure.legends
+    return words, widths, {text.get_text() for text in (*legend.get_texts(), *figure.texts)}
 
 
-def drawn(*spans) -> tuple[list[str], str]:
-    """Draw a rank that did these (kind, begin, end in milliseconds, args) in a step of 100 ms; return (texts, SVG)."""
-    events = [Event(kind, begin * 10**6, end * 10**6, about)
-              for kind, begin, end, about in [("step", 0, 100, dict(step=1)), *spans]]
-    svg = picture([Recording("by hand", [""], [events])])
-    return texts(svg), svg
+def one_rank(*spans) -> Recording:
+    """A rank that did these (kind, begin, end in milliseconds, args) in a step of 100 ms."""
+    return Recording("by hand", [""], [[Event(kind, begin * 10**6, end * 10**6, about) for kind, begin, end, about in [
+        ("step", 0, 100, dict(step=1)), *spans]]])
 
 
 def test_the_picture_numbers_every_microbatch_and_shows_messages_and_totals():
-    svg = picture([two_stages()])
-    words = texts(svg)
-    assert Counter(words)["0"] == Counter(words)["1"] == 4                         # two forwards, two backwards each
-    assert {"two stages", "rank 0", "rank 1", "stage 0", "stage 1", "exposed communication",
-            "loss and norm, all ranks"} <= {*words} and "gradients over dp" not in words
-    assert any(re.match("rank 0 +100.0 +50.0  50%", word) for word in words)
-    rank_0, rank_1 = (float(y) for y in re.findall(r'y="(\S+)">rank \d<', svg))
-    arrows = re.findall(r'd="M\S+ (\S+)L\S+ (\S+)" stroke="#444"', svg)
-    lengths = [round(float(end) - float(begin)) for begin, end in arrows]
-    short = round(rank_1 - rank_0) - 26                                            # between the rows, not across them
-    assert lengths == [short, short, -short, -short, 0], "the last one is the legend's"
-    places = re.findall(r'<text (x="\S+" y="\S+" class="middle"|x="\S+" y="\S+">)', svg)
-    assert len({*places}) == len(places), "no text covers another; the legend takes two lines"
-
-
-def legend_words(svg) -> set[str]:
-    """Return a picture's texts without numbers, except short ones, which are drawn only where there is room."""
-    return {words for text in texts(svg) if re.search("[a-z]{2}", words := re.sub(r"[-\d., %]+", " ", text))}
+    words, widths, legend = drawn(two_stages())
+    assert len(words["0"]) == len(words["1"]) == 4                     # two forwards, two backwards each
+    assert {"two stages", "rank 0\nstage 0", "rank 1\nstage 1"} <= {*words}
+    assert {"exposed communication", "idle", "loss and norm, all ranks"} <= legend and "gradients over dp" not in legend
+    assert widths[WORK["forward"]] == [20, 12, 15] and widths[WORK["weight_gradient"]] == [4]
+    (rows,) = (text for text in words if text.startswith("ms"))
+    assert "rank 0 100.0 50.0 50%" in " ".join(rows.split("\n")[1].split())
+    arrows = sorted((x, place) for text, places in words.items() for x, place in places if text == "")
+    assert [x for x, _ in arrows] == [10, 20, 40, 75]
+    assert arrows[0][1] == arrows[1][1] < arrows[2][1] == arrows[3][1], "they leave between the rows"
 
 
 @pytest.mark.parametrize("name", [path.stem.partition("-")[2] for path in (ROOT / "docs").glob("timeline-*.svg")])
 def test_a_picture_in_docs_has_the_words_that_the_code_draws_today(pool, name):
     """`bench.py timeline` draws it again."""
-    small = dict(hidden_size=16, seq_length=8)
-    recordings = [replace(record(pool, 2, **settings | small), caption=caption)
+    published = (ROOT / "docs" / f"timeline-{name}.svg").read_text()
+    recordings = [replace(record(pool, 2, **settings | dict(hidden_size=16, seq_length=8)), caption=caption)
                   for caption, settings in PICTURES[name].items()]
-    assert legend_words(picture(recordings)) == legend_words((ROOT / "docs" / f"timeline-{name}.svg").read_text())
-
-
-def test_recordings_share_one_scale():
-    one, two = two_stages(), two_stages()
-    one.caption, two.ranks[0][0].end = "1 < 2 & so on", 2 * 10**8
-
-    def widths(*recordings):
-        return set(re.findall(rf'width="([\d.]+)" height="26.0" fill="{WORK["forward"]}"', picture([*recordings])))
-
-    assert "1 < 2 & so on" in texts(picture([one, two])) and widths(two) == widths(one, two) != widths(one)
+    words, _, legend = drawn(*recordings)
+    assert not [text for text in (*legend, *(recording.caption for recording in recordings)) if text not in published]
 
 
 def test_a_pair_is_one_frame_with_two_colours_and_both_names():
     """Its turns have no room for numbers; the next action is not taken for a part of it."""
     turns = [("forward" if i % 2 else "backward", 20 + i, 21 + i, dict(microbatch=3 if i % 2 else 0))
              for i in range(17)]
-    words, svg = drawn(("forward", 0, 20, dict(microbatch=2)), *turns, ("backward", 37, 57, dict(microbatch=1)))
+    words, widths, _ = drawn(one_rank(("forward", 0, 20, dict(microbatch=2)), *turns,
+                                      ("backward", 37, 57, dict(microbatch=1))))
     assert [word for word in words if word in ("0", "1", "2", "3", "B0F3")] == ["2", "B0F3", "1"]
-    assert svg.count(WORK["forward"]) == 1 + 8 + 1 and svg.count(WORK["backward"]) == 9 + 1 + 1      # and the legend
-    assert svg.count('fill="none" stroke="#1f1f1f"') == 1
+    assert widths["none"] == [20, 17, 20] and widths[WORK["forward"]] == [20, *8 * [1]]
 
 
 def test_chunks_slices_and_the_parts_of_a_backward_are_told_apart():
-    """A weight backward consists of weight gradients and keeps its own colour."""
-    words, svg = drawn(*[(kind, 20 * i, 20 * i + 20, dict(microbatch=0, chunk=int(i > 0))) for i, kind in enumerate(
-        ("forward", "forward", "input_backward", "weight_backward"))], ("weight_gradient", 62, 70, dict(slice=0)))
-    assert [word for word in words if word.strip("'") == "0"] == ["0", "0'", "0'", "0'"]
-    assert [svg.count(WORK[kind]) for kind in ("forward", "input_backward", "weight_backward")] == [3, 2, 2]
-    assert svg.count(WORK["weight_gradient"]) == 1, "only in the legend" and len(set(WORK.values())) == len(WORK)
+    words, widths, _ = drawn(one_rank(*((kind, 20 * i, 20 * i + 20, dict(microbatch=0, chunk=int(i > 0))) for i, kind in
+                                        enumerate(("forward", "forward", "input_backward", "weight_backward")))))
+    assert len(words["0"]) == 1 and len(words["0'"]) == 3 and len({*WORK.values()}) == len(WORK)
+    assert widths[WORK["input_backward"]] == widths[WORK["weight_backward"]] == [20]
     for slices in (2, 1):
-        words, svg = drawn(("backward", 0, 80, dict(microbatch=3)), ("weight_gradient", 5, 9, dict(slice=0)),
-                           *[("resume", 20 * i, 20 * i + 20, dict(slice=i % slices)) for i in range(4)])
-        assert [word for word in words if word in ("a", "b")] == 2 * ["a", "b"] * (slices == 2) and "3" in words
-        assert svg.count(WORK["weight_gradient"]) == 1 + 1
+        words, _, _ = drawn(one_rank(("backward", 0, 80, dict(microbatch=3)), *(
+            ("resume", 20 * i, 20 * i + 20, dict(slice=i % slices)) for i in range(4))))
+        assert [x for x, _ in words.get("a", [])] == ([10, 50] if slices == 2 else [])
+        ((_, number),), (row, *_) = words["3"], [y for _, y in words["b"]] or [99]
+        assert 24 < number < row - 7 and (row < 24 + 23 or slices == 1), "inside the bar, below the number"
 
 
 def test_a_bar_is_pale_until_the_last_rank_has_joined():
     """A reduce-scatter and an all-gather are an all-reduce in two steps; only gathers over dp bring weights."""
-    named = {("all_gather", "dp"): "weights over dp", ("reduce_scatter", "expert_dp"): "gradients over dp",
-             ("all_gather", "tp"): "activations over tp", ("all_to_all", "ep"): "rows for experts over ep"}
+    named = {("all_gather", "dp"): "weights", ("reduce_scatter", "expert_dp"): "dp", ("all_gather", "tp"): "tp",
+             ("all_to_all", "ep"): "ep"}
     for (kind, group), name in named.items():
-        words, svg = drawn((kind, 10, 60, dict(group=group, bytes=8, ready=30 * 10**6, slice=1)))
-        assert name in words and "b" in words and len({*words} & {*PURPOSES}) == 1
-        widths = [float(width) for width in re.findall(rf'width="([\d.]+)" height="13.0" fill="{PURPOSES[name]}"', svg)]
-        assert widths == pytest.approx([20 * 8.92, 30 * 8.92], abs=0.1)
+        words, widths, legend = drawn(one_rank((kind, 10, 60, dict(group=group, bytes=8, ready=30 * 10**6, slice=1))))
+        assert "b" in words and {PURPOSES[name][0]} == legend & {words for words, _ in PURPOSES.values()}
+        assert widths[PURPOSES[name][1]] == [20, 30]
 
 
 def test_all_to_alls_meet_within_ep_and_gradients_of_experts_over_expert_dp(pool):
@@ -391,7 +308,7 @@ def test_chrome_trace_holds_everything(recording):
                for row, event in zip(complete, sum(recording.ranks, [])))
     open_until = {}
     for row in complete:
-        assert row["name"] and row["ts"] + row["dur"] <= recording.end / 1e3 + 1
+        assert row["name"]
         ends = open_until.setdefault((row["pid"], row["tid"]), [])
         while ends and ends[-1] <= row["ts"] + 1e-3:
             ends.pop()
@@ -405,22 +322,16 @@ def test_chrome_trace_holds_everything(recording):
             (row["pid"], row["ts"]) for row in complete if row["cat"] == kind}
 
 
-def draw(folder):
-    """Return what draw_timeline says in a worker: with a writable and with an unwritable path."""
-    config = tiny(2, tensor_model_parallel_size=2)
-    trace = Trace()
-    mesh, _, optimizer, stage = build(config, trace=trace)
-    said = []
-    for path in (Path(folder) / "trace-00000001", Path(folder) / "missing" / "trace-00000001"):
-        train.train_step(1, stage, optimizer, random_data(config, 1), config, mesh)
-        said.append(draw_timeline(trace, mesh, path))
-    return said
-
-
-def test_rank_0_writes_both_files_and_a_full_disk_is_only_a_warning(pool, tmp_path):
-    (said, warned), others = pool.run(draw, str(tmp_path), world_size=2)
-    assert others == ["", ""]
-    assert said.startswith("timeline of tp 2, step 1\n") and "rank 1" in said and "warning" not in said
-    assert "warning: the timeline can't be written" in warned and "training continues" in warned and "rank 1" in warned
-    assert "tp 2, step 1" in texts((tmp_path / "trace-00000001.svg").read_text())
-    assert json.loads((tmp_path / "trace-00000001.json").read_text())["otherData"]["caption"] == "tp 2, step 1"
+def test_rank_0_writes_both_files_and_a_full_disk_is_only_a_warning(tmp_path, monkeypatch):
+    needs("matplotlib")
+    monkeypatch.setattr(drawing, "gather", lambda trace, mesh: two_stages())
+    said, warned = (draw_timeline(None, None, path / "trace-00000001") for path in (tmp_path, tmp_path / "missing"))
+    assert said.startswith("timeline of two stages\n") and "rank 1" in said and "warning" not in said
+    assert "warning: the timeline can't be drawn" in warned and "training continues" in warned and "rank 1" in warned
+    assert "two stages<" in (tmp_path / "trace-00000001.svg").read_text()
+    assert json.loads((tmp_path / "trace-00000001.json").read_text())["otherData"]["caption"] == "two stages"
+    monkeypatch.setattr(drawing, "import_optional", lambda name, user: 1 / 0)
+    assert "division by zero" in draw_timeline(None, None, tmp_path / "trace-00000002")
+    assert (tmp_path / "trace-00000002.json").exists(), "Perfetto needs no matplotlib"
+    monkeypatch.setattr(drawing, "gather", lambda trace, mesh: None)
+    assert draw_timeline(None, None, tmp_path / "trace-00000003") == ""
