@@ -53,25 +53,21 @@ class LaunchInfo:
 
 
 def read_launch_environment(environment=os.environ) -> LaunchInfo:
-    """Read torchrun's variables. Raises UserError if only some are set, if one is invalid, or if another launcher has
-    started several processes without them."""
+    """Read torchrun's variables. Raises UserError if only some are set, or if srun or mpirun has started more copies of
+    this program, or of torchrun, than train together."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    if not any(environment.get(name) for name in names):
-        for name in LAUNCHER_SIZES:
-            count = environment.get(name, "1")
-            require(count == "1", f"{name} says that {count} copies of this program were started without torchrun, and "
-                    "each would run alone; start one torchrun per host instead (docs/running.md has a script for "
-                    f"SLURM), or unset {name} if each should run alone")
+    for name in LAUNCHER_SIZES:
+        copies, together = environment.get(name, "1"), environment.get("GROUP_WORLD_SIZE", "1")
+        require(copies in ("1", together), f"{name} says that {copies} copies of this program were started, and only "
+                f"{together} of them would train together; start one torchrun per host instead, without --standalone "
+                f"(docs/running.md has a script for SLURM), or unset {name} if each should run alone")
+    found = [environment.get(name, "") for name in (*names, "MASTER_ADDR", "MASTER_PORT")]
+    if not any(found[:4]):
         return LaunchInfo()
-    found = {name: environment.get(name) or "(missing)" for name in (*names, "MASTER_PORT", "MASTER_ADDR")}
-    *numbers, port = (int(found[name]) if found[name].isdecimal() else -1 for name in (*names, "MASTER_PORT"))
-    rank, world_size, local_rank, local_world_size = numbers
-    require(0 <= rank < world_size and 0 <= local_rank < local_world_size and 0 < port < 65536
-            and environment.get("MASTER_ADDR"),
-            f"the environment has {', '.join(f'{name}={value}' for name, value in found.items())}, but RANK must be "
-            "below WORLD_SIZE, LOCAL_RANK below LOCAL_WORLD_SIZE, MASTER_PORT from 1 to 65535, and all must be set; "
-            "start with torchrun, which sets them all; to run one process, unset them all")
-    return LaunchInfo(*numbers, launched=True)
+    require(all(found) and all(map(str.isdecimal, found[:4])), f"the environment must have all of {', '.join(names)}, "
+            f"MASTER_ADDR and MASTER_PORT or none of the first four, but has {found}; start with torchrun, which sets "
+            "them all; to run one process, unset them all")
+    return LaunchInfo(*map(int, found[:4]), launched=True)
 
 
 # ---- the device
@@ -154,16 +150,6 @@ def keep_freed_memory():
 
 # ---- the process group
 
-def check_own_gpu(uuid: str, launch: LaunchInfo, store: dist.Store):
-    """Raise UserError on every rank if two ranks have the same GPU, which NCCL does not support."""
-    store.set(f"gpu of rank {launch.rank}", uuid)
-    uuids = [store.get(f"gpu of rank {rank}").decode() for rank in range(launch.world_size)]
-    for one in uuids:
-        ranks = [str(rank) for rank, other in enumerate(uuids) if other == one]
-        require(len(ranks) == 1, f"each process needs its own GPU, but ranks {' and '.join(ranks)} share one; start as "
-                "many processes as there are GPUs, or give each process its own CUDA_VISIBLE_DEVICES")
-
-
 def collective_timeout(timeout: int, device: torch.device) -> timedelta:
     """Return a process group's timeout, given --timeout in seconds. On CPUs a collective raises an error after this
     time. On GPUs NCCL would abort the process, so NCCL waits longer, and run/failures.py can report the error first."""
@@ -185,34 +171,19 @@ def nccl_options(timeout: timedelta, thread_blocks=None) -> dict:
     return dict(backend="nccl", pg_options=options)
 
 
-def address_towards(host: str) -> str:
-    """Return the local address from which this host would send to `host`. Connecting a UDP socket sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
-        return probe.getsockname()[0]
-
-
-def interface_of(address: str) -> str | None:
-    """Return the name of the interface that has this address, for example "eth0", or None."""
-    import fcntl                                               # not on Windows, where errors.py says so
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):                            # raised for an interface that has no address
-                answer = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(answer[20:24]) == address:
-                    return name
-    return None
-
-
 def choose_interface(master_addr: str):
     """Set GLOO_SOCKET_IFNAME to the interface towards the other hosts, if there is one. A user's own value stays."""
-    with suppress(OSError):                                    # unknown host or no route: gloo will report it
-        address = address_towards(master_addr)
-        if address.startswith("127."):                         # this host is MASTER_ADDR itself
-            address = address_towards(UNUSED_ADDRESS)
-        if name := interface_of(address):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    import fcntl                                               # not on Windows, where errors.py says so
+
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((master_addr, 9))                        # UDP sends nothing; an unknown host is gloo's to report
+        if probe.getsockname()[0].startswith("127."):          # this host is MASTER_ADDR itself
+            probe.connect((UNUSED_ADDRESS, 9))
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):                            # raised for an interface that has no address
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(answer[20:24]) == probe.getsockname()[0]:
+                    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def start_world(launch: LaunchInfo, device: torch.device, timeout: int = TIMEOUT):
@@ -236,21 +207,14 @@ def start_world(launch: LaunchInfo, device: torch.device, timeout: int = TIMEOUT
                                                timeout=timedelta(seconds=timeout)))
             # after a restart, torchrun's store still has the addresses of the dead processes
             store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        if device.type == "cuda":
-            check_own_gpu(str(torch.cuda.get_device_properties(device).uuid), launch, store)
         dist.init_process_group(backend, rank=launch.rank, world_size=launch.world_size, store=store,
                                 timeout=collective_timeout(timeout, device),
                                 device_id=device if device.type == "cuda" else None)
-    except RuntimeError as error:
-        require("Unable to find address for" not in str(error), f"gloo can't use the network interface of "
-                f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME')}, which does not exist or has no address; "
-                f"unset it, or name one of {', '.join(name for _, name in socket.if_nameindex())}")
-        if isinstance(error, dist.DistNetworkError | dist.DistStoreError):     # port in use, host unknown, rank missing
-            raise UserError(f"the {launch.world_size} processes cannot connect at MASTER_ADDR "
-                            f"{os.environ.get('MASTER_ADDR')}, MASTER_PORT {os.environ.get('MASTER_PORT')} "
-                            f"({str(error).splitlines()[0]}); choose a free port on a host that every process can "
-                            f"reach, and start all {launch.world_size} processes") from None
-        raise
+    except (dist.DistNetworkError, dist.DistStoreError) as error:        # port in use, host unknown, rank missing
+        raise UserError(f"the {launch.world_size} processes cannot connect at MASTER_ADDR "
+                        f"{os.environ.get('MASTER_ADDR')}, MASTER_PORT {os.environ.get('MASTER_PORT')} "
+                        f"({str(error).splitlines()[0]}); choose a free port on a host that every process can "
+                        f"reach, and start all {launch.world_size} processes") from None
 
 
 def from_rank_0(value):

@@ -28,7 +28,6 @@ from nanodomino.files import read_file
 from nanodomino.generate.generation import generate
 from nanodomino.mesh import Mesh, make_mesh
 from nanodomino.model import GPT
-from nanodomino.run.determinism import choose_threads
 from nanodomino.run.failures import run_rank
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import Parser, check_range, flag_name
@@ -170,7 +169,6 @@ def main(arguments: list[str], launch: LaunchInfo) -> int:
     device = find_device(config, launch)
 
     start_world(launch, device, config.timeout)
-    choose_threads(device, quiet=launch.rank > 0)
     mesh = make_mesh(1, 1, tp, device)
     model = GPT(config, mesh, initialize=False)
     load_weights(from_rank_0(checkpoint), model)

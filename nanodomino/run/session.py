@@ -9,10 +9,6 @@ Each setting comes from the first of these sources that has it:
 
 So `train.py --run-dir runs/mine` alone resumes a run as it was. Some settings must not change when a run is resumed
 (EFFECTS in settings/flags.py). folder.py checks them, once it has found the checkpoint.
-
-The Session then does what train.py's loop asks for besides training: reports, checkpoints, timelines, a sample. Read on
-in folder.py (a run's folder, and the checkpoint to resume from), report.py (the terminal, metrics.jsonl, TensorBoard,
-loss.svg), failures.py (how a rank starts, stops and fails), determinism.py (why a run repeats bit by bit).
 """
 
 import argparse
@@ -20,7 +16,6 @@ import dataclasses
 import gc
 import math
 import signal
-import socket
 import time
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -41,7 +36,7 @@ from nanodomino.estimate.stages import require_memory
 from nanodomino.files import read_json
 from nanodomino.generate.generation import generate
 from nanodomino.mesh import Mesh, make_mesh
-from nanodomino.run.determinism import choose_kernels, choose_threads, drift_warning
+from nanodomino.run.determinism import choose_kernels, drift_warning
 from nanodomino.run.failures import StopSignal, Watchdog
 from nanodomino.run.folder import Run, open_run
 from nanodomino.run.report import Report
@@ -101,30 +96,26 @@ def read_settings(path: Path) -> dict:
 
 def find_corpus(config: Config, launch: LaunchInfo) -> Corpus:
     """Load the prepared data. If the default data is missing, the first process of each host prepares it first."""
-    folder = Path(config.data_path or DEFAULT_CORPUS)
-    if config.data_path is None and not folder.exists():
-        if launch.local_rank == 0:
-            prepare_default_corpus(folder)
-        waited = 0.0
-        while not folder.exists():
-            require(waited < 600, f"{folder} was not prepared within 10 minutes; run python data/prepare.py first")
-            time.sleep(0.2)
-            waited += 0.2
+    folder, waits = Path(config.data_path or DEFAULT_CORPUS), 0 if config.data_path else 3000
+    if waits and launch.local_rank == 0 and not folder.exists():
+        prepare_default_corpus(folder)
+    while waits and not folder.exists():                       # for ten minutes at most
+        time.sleep(0.2)
+        waits -= 1
     return load_corpus(folder)
 
 
-def check_agreement(config: Config) -> list[str]:
-    """Return the name of each rank's host. Raise UserError if settings or data of a rank differ from rank 0's. They can
-    differ if each host starts its ranks with its own command. Only paths may differ."""
+def check_agreement(config: Config):
+    """Raise UserError if settings or data of a rank differ from rank 0's, as they can if each host starts its ranks with
+    its own command. Only paths may differ."""
     mine = dataclasses.asdict(dataclasses.replace(config, data_path=None, run_dir=None, load=None, config=None,
                                                   tensorboard_dir=None))
-    theirs = from_rank_0(mine)
     ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (socket.gethostname(), [name for name in mine if mine[name] != theirs[name]]))
-    for rank, (_, names) in enumerate(ranks):
-        require(not names, f"rank {rank} has a different {', '.join(names)} than rank 0; give all hosts the "
-                "same flags and data")
-    return [host for host, _ in ranks]
+    dist.all_gather_object(ranks, mine)
+    for rank, settings in enumerate(ranks):
+        names = [name for name, value in settings.items() if value != ranks[0][name]]
+        require(not names, f"rank {rank} has a different {', '.join(names)} than rank 0; give all hosts the same flags "
+                "and data")
 
 
 @contextmanager
@@ -154,11 +145,10 @@ def open_session(arguments: list[str], launch: LaunchInfo, program):
     start_world(launch, device, config.timeout)
     mesh = make_mesh(config.pp, config.dp, config.tp, device, config.timeout, **config.mesh_options,
                      thread_blocks=config.thread_blocks)
-    hosts = check_agreement(config)
+    check_agreement(config)
     run = from_rank_0(run)
-    config = dataclasses.replace(config, cpu_threads=choose_threads(
-        device, from_rank_0(recorded_settings(run.folder)), quiet=launch.rank > 0), sample_offset=run.sample_offset)
-    with Watchdog(launch, mesh, config.timeout, hosts) as watchdog:
+    config = dataclasses.replace(config, sample_offset=run.sample_offset)
+    with Watchdog(launch, device, config.timeout) as watchdog:
         yield Session(config, corpus, datasets, mesh, run, watchdog, memory)
         dist.barrier()                                         # so that none disconnects while another communicates
     dist.destroy_process_group()
@@ -188,9 +178,6 @@ class Session:
         self.report = Report(config, self.corpus, self.mesh, run.folder, self.done, dist.get_rank() == 0, run.news)
         if self.done < config.train_iters:
             self.report.estimate(self.memory)
-        if config.traced_steps and config.traced_steps[-1] <= self.done:
-            self.report.say(f"nothing is left to trace: this run has done {counted(self.done, 'step')}, and --trace is "
-                            f"{config.trace}")
 
     # ---- between two steps
 
@@ -239,8 +226,9 @@ class Session:
         self.watchdog.finished.set()                           # rank 0 may read large checkpoints for long
         folder = loaded.absolute().parent.parent if loaded else self.run.folder
         good = from_rank_0(newest_finite_checkpoint(folder, self.last_good) if dist.get_rank() == 0 else None)
+        lower = min(config.lr / 10, config.preset["lr"])
         flags = "--finetune" if config.finetune and not self.step else f"--train-iters {config.train_iters}"
-        flags += f" --lr {config.lr / 2:g}" * (self.step > 0)
+        flags += f" --lr {lower:g}" * (self.step > 0)
         return NotFinite(problem + (
             f"go on from the last good checkpoint: {'python' if config.world_size == 1 else 'torchrun ...'} train.py "
             f"--load {good} {flags}" if good else f"start again with a smaller --lr than {config.lr:g}"))
@@ -268,7 +256,7 @@ class Session:
         dist.all_reduce(bad := ends.isfinite().logical_not().sum())      # an int64 on all ranks, whatever their dtypes
         if bad > 0:
             raise self.not_finite(f"the weights after step {self.done} are not finite and were not saved; ")
-        if warning := drift_warning(model, optimizer, self.mesh):
+        if warning := drift_warning(model, self.mesh):
             self.report.say(f"warning: {warning}")
         self.saver.save(self.done, model, optimizer, self.config)
         self.report.draw_curve()

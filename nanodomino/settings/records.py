@@ -25,7 +25,8 @@ def check_record(record: dict, source) -> dict:
     known = {setting.name: setting for setting in dataclasses.fields(Config)}
     idle = record.get("without_effect", [])        # older versions wrote the names of the settings that had no effect
     require(isinstance(idle, list), f"{source} gives {idle!r} as without_effect, but must give a list; correct it")
-    record = {name: value for name, value in record.items() if name in known or name not in ("without_effect", *idle)}
+    gone = ("without_effect", "cpu_threads", *idle)
+    record = {name: value for name, value in record.items() if name in known or name not in gone}
     unknown = sorted(record.keys() - known.keys())
     fix = ("use the version that wrote them" if "given" in record else       # the program writes `given`, users do not
            "correct the names, or convert a Hugging Face model with `python -m nanodomino.huggingface import`")
