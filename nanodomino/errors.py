@@ -1,11 +1,10 @@
 """The exception for a user's mistake, and how a command ends.
 
-    main returns                  its exit code
-    UserError                     prints "error: SENTENCE" on stderr; exit code 2, for a NotFinite 1
-    OSError                       prints "error: PATH: REASON; ..." on stderr; exit code 1. No command needs to catch it
-    Ctrl-C                        prints nothing; exit code 130, the shell's code for a process that SIGINT ended
-    stdout can't be written       the work continues without output (but SIGPIPE ends generate). At the end a full disk
-                                  is an OSError; a reader that has seen enough, such as `| head -1`, is not
+    main returns         its exit code
+    UserError            prints "error: SENTENCE" on stderr; exit code 2, for a NotFinite 1
+    OSError              prints "error: PATH: REASON; ..." on stderr; exit code 1. No command needs to catch it
+    Ctrl-C               prints nothing; exit code 130, the shell's code for a process that SIGINT ended
+    a lost terminal      is ignored, and so is `| head -1`: the work continues without output
 """
 
 import io
@@ -63,7 +62,6 @@ def run_command(main, *arguments):
     tolerate_lost_output()
     try:
         code = main(*arguments)
-        check_output()
     except Exception as error:
         if not (known := sentence_and_code(error)):
             raise
@@ -75,29 +73,18 @@ def run_command(main, *arguments):
 
 
 class TolerantFile(io.FileIO):
-    """A raw output file that discards what it can't write, and keeps the error as `failure`. Any print can raise an
-    OSError, and so can Python when it flushes its buffers at exit. Both write to the raw file in the end."""
-    failure = None
+    """A raw output file that discards what it can't write. Any print can raise an OSError, and so can Python when it
+    flushes its buffers at exit. Both write to the raw file in the end."""
 
     def write(self, data) -> int:
         try:
             return super().write(data)
-        except OSError as error:
-            self.failure = error
+        except OSError:
             return len(data)
 
 
 def tolerate_lost_output():
-    """Ignore every OSError in writes to stdout and stderr. Print characters that the terminal cannot encode as
-    backslash escapes."""
+    """Make stdout and stderr ignore errors, and print characters that the terminal can't encode as escapes."""
     for name in ("stdout", "stderr"):
         file = io.BufferedWriter(TolerantFile(getattr(sys, name).fileno(), "w", closefd=False))
         setattr(sys, name, io.TextIOWrapper(file, getattr(sys, name).encoding, "backslashreplace", line_buffering=True))
-
-
-def check_output():
-    """Raise an OSError if standard output could not be written, for another reason than a reader that has gone."""
-    sys.stdout.flush()
-    failure = getattr(getattr(getattr(sys.stdout, "buffer", None), "raw", None), "failure", None)
-    if failure and not isinstance(failure, BrokenPipeError):
-        raise OSError(failure.errno, failure.strerror, "standard output")

@@ -51,7 +51,7 @@ def sha256(path) -> str:
     """Return the SHA-256 of a regular file in hexadecimal. Raises OSError. (hashlib.file_digest needs Python 3.11.)"""
     digest = hashlib.sha256()
     with naming(path), open_regular_file(path) as file:
-        while block := file.read(1 << 20):
+        for block in iter(lambda: file.read(1 << 20), b""):
             digest.update(block)
     return digest.hexdigest()
 

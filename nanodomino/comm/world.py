@@ -6,13 +6,11 @@ torchrun starts one process per GPU, or any number of processes on CPUs, and set
     LOCAL_RANK, LOCAL_WORLD_SIZE    the same among the processes of this host
     MASTER_ADDR, MASTER_PORT        where all processes meet to exchange addresses
 
-Without these variables the process is a world of size 1. N processes that srun or mpirun starts would train N models,
-which read_launch_environment() refuses. NCCL connects GPUs, gloo connects CPUs.
+Without these variables the process is a world of size 1. NCCL connects GPUs, gloo connects CPUs.
 
-**The network interface.** gloo sends the other ranks an address to connect to. By default this is the address of the
-host's own name. On many systems that is 127.0.0.1, so each host tells the others to connect to themselves, and healthy
-ranks look dead. But the kernel can tell from which local address it would send to MASTER_ADDR. choose_interface() looks
-up the interface that has this address, and passes its name to gloo in GLOO_SOCKET_IFNAME.
+**The network interface.** gloo tells the other ranks to connect to the address of the host's own name. On many systems
+that is 127.0.0.1, where each host reaches only itself. But the kernel can tell from which local address it would send
+to MASTER_ADDR. choose_interface() passes the interface that has this address to gloo in GLOO_SOCKET_IFNAME.
 
 **Stand-ins.** Tensors on torch's meta device have shapes but no numbers. A dry run (estimate/) trains on them, and says
 with standing_for() which kind of device they stand for. So a machine without GPUs can run the code paths of a GPU.
@@ -22,11 +20,11 @@ import ctypes
 import os
 import socket
 import struct
-import sys
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
@@ -34,9 +32,8 @@ import torch.distributed as dist
 from nanodomino.errors import UserError, require
 
 TIMEOUT = 600            # seconds; the default of --timeout
-# The number of processes that srun, Open MPI, MPICH or MVAPICH has started. SLURM_NTASKS is not among them: sbatch and
-# salloc set it, too, and run their script or shell once.
-LAUNCHER_SIZES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+# The number of processes that srun, Open MPI or MPICH has started. (sbatch and salloc set SLURM_NTASKS, too.)
+LAUNCHER_SIZES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 NCCL_GRACE = 60          # NCCL's timeout aborts the process, so it comes this many seconds after the Watchdog's
 SIOCGIFADDR = 0x8915     # from linux/sockios.h: get an interface's address
 UNUSED_ADDRESS = "192.0.2.1"     # no host has it (RFC 5737), so the kernel picks the route to other networks
@@ -53,21 +50,17 @@ class LaunchInfo:
 
 
 def read_launch_environment(environment=os.environ) -> LaunchInfo:
-    """Read torchrun's variables. Raises UserError if only some are set, or if srun or mpirun has started more copies of
-    this program, or of torchrun, than train together."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    """Read torchrun's variables. Raises UserError if srun or mpirun has started more copies of this program, or of
+    torchrun, than train together."""
     for name in LAUNCHER_SIZES:
         copies, together = environment.get(name, "1"), environment.get("GROUP_WORLD_SIZE", "1")
         require(copies in ("1", together), f"{name} says that {copies} copies of this program were started, and only "
                 f"{together} of them would train together; start one torchrun per host instead, without --standalone "
                 f"(docs/running.md has a script for SLURM), or unset {name} if each should run alone")
-    found = [environment.get(name, "") for name in (*names, "MASTER_ADDR", "MASTER_PORT")]
-    if not any(found[:4]):
+    if not environment.get("RANK"):
         return LaunchInfo()
-    require(all(found) and all(map(str.isdecimal, found[:4])), f"the environment must have all of {', '.join(names)}, "
-            f"MASTER_ADDR and MASTER_PORT or none of the first four, but has {found}; start with torchrun, which sets "
-            "them all; to run one process, unset them all")
-    return LaunchInfo(*map(int, found[:4]), launched=True)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    return LaunchInfo(*(int(environment[name]) for name in names), launched=True)
 
 
 # ---- the device
@@ -143,9 +136,34 @@ def keep_freed_memory():
     blocks to the kernel, which must clear each of their pages again in the next step. That took a quarter of a step
     with hidden size 512 and batch 8 x 256 on two cores (0.89 s instead of 0.66 s)."""
     M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4                      # from malloc.h
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):          # glibc's
         libc.mallopt(M_MMAP_MAX, 0)                            # take large blocks from the heap, too
         libc.mallopt(M_TRIM_THRESHOLD, -1)                     # never shrink the heap
+
+
+def choose_kernels(config, device: torch.device):
+    """Tell torch which kernels it may choose. Call this before the first matmul, because cuBLAS reads its variable only
+    once.
+
+    A kernel whose thread blocks add to the same number in no fixed order may round differently each time it runs.
+    Torch's strict mode replaces such kernels, or raises an error where it has no other. Its warn-only mode would keep
+    the backward of fused attention. cuDNN's attention can return NaN in its backward if there is an attention bias
+    (github.com/pytorch/pytorch/issues/196678). Gradients of FlashAttention 3, which attention within documents uses on
+    Hopper if it is installed, may not always have the same bits (github.com/Dao-AILab/flash-attention/issues/2244). The
+    compiler may benchmark kernels on each rank separately, and the tensor-parallel ranks must not choose different
+    ones."""
+    torch.backends.cuda.enable_cudnn_sdp(not (config.deterministic_mode or config.uses_attention_bias))
+    if (device.type == "cuda" and capability_of(device)[0] == 9 and not config.deterministic_mode
+            and find_spec("flash_attn_interface")):
+        torch.nn.attention.activate_flash_attention_impl("FA3")
+    if config.deterministic_mode:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")      # 8 buffers of 4096 KiB
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False      # else each torch.empty() launches a kernel
+    if config.compile and config.tp > 1:
+        from torch._inductor import config as inductor                   # imported here: it loads the whole compiler
+
+        inductor.deterministic = True
 
 
 # ---- the process group
@@ -157,13 +175,12 @@ def collective_timeout(timeout: int, device: torch.device) -> timedelta:
 
 
 def nccl_options(timeout: timedelta, thread_blocks=None) -> dict:
-    """Return new_group's arguments for an NCCL group. thread_blocks: the most thread blocks that an operation may use.
-    Kernels that run at the same time get the rest.
+    """Return new_group's arguments for an NCCL group. thread_blocks: the most thread blocks that an operation may use,
+    so that kernels that run at the same time get the rest.
 
     The group gets a high-priority CUDA stream. Otherwise its operations could wait for matmuls launched after them.
-    Megatron-LM sets CUDA_DEVICE_MAX_CONNECTIONS=1 instead: with one hardware queue, kernels start in the order of their
-    launches. But then a matmul waits for all collectives launched before it to start, and of two collectives in a row,
-    the second starts only when the first has ended."""
+    Megatron-LM sets CUDA_DEVICE_MAX_CONNECTIONS=1 instead. Then kernels start in the order of their launches, and a
+    matmul waits for all collectives launched before it to start."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout                                 # otherwise new_group() warns that it replaces a default
     if thread_blocks:
@@ -191,8 +208,8 @@ def start_world(launch: LaunchInfo, device: torch.device, timeout: int = TIMEOUT
     processes cannot connect. timeout: seconds that a collective may take."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # Collectives of several groups are in flight at once. If two ranks started them in different orders, each could
-        # occupy its GPU and wait for the other. With this variable, NCCL starts them in the order of their launches.
+        # If two ranks started the collectives of several groups in different orders, each could occupy its GPU and wait
+        # for the other. With this variable, NCCL starts them in the order of their launches.
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     else:
         keep_freed_memory()

@@ -23,7 +23,7 @@ from nanodomino.comm.world import LaunchInfo, find_device, from_rank_0, start_wo
 from nanodomino.corpus.documents import text_of
 from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.corpus.tokenizers import Tokenizer, build_tokenizer
-from nanodomino.errors import NotFinite, UserError, check_output, counted, require
+from nanodomino.errors import NotFinite, UserError, counted, require
 from nanodomino.files import read_file
 from nanodomino.generate.generation import generate
 from nanodomino.mesh import Mesh, make_mesh
@@ -183,7 +183,6 @@ def main(arguments: list[str], launch: LaunchInfo) -> int:
                                         else f"give another checkpoint than {checkpoint}")) from None
     dist.barrier()
     dist.destroy_process_group()
-    check_output()
     return 0
 
 

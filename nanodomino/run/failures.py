@@ -1,31 +1,26 @@
 """Starts a rank, and ends it: at a signal, after an error, or because another rank is dead or hangs.
 
-**Signals.** The first stop signal asks for a checkpoint after the current step, the second ends the process at once.
-After the last step everything is saved, so the first signal ends the process at once.
+**Signals.** The first SIGTERM (a scheduler), SIGINT (Ctrl-C) or SIGHUP (the terminal was closed) asks for a checkpoint
+after the current step, the second ends the process at once. torchrun passes each of them on to its ranks.
 
-    SIGTERM    a scheduler or `kill`          SIGINT    Ctrl-C          SIGHUP    the terminal was closed
-
-torchrun passes each of them on to its ranks, which do not belong to the terminal themselves.
-
-**Errors.** A run can fail on one rank (an exception), lose a rank (kill -9, out of memory), or wait for a rank that
-hangs. No rank waits forever, because the next collective raises at once if a peer is gone, and after --timeout seconds
-if a peer hangs. torchrun kills all ranks as soon as one has failed. So the rank that knows the cause must print it
-first, and ranks that have only lost a peer pause before they print:
+**Errors.** No rank waits forever: the next collective raises at once if a peer is gone, and after --timeout seconds if
+a peer hangs. torchrun kills all ranks as soon as one has failed. So the rank that knows the cause must print it first,
+and ranks that have only lost a peer pause before they print:
 
     rank 2 raises ValueError         prints its traceback, exits          <- the message that counts
     rank 0, 1, 3 lose their peer     pause PAUSE seconds, killed by torchrun meanwhile
     all ranks find a UserError       local rank 0 prints it and exits; local rank r waits 5 + r seconds (at most 13)
     or an OSError                    and prints it only if it is still alive then
 
-**GPUs.** gloo's collectives run on the host and raise. NCCL's run on the device. The host only enqueues them, and
-waits without end for a result that needs a dead or hanging peer. So the thread of a Watchdog ends the rank after
---timeout seconds. torch's own watchdog, which names no rank, remains the last resort (collective_timeout in
-comm/world.py).
+**GPUs.** gloo's collectives run on the host and raise. NCCL's run on the device. The host only enqueues them, and then
+waits without end for a result that needs a dead or hanging peer. So a Watchdog ends such a rank. torch's own watchdog,
+which names no rank, remains the last resort (collective_timeout in comm/world.py).
 """
 
 import json
 import os
 import re
+import select
 import signal
 import sys
 import threading
@@ -45,8 +40,7 @@ from nanodomino.errors import sentence_and_code, tolerate_lost_output
 # "timed out", would also match errors of this rank: "peer access is not supported", "the launch timed out".
 PEER_ERROR = re.compile("by (remote )?peer|broken pipe|pair closure|connectFullMesh|connection (refused|was likely)|"
                         "remote process exited|timed out (waiting|after|connecting)|wait timeout", re.IGNORECASE)
-POLL_INTERVAL = 0.5                # seconds
-PAUSE = 5.0                        # seconds
+PAUSE, POLL_INTERVAL = 5.0, 0.5    # seconds
 
 
 def run_rank(main, arguments: list[str]):
@@ -66,62 +60,19 @@ def run_rank(main, arguments: list[str]):
     sys.exit(code)
 
 
-def stop_signals() -> list[signal.Signals]:
-    """Return the signals that stop a run. `nohup` starts a process with SIGHUP ignored, which then stays ignored."""
-    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    return [signal.SIGTERM, signal.SIGINT] + [signal.SIGHUP] * (not ignored)
-
-
-class StopSignal:
-    """Records the first stop signal in `number`; the second one ends the process, and so does the first one if
-    `all_saved`. say(line): confirms the first signal at once, because the current step may take long.
-
-    Python runs signal handlers only between two bytecode instructions, and a rank inside a collective executes none. So
-    set_wakeup_fd makes Python write the signal's number into a pipe immediately, and a thread reads the pipe.
-    """
-
-    def __init__(self, say):
-        self.say, self.number, self.received_at, self.all_saved = say, 0, 0.0, False
-        reader, writer = os.pipe()
-        os.set_blocking(writer, False)
-        signal.set_wakeup_fd(writer)
-        for number in stop_signals():
-            signal.signal(number, lambda number, frame: None)
-        threading.Thread(target=self.listen, args=(reader,), daemon=True).start()
-
-    def listen(self, reader: int):
-        while number := os.read(reader, 1):
-            self.handle(number[0])
-
-    def handle(self, number: int):
-        # A terminal or a scheduler may signal the ranks and torchrun, which then signals the ranks again. So signals
-        # within two seconds count as one.
-        if (self.all_saved or self.number) and time.monotonic() - self.received_at > 2.0:
-            os._exit(128 + number)
-        if not self.number:
-            self.number, self.received_at = number, time.monotonic()
-            again = "press Ctrl-C" if number == signal.SIGINT else f"send {signal.Signals(number).name}"
-            self.say(f"stopping after this step with a checkpoint; {again} again to stop at once")
-
-
-# ---- errors
-
 def report_and_exit(launch: LaunchInfo, error: Exception):
     """Print the error and end this process with the exit code of sentence_and_code(), else 1. The module's docstring
-    says which ranks wait before they print."""
-    for number in stop_signals():                              # there is no step to finish any more
-        with suppress(ValueError):                             # raised on a Watchdog's thread
-            signal.signal(number, signal.SIG_DFL)
+    says which ranks wait before they print. A Watchdog has added itself to an error of training."""
     sys.stdout.flush()
-    where = f" in step {error.step}" if hasattr(error, "step") else ""
-    sentence, code = sentence_and_code(error) or (None, 1)
-    if sentence:
-        text = f"error: {sentence}"
+    watchdog = getattr(error, "watchdog", None)
+    where = f" in step {watchdog.step}" if watchdog and watchdog.step else ""
+    text, code = sentence_and_code(error) or (None, 1)
+    if text:
+        text = f"error: {text}"
         time.sleep(min(5 + launch.local_rank, 13) if launch.local_rank else 0)
     elif caused_by_peer(error):
         time.sleep(0.2)
-        # A SIGTERM from torchrun means that it already knows which rank failed first.
-        if hasattr(error, "signals") and error.signals.number:
+        if watchdog and watchdog.signal:                       # torchrun knows already which rank failed first
             os._exit(1)
         text = f"rank {launch.rank} lost its peers{where}{unresponsive_ranks(launch)}: {error}"
     else:
@@ -141,8 +92,8 @@ def caused_by_peer(error: Exception) -> bool:
 
 def unresponsive_ranks(launch: LaunchInfo) -> str:
     """Return text such as " (dead or hanging: rank 2, 3)"; "" if all ranks have reported or torchrun's store does not
-    answer. A living rank that has lost a peer reports this to the store, then waits until for PAUSE seconds no other
-    rank has reported."""
+    answer. A living rank that has lost a peer reports this to the store, then waits until no other rank has reported
+    for PAUSE seconds."""
     silent, reports, end = [], 0, time.monotonic() + PAUSE
     with suppress(KeyError, RuntimeError):
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
@@ -160,39 +111,60 @@ def unresponsive_ranks(launch: LaunchInfo) -> str:
 
 
 class Watchdog:
-    """A context manager that adds its `context`, the step and the signals, to an exception that leaves its block.
+    """A context manager whose thread ends this rank at a second stop signal and, on a GPU, in a hang.
 
-    On a GPU its thread also ends the rank if the device has work but the host has made no progress for `timeout`
-    seconds, until `finished` is set. If the device has no work, it waits only for its own host. So a rank that is slow
-    to read data does not blame its peers."""
+    say(line): confirms the first signal at once, because the current step may take long. It is kept in `signal`. If
+    there is nothing `to_save`, the first signal ends the process. Python runs signal handlers only between two bytecode
+    instructions, and a rank inside a collective executes none. So set_wakeup_fd makes Python write the signal's number
+    into a pipe immediately, which the thread reads.
+
+    A rank hangs if for `timeout` seconds its GPU has had work and its host has made no progress. A GPU without work
+    waits only for its own host, so a rank that is slow to read data does not blame its peers."""
 
     def __init__(self, launch: LaunchInfo, device: torch.device, timeout: float):
-        self.launch, self.device, self.timeout = launch, device, timeout
-        self.queue = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self.context, self.finished = {}, threading.Event()
-        self.mark()
+        self.launch, self.device, self.timeout, self.say = launch, device, timeout, print
+        self.signal = self.step = 0
+        self.signalled_at, self.last_progress = 0.0, time.monotonic()
+        self.to_save, self.watching = False, device.type == "cuda"
 
     def __enter__(self):
-        if self.queue is not None:
-            threading.Thread(target=self.watch, daemon=True).start()
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:     # `nohup` starts a process with SIGHUP ignored
+                signal.signal(number, lambda number, frame: None)
+        threading.Thread(target=self.watch, args=(reader,), daemon=True).start()
         return self
 
     def __exit__(self, type_, error, traceback_):
-        self.finished.set()
+        self.to_save = self.watching = False
         if isinstance(error, Exception):
-            error.__dict__.update(self.context)
+            error.watchdog = self
 
     def mark(self, *_):
         """Note that the host makes progress. Ignores the arguments that on_action passes."""
         self.last_progress = time.monotonic()
 
-    def watch(self):
-        torch.cuda.set_device(self.device)           # a thread starts on GPU 0, where a query would allocate memory
-        while not self.finished.wait(POLL_INTERVAL):
-            idle = time.monotonic() - self.last_progress
-            if self.queue.query():
+    def watch(self, reader: int):
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)       # a thread starts on GPU 0, where a query would allocate memory
+        while True:
+            if select.select([reader], [], [], POLL_INTERVAL)[0]:
+                self.handle(os.read(reader, 1)[0])
+            if self.watching and torch.cuda.current_stream().query():
                 self.mark()
-            elif idle > self.timeout:
-                error = RuntimeError(f"timed out waiting for the device: no progress for {idle:.0f} seconds")
-                error.__dict__.update(self.context)
+            elif self.watching and time.monotonic() - self.last_progress > self.timeout:
+                error = RuntimeError("timed out waiting for the device")
+                error.watchdog = self
                 report_and_exit(self.launch, error)
+
+    def handle(self, number: int):
+        # A terminal or a scheduler may signal the ranks and torchrun, which then signals the ranks again. So signals
+        # within two seconds count as one.
+        if (self.signal or not self.to_save) and time.monotonic() - self.signalled_at > 2.0:
+            os._exit(128 + number)
+        if not self.signal:
+            self.signal, self.signalled_at = number, time.monotonic()
+            again = "press Ctrl-C" if number == signal.SIGINT else f"send {signal.Signals(number).name}"
+            self.say(f"stopping after this step with a checkpoint; {again} again to stop at once")

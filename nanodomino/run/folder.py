@@ -19,7 +19,7 @@ from nanodomino.checkpoint.format import read_manifest
 from nanodomino.checkpoint.load import checkpoints_of, find_checkpoint, newest_intact_checkpoint, recorded_settings
 from nanodomino.checkpoint.save import clear_leftovers
 from nanodomino.errors import UserError, counted, require
-from nanodomino.files import make_folder, open_regular_file, write_file
+from nanodomino.files import make_folder, open_regular_file
 from nanodomino.settings.config import Config
 from nanodomino.settings.records import check_record, check_settings, news, taken_over
 
@@ -41,9 +41,9 @@ def open_run(config: Config) -> Run:
     run_dir = Path(config.run_dir or "runs")
     require(config.run_dir or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0",
             "torchrun's --max-restarts needs --run-dir, or a restart would start a new run; add --run-dir FOLDER")
-    if config.run_dir is None or not os.path.exists(run_dir):
-        find_checkpoint_to_load(config)                        # a mistake should show before a folder is made
     try:
+        begun = config.run_dir and checkpoints_of(run_dir)
+        to_load = None if begun else find_checkpoint_to_load(config)     # a mistake should show before a folder is made
         run_dir.mkdir(parents=True, exist_ok=True)
         if config.run_dir is None:
             run_dir = numbered_folder(run_dir, config.model)
@@ -51,25 +51,22 @@ def open_run(config: Config) -> Run:
         lock_folder(run_dir)
         make_folder(run_dir / "checkpoints")
         clear_leftovers(run_dir)
-        write_file(run_dir / ".space", bytes(1 << 16))         # the disk may be full
-        (run_dir / ".space").unlink()
         checkpoint = newest_intact_checkpoint(run_dir)
     except OSError as error:
         raise UserError(f"--run-dir {run_dir} can't be written to ({error.strerror}); choose another folder") from None
     record = read_manifest(checkpoint)["config"] if checkpoint else recorded_settings(run_dir)
     if record:                                                 # also of a run that was killed before its first save
         check_settings(record, checkpoint or f"--run-dir {run_dir}", config, "model", "positions", "optimizer", "run")
-    if checkpoint:
-        # The same flags again are fine: torchrun restarts a launch with them, and a job's script repeats them.
-        require(not config.load or (config.load, config.finetune) == (record.get("load"), record.get("finetune")),
-                f"--run-dir {run_dir} holds a run that has done {counted(read_manifest(checkpoint)['step'], 'step')} "
-                f"and continues only from its own checkpoints, not from --load {config.load}; leave --load and "
-                "--finetune out to continue it, or give another --run-dir to start a new run")
-        return starts_from(checkpoint, config, run_dir)
-    require(not checkpoints_of(run_dir), f"--run-dir {run_dir} holds only damaged checkpoints, so its run can't be "
-            "resumed; restore a checkpoint, or move the folder away to start over")
-    checkpoint = find_checkpoint_to_load(config)
-    return starts_from(checkpoint, config, run_dir, loaded=True) if checkpoint else Run(run_dir)
+    if not begun:
+        return starts_from(to_load, config, run_dir, loaded=True) if to_load else Run(run_dir)
+    require(checkpoint, f"--run-dir {run_dir} holds only damaged checkpoints, so its run can't be resumed; restore a "
+            "checkpoint, or move the folder away to start over")
+    # The same flags again are fine: torchrun restarts a launch with them, and a job's script repeats them.
+    require(not config.load or (config.load, config.finetune) == (record.get("load"), record.get("finetune")),
+            f"--run-dir {run_dir} holds a run that has done {counted(read_manifest(checkpoint)['step'], 'step')} and "
+            f"continues only from its own checkpoints, not from --load {config.load}; leave --load and --finetune out "
+            "to continue it, or give another --run-dir to start a new run")
+    return starts_from(checkpoint, config, run_dir)
 
 
 def starts_from(checkpoint: Path, config: Config, run_dir: Path, loaded=False) -> Run:
@@ -109,17 +106,19 @@ def find_checkpoint_to_load(config: Config) -> Path | None:
 
 
 def lock_folder(run_dir: Path):
-    """Lock a folder until this process ends, so that only one run uses it. Raises UserError if a live run has locked it.
-    After kill -9 of torchrun, its ranks may live on and hold the lock."""
-    with open_regular_file(run_dir / "lock", "a+b") as file, suppress(OSError):     # a file system may have no locks
+    """Lock a folder until this process ends, so that only one run uses it. Raises UserError if a live run has locked
+    it, such as ranks that live on after kill -9 of torchrun. Raises OSError if the disk is full."""
+    with open_regular_file(run_dir / "lock", "a+b") as file:
         try:
             fcntl.flock(os.dup(file.fileno()), fcntl.LOCK_EX | fcntl.LOCK_NB)       # held by the copy, never closed
         except BlockingIOError:
             file.seek(0)
-            raise UserError(f"--run-dir {run_dir} is in use by process {file.read(20).decode() or '?'}, which is still "
-                            "training in it; end that process first, or choose another folder") from None
+            raise UserError(f"--run-dir {run_dir} is in use by process {file.read(20).decode().strip()}, which is "
+                            "still training in it; end that process first, or choose another folder") from None
+        except OSError:
+            pass                                               # a file system without locks
         file.truncate(0)
-        file.write(str(os.getpid()).encode())
+        file.write(str(os.getpid()).encode().ljust(1 << 16))   # on a full disk, an empty file could be made
 
 
 def numbered_folder(parent: Path, name: str) -> Path:

@@ -17,6 +17,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from nanodomino.corpus.prepared_folder import Corpus
@@ -26,7 +27,6 @@ from nanodomino.estimate.formulas import (active_parameter_count, find_peak_flop
 from nanodomino.files import open_regular_file, write_file
 from nanodomino.mesh import Mesh
 from nanodomino.plot.curves import Curve, picture
-from nanodomino.run.determinism import tf32_in_words
 from nanodomino.schedules import simulation
 from nanodomino.schedules.simulation import stage_layers
 from nanodomino.settings.config import Config
@@ -76,7 +76,9 @@ class Report:
               f"{counted(config.microbatches, 'microbatch')} of {config.micro_batch_size} on "
               f"{'each of ' * (config.dp > 1)}{counted(config.dp, 'replica')}; slices {config.slices}, "
               f"columns {config.columns}, ZeRO stage {config.zero_stage}"
-              + config.in_words + tf32_in_words(config, mesh.device))
+              + config.in_words + ", fp32 matmuls without TF32 (--bf16 is many times as fast)" * (
+                  mesh.device.type == "cuda" and config.params_dtype == torch.float32
+                  and torch.get_float32_matmul_precision() == "highest"))
         print(what_hides_what(config))
         for split in ("valid", "test"):
             if config.eval_iters and self.corpus.tokens[split] <= config.seq_length:
@@ -97,7 +99,8 @@ class Report:
         """Say how many epochs the run trains and how much memory it needs. Warn of many epochs. memory: in words."""
         steps, windows = self.config.train_iters, max((self.corpus.tokens["train"] - 1) // self.config.seq_length, 1)
         epochs = self.config.consumed_train_samples(steps) / windows
-        self.say(f"{counted(steps, 'step')} = {epochs:{'.0f' if epochs >= 10 else '.2g'}} epochs of this text; {memory}")
+        digits = ".0f" if epochs >= 10 else ".2g"
+        self.say(f"{counted(steps, 'step')} = {epochs:{digits}} epochs of this text; {memory}")
         if epochs > FEW_EPOCHS:
             self.say(f"warning: after about {FEW_EPOCHS} epochs a model gains little from the same text and begins to "
                      "memorize it; try a smaller --train-iters or --global-batch-size, or more text")

@@ -17,6 +17,7 @@ import gc
 import math
 import signal
 import time
+from collections import defaultdict
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,15 +30,15 @@ from nanodomino.checkpoint.format import step_of
 from nanodomino.checkpoint.load import newest_finite_checkpoint, recorded_settings, restore
 from nanodomino.checkpoint.save import Saver
 from nanodomino.comm.trace import Trace
-from nanodomino.comm.world import LaunchInfo, find_device, from_rank_0, start_world
+from nanodomino.comm.world import LaunchInfo, choose_kernels, find_device, from_rank_0, start_world
 from nanodomino.corpus.prepared_folder import Corpus, load_corpus
 from nanodomino.errors import NotFinite, UserError, counted, require
 from nanodomino.estimate.stages import require_memory
 from nanodomino.files import read_json
 from nanodomino.generate.generation import generate
 from nanodomino.mesh import Mesh, make_mesh
-from nanodomino.run.determinism import choose_kernels, drift_warning
-from nanodomino.run.failures import StopSignal, Watchdog
+from nanodomino.model import GPT
+from nanodomino.run.failures import Watchdog
 from nanodomino.run.folder import Run, open_run
 from nanodomino.run.report import Report
 from nanodomino.settings.config import Config
@@ -48,8 +49,6 @@ from nanodomino.timeline.draw import draw_timeline
 
 PROMPT_TOKENS = 32       # length of the prompt, taken from the validation text, for the sample at the end
 
-
-# ---- before the first step
 
 def command_line_parser() -> Parser:
     """Return the parser of train.py. Flags that are not given are absent from its result."""
@@ -85,8 +84,7 @@ def from_command_line(arguments: list[str], world_size: int) -> Config:
 
 def read_settings(path: Path) -> dict:
     """Return the settings in a JSON file. null restores a default, even if the run remembers another value. The program
-    writes `given` into a run's config.json. In a file without it, a user has given all the settings. Raises
-    UserError."""
+    writes `given` into a run's config.json. In a file without it, a user has given all settings. Raises UserError."""
     record = {name: expand_home(value) for name, value in check_record(read_json(path), f"--config {path}").items()}
     unset = {setting.name: setting.default for setting in flag_settings(Config)
              if setting.name in record and record[setting.name] is None}
@@ -96,26 +94,13 @@ def read_settings(path: Path) -> dict:
 
 def find_corpus(config: Config, launch: LaunchInfo) -> Corpus:
     """Load the prepared data. If the default data is missing, the first process of each host prepares it first."""
-    folder, waits = Path(config.data_path or DEFAULT_CORPUS), 0 if config.data_path else 3000
-    if waits and launch.local_rank == 0 and not folder.exists():
+    folder, patience = Path(config.data_path or DEFAULT_CORPUS), 0 if config.data_path else 3000
+    if patience and launch.local_rank == 0 and not folder.exists():
         prepare_default_corpus(folder)
-    while waits and not folder.exists():                       # for ten minutes at most
+    while patience and not folder.exists():                    # for ten minutes at most
         time.sleep(0.2)
-        waits -= 1
+        patience -= 1
     return load_corpus(folder)
-
-
-def check_agreement(config: Config):
-    """Raise UserError if settings or data of a rank differ from rank 0's, as they can if each host starts its ranks with
-    its own command. Only paths may differ."""
-    mine = dataclasses.asdict(dataclasses.replace(config, data_path=None, run_dir=None, load=None, config=None,
-                                                  tensorboard_dir=None))
-    ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, mine)
-    for rank, settings in enumerate(ranks):
-        names = [name for name, value in settings.items() if value != ranks[0][name]]
-        require(not names, f"rank {rank} has a different {', '.join(names)} than rank 0; give all hosts the same flags "
-                "and data")
 
 
 @contextmanager
@@ -145,8 +130,10 @@ def open_session(arguments: list[str], launch: LaunchInfo, program):
     start_world(launch, device, config.timeout)
     mesh = make_mesh(config.pp, config.dp, config.tp, device, config.timeout, **config.mesh_options,
                      thread_blocks=config.thread_blocks)
-    check_agreement(config)
-    run = from_rank_0(run)
+    run, settings = from_rank_0(run), dataclasses.replace(config, data_path=None, run_dir=None, load=None, config=None,
+                                                          tensorboard_dir=None)
+    require(settings == from_rank_0(settings), f"rank {launch.rank} has other settings or data than rank 0; give all "
+            "hosts the same flags and data")
     config = dataclasses.replace(config, sample_offset=run.sample_offset)
     with Watchdog(launch, device, config.timeout) as watchdog:
         yield Session(config, corpus, datasets, mesh, run, watchdog, memory)
@@ -161,7 +148,7 @@ class Session:
     def __init__(self, config: Config, corpus: Corpus, datasets: dict, mesh: Mesh, run: Run, watchdog: Watchdog,
                  memory: str):
         self.config, self.corpus, self.datasets, self.mesh, self.run = config, corpus, datasets, mesh, run
-        self.watchdog, self.memory, self.signals, self.on_action = watchdog, memory, None, watchdog.mark
+        self.watchdog, self.memory, self.on_action = watchdog, memory, watchdog.mark
         self.starts_from_weights = run.weights_only            # of another run, without its optimizer state
         self.trace = Trace(mesh.device, recording=False)
         self.done = self.step = 0
@@ -179,28 +166,26 @@ class Session:
         if self.done < config.train_iters:
             self.report.estimate(self.memory)
 
-    # ---- between two steps
-
     def steps(self):
         """Yield the number of each step until the run ends or is asked to stop."""
-        self.signals, self.start_time = StopSignal(self.report.say), time.perf_counter()
+        self.watchdog.say, self.watchdog.to_save, self.start_time = self.report.say, True, time.perf_counter()
         if self.mesh.device.type == "cuda":                    # a long garbage collection would let the GPU run dry
             gc.freeze()
         while self.done < self.config.train_iters and not self.stopped:
             if failure := self.saver.failure():
                 self.report.say(f"warning: {failure}; training continues")
-            self.step, self.step_start = self.done + 1, time.perf_counter()
-            self.watchdog.context.update(step=self.step, signals=self.signals)
+            self.step = self.watchdog.step = self.done + 1
+            self.step_start = time.perf_counter()
             self.trace.recording = self.step in self.config.traced_steps
             yield self.step
         self.saver.wait()
         if failure := self.saver.failure():                    # fatal, since no later checkpoint follows
             raise UserError(f"{failure}; free some disk space and start again to resume from the last checkpoint")
-        self.signals.all_saved = True                          # from now on the first signal ends the process
+        self.watchdog.to_save = False                          # everything is saved
 
     def stop_requested(self) -> bool:
         """Return whether this rank has received a signal to stop."""
-        return self.signals.number > 0
+        return self.watchdog.signal > 0
 
     def after_step(self, result, learning_rate: float, optimizer):
         """Report a finished step, draw its timeline, and decide whether to stop. Raises UserError if too many steps in
@@ -217,21 +202,18 @@ class Session:
                                   f"loss or gradient that is not finite; {optimizer.loss_scale.advice()}")
 
     def not_finite(self, problem: str) -> NotFinite:
-        """Return an error with the command that goes on from the last good checkpoint. All ranks call this together
-        and get the same error. A checkpoint is good if its weights are finite and the loss of the next step was finite.
-        If this launch has trained no step, only checkpoints before the loaded one are searched."""
-        self.saver.wait()                                      # wait for a checkpoint that is still being written
+        """Return an error with the command that goes on from the run's last good checkpoint, whose weights are finite
+        and gave a finite loss. All ranks call this together and get the same error."""
+        self.saver.wait()                                      # a checkpoint may still be being written
         self.report.draw_curve()
-        config, loaded = self.config, None if self.step else self.run.checkpoint
-        self.watchdog.finished.set()                           # rank 0 may read large checkpoints for long
-        folder = loaded.absolute().parent.parent if loaded else self.run.folder
+        self.watchdog.watching = False                         # rank 0 may read large checkpoints for long
+        config, folder = self.config, self.run.folder
         good = from_rank_0(newest_finite_checkpoint(folder, self.last_good) if dist.get_rank() == 0 else None)
-        lower = min(config.lr / 10, config.preset["lr"])
-        flags = "--finetune" if config.finetune and not self.step else f"--train-iters {config.train_iters}"
-        flags += f" --lr {lower:g}" * (self.step > 0)
+        lr = min(config.lr / 10, config.preset["lr"])
+        program = "python" if config.world_size == 1 else "torchrun ..."
         return NotFinite(problem + (
-            f"go on from the last good checkpoint: {'python' if config.world_size == 1 else 'torchrun ...'} train.py "
-            f"--load {good} {flags}" if good else f"start again with a smaller --lr than {config.lr:g}"))
+            f"go on from the last good checkpoint: {program} train.py --load {good} --train-iters {config.train_iters} "
+            f"--lr {lr:g}" if good else f"start again with a smaller --lr than {config.lr:g}"))
 
     def time_to(self, interval: int) -> bool:
         """Return whether the finished step is the last one or a multiple of `interval`."""
@@ -261,43 +243,66 @@ class Session:
         self.saver.save(self.done, model, optimizer, self.config)
         self.report.draw_curve()
 
-    # ---- the end
-
     def end_early(self) -> int:
         """Report a run that was asked to stop. Returns the exit code."""
         self.report.end(self.done, time.perf_counter() - self.start_time)
         self.report.say(f"stopped early after saving the checkpoint of step {self.done}; --run-dir {self.run.folder} "
                         "resumes from it")
-        return 128 + (self.signals.number or signal.SIGTERM) if self.stopped_by_signal else 0
+        return 128 + (self.watchdog.signal or signal.SIGTERM) if self.stopped_by_signal else 0
 
     def end(self, model) -> int:
         """Report the end of the run and print a sample. Returns the exit code."""
         self.report.end(self.done, time.perf_counter() - self.start_time)
-        self.watchdog.finished.set()                           # the other replicas may wait long for the sample
-        problem = None if math.isfinite(self.loss) else f"the loss of step {self.done} is {self.loss}"
-        if self.config.sample_tokens and not problem:
+        self.watchdog.watching = False                         # the other replicas may wait long for the sample
+        if not math.isfinite(self.loss):
+            raise self.not_finite(f"the loss of step {self.done} is {self.loss}; ")
+        if self.config.sample_tokens:
             dataset = self.datasets.get("valid", self.datasets["train"])
-            problem = write_sample(model, self.config, self.corpus, dataset, self.mesh)
-        if problem := from_rank_0(problem):
-            raise self.not_finite(f"{problem}; ")
+            write_sample(model, self.config, self.corpus, dataset, self.mesh)
         return 0
 
 
 def write_sample(model, config: Config, corpus: Corpus, dataset, mesh: Mesh):
     """Let the first replica continue the first tokens of a split, and print the text. If an option spreads a replica's
-    weights over several ranks of the dp group, these generate the same text. Returns an error's text if the logits are
-    not finite."""
+    weights over several ranks of the dp group, these generate the same text. Raises NotFinite."""
     _, index = mesh.axis("dp")
     if index < max([1, *(mesh.axis(name)[0] for name in config.groups_that_generate_together)]):
         prompt = dataset.batch(0, 0, 0, 1, 1, 1, shuffle=False).tokens[0, :PROMPT_TOKENS].tolist()
-        try:
-            tokens = generate(model, mesh, prompt, config.sample_tokens, corpus.vocab_size, config.temperature,
-                              config.top_k, config.seed, end_of_text=corpus.end_of_text)
-        except NotFinite as error:
-            return str(error)
-        if index > 0:
-            return
-        tokenizer = corpus.tokenizer()
-        print(f"---- a sample (temperature {config.temperature}, top-k {config.top_k}); the "
-              f"first {len(prompt)} tokens are the prompt\n"
-              f"{tokenizer.decode(prompt)}|{tokenizer.decode(tokens[len(prompt):])}\n----", flush=True)
+        tokens = generate(model, mesh, prompt, config.sample_tokens, corpus.vocab_size, config.temperature,
+                          config.top_k, config.seed, end_of_text=corpus.end_of_text)
+        if index == 0:
+            decode = corpus.tokenizer().decode
+            print(f"---- a sample (temperature {config.temperature}, top-k {config.top_k}); the "
+                  f"first {len(prompt)} tokens are the prompt\n"
+                  f"{decode(prompt)}|{decode(tokens[len(prompt):])}\n----", flush=True)
+
+
+def drift_warning(model: GPT, mesh: Mesh) -> str:
+    """Return a warning that names the parameters whose copies differ in a bit, and their ranks; "" if all copies are
+    equal. All ranks must call this together, and get the same text.
+
+    Every parameter has a copy on each replica (dp), an expert only on replicas that hold it. A parameter that is not
+    sharded has a copy on each tensor-parallel rank too (tp), a tied embedding one on the first and one on the last
+    stage. No loss shows if they differ. They stay equal because
+
+        over dp        with ZeRO, one owner updates each part and all-gathers it      equal by construction
+                       without, each replica applies the same gradients               equal if kernels are deterministic
+        two stages     both add the same two gradients                                equal if addition is deterministic
+        over tp        each rank computes the same gradient from the same numbers     equal if kernels are deterministic
+    """
+    own = {(name, *(mesh.axis(axis)[1] for axis in weight.spec.kind.shards)): torch.hash_tensor(weight.detach()).item()
+           for name, weight in model.named_parameters()}
+    everyone, ranks_by_hash = [None] * dist.get_world_size(), defaultdict(lambda: defaultdict(list))
+    dist.all_gather_object(everyone, own)                      # {(name, shard): hash} of each rank
+    for rank, hashes in enumerate(everyone):
+        for copy, value in hashes.items():
+            ranks_by_hash[copy][value].append(str(rank))
+    drifted = []
+    for (name, *_), by_hash in ranks_by_hash.items():
+        groups = [f"rank {', '.join(ranks)}" for ranks in by_hash.values()]
+        drifted += [f"{name} differs between {' and '.join(groups)}"] * (len(groups) > 1)
+    more = f", and {len(drifted) - 3} more" * (len(drifted) > 3)
+    return bool(drifted) * (
+        f"copies of parameters have drifted apart ({'; '.join(drifted[:3])}{more}), so the ranks train slightly "
+        "different models; a run resumed from this checkpoint has equal copies again; try --deterministic-mode or "
+        "--no-compile")

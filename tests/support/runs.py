@@ -4,7 +4,7 @@
     Job(folder, corpus, run_dir, *flags)   in processes of its own, which a test may signal and kill
 
 In the pool, the run uses the worker's process group and sets its own time-out on it. The file `lock` is made but not
-locked, and the signal handlers are replaced, because they would last as long as the worker.
+locked, and no signal handlers are set, because they would last as long as the worker.
 """
 
 import contextlib
@@ -17,7 +17,6 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -80,8 +79,8 @@ def main_on_rank(flags: list[str], bad_steps=()) -> Ended:
         _set_pg_timeout(timedelta(seconds=timeout), dist.group.WORLD)
 
     with (mock.patch.object(train, "get_batch", poisoned),
-          mock.patch.multiple(session, start_world=start_world,
-                              StopSignal=lambda say: SimpleNamespace(number=0, received_at=0.0)),
+          mock.patch.object(session, "start_world", start_world),
+          mock.patch.object(session.Watchdog, "__enter__", lambda watchdog: watchdog),
           mock.patch.object(run_folder, "lock_folder", lambda run_dir: (run_dir / "lock").touch()),
           contextlib.redirect_stdout(screen)):
         try:
