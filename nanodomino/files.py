@@ -22,15 +22,8 @@ LIMIT = 1 << 28          # bytes
 
 def open_regular_file(path, mode="rb", buffering=-1):
     """Open a regular file of bytes, or raise OSError. Reading follows a symbolic link; writing refuses one."""
-    writes = mode != "rb"
-
     def descriptor(path, flags: int) -> int:
-        try:
-            opened = os.open(path, flags | os.O_NONBLOCK | (os.O_NOFOLLOW if writes else 0), 0o666)
-        except OSError as error:
-            if writes and error.errno in (errno.ELOOP, errno.ENXIO):      # a link; a pipe that nobody reads
-                error.strerror = f"{os.path.basename(path)} is not a regular file"
-            raise
+        opened = os.open(path, flags | os.O_NONBLOCK | (0 if mode == "rb" else os.O_NOFOLLOW), 0o666)
         if stat.S_ISREG(os.fstat(opened).st_mode):
             return opened
         os.close(opened)
@@ -102,8 +95,6 @@ def make_folder(path: Path):
 
 def delete(path: Path):
     """Delete a folder, a file or a symbolic link, but not what the link points to. Ignores errors."""
-    if path.is_dir() and not path.is_symlink():                # rmtree() would wait for a named pipe
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            path.unlink()
+    with suppress(OSError):
+        path.unlink()                                          # first, because rmtree() would wait for a named pipe
+    shutil.rmtree(path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Starts a process: reads what torchrun says, picks the device, joins the process group.
+"""Starts a process: reads what torchrun says, picks the device and its kernels, joins the process group.
 
 torchrun starts one process per GPU, or any number of processes on CPUs, and sets these environment variables in each:
 
@@ -7,10 +7,6 @@ torchrun starts one process per GPU, or any number of processes on CPUs, and set
     MASTER_ADDR, MASTER_PORT        where all processes meet to exchange addresses
 
 Without these variables the process is a world of size 1. NCCL connects GPUs, gloo connects CPUs.
-
-**The network interface.** gloo tells the other ranks to connect to the address of the host's own name. On many systems
-that is 127.0.0.1, where each host reaches only itself. But the kernel can tell from which local address it would send
-to MASTER_ADDR. choose_interface() passes the interface that has this address to gloo in GLOO_SOCKET_IFNAME.
 
 **Stand-ins.** Tensors on torch's meta device have shapes but no numbers. A dry run (estimate/) trains on them, and says
 with standing_for() which kind of device they stand for. So a machine without GPUs can run the code paths of a GPU.
@@ -24,7 +20,6 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
@@ -32,11 +27,7 @@ import torch.distributed as dist
 from nanodomino.errors import UserError, require
 
 TIMEOUT = 600            # seconds; the default of --timeout
-# The number of processes that srun, Open MPI or MPICH has started. (sbatch and salloc set SLURM_NTASKS, too.)
-LAUNCHER_SIZES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-NCCL_GRACE = 60          # NCCL's timeout aborts the process, so it comes this many seconds after the Watchdog's
-SIOCGIFADDR = 0x8915     # from linux/sockios.h: get an interface's address
-UNUSED_ADDRESS = "192.0.2.1"     # no host has it (RFC 5737), so the kernel picks the route to other networks
+LAUNCHER_SIZES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")    # copies that srun or mpirun starts
 
 
 @dataclass(frozen=True)
@@ -50,20 +41,17 @@ class LaunchInfo:
 
 
 def read_launch_environment(environment=os.environ) -> LaunchInfo:
-    """Read torchrun's variables. Raises UserError if srun or mpirun has started more copies of this program, or of
-    torchrun, than train together."""
+    """Read torchrun's variables. Raises UserError if srun or mpirun has started copies that can't train together."""
+    hosts = environment.get("GROUP_WORLD_SIZE", "1")           # set by torchrun
     for name in LAUNCHER_SIZES:
-        copies, together = environment.get(name, "1"), environment.get("GROUP_WORLD_SIZE", "1")
-        require(copies in ("1", together), f"{name} says that {copies} copies of this program were started, and only "
-                f"{together} of them would train together; start one torchrun per host instead, without --standalone "
-                f"(docs/running.md has a script for SLURM), or unset {name} if each should run alone")
-    if not environment.get("RANK"):
-        return LaunchInfo()
+        copies = environment.get(name, "1")
+        require(copies in ("1", hosts), f"{name} says that {copies} copies were started, which would train separate "
+                "models; start one torchrun per host, without --standalone (see docs/running.md for SLURM), or unset "
+                f"{name}")
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    return LaunchInfo(*(int(environment[name]) for name in names), launched=True)
+    launched = bool(environment.get("RANK"))
+    return LaunchInfo(*(int(environment[name]) for name in names), launched=True) if launched else LaunchInfo()
 
-
-# ---- the device
 
 @dataclass(frozen=True)
 class StandIn:
@@ -119,13 +107,11 @@ def find_device(config, launch: LaunchInfo) -> torch.device:
     if config.device == "cpu" or (config.device == "auto" and gpus == 0):
         return torch.device("cpu")
     require(gpus > 0, "--device cuda needs a GPU that torch can see, and there is none; try --device cpu")
-    require(not (config.trace and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"),
-            "--trace would slow down what it measures, because CUDA_DEVICE_MAX_CONNECTIONS is 1: with one hardware "
-            "queue, no matmul starts before the collective whose end is being recorded; unset the variable")
+    require(not (config.trace and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"), "--trace would slow down what "
+            "it measures, because CUDA_DEVICE_MAX_CONNECTIONS is 1; unset the variable")
     sees_only_its_own = gpus == 1 and os.environ.get("CUDA_VISIBLE_DEVICES")   # as SLURM does with one GPU per task
-    require(launch.local_world_size <= gpus or sees_only_its_own,
-            f"{launch.local_world_size} processes on this host need as many GPUs, and there "
-            f"are {gpus}; start with torchrun --nproc_per_node {gpus}, or try --device cpu")
+    require(launch.local_world_size <= gpus or sees_only_its_own, f"{launch.local_world_size} processes on this host "
+            f"need as many GPUs, and there are {gpus}; try torchrun --nproc_per_node {gpus}, or --device cpu")
     device = torch.device("cuda", 0 if sees_only_its_own else launch.local_rank)
     config.check_device(device)
     return device
@@ -148,14 +134,9 @@ def choose_kernels(config, device: torch.device):
     A kernel whose thread blocks add to the same number in no fixed order may round differently each time it runs.
     Torch's strict mode replaces such kernels, or raises an error where it has no other. Its warn-only mode would keep
     the backward of fused attention. cuDNN's attention can return NaN in its backward if there is an attention bias
-    (github.com/pytorch/pytorch/issues/196678). Gradients of FlashAttention 3, which attention within documents uses on
-    Hopper if it is installed, may not always have the same bits (github.com/Dao-AILab/flash-attention/issues/2244). The
-    compiler may benchmark kernels on each rank separately, and the tensor-parallel ranks must not choose different
-    ones."""
+    (github.com/pytorch/pytorch/issues/196678). The compiler may benchmark kernels on each rank separately, but the
+    tensor-parallel ranks must not choose different ones."""
     torch.backends.cuda.enable_cudnn_sdp(not (config.deterministic_mode or config.uses_attention_bias))
-    if (device.type == "cuda" and capability_of(device)[0] == 9 and not config.deterministic_mode
-            and find_spec("flash_attn_interface")):
-        torch.nn.attention.activate_flash_attention_impl("FA3")
     if config.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")      # 8 buffers of 4096 KiB
         torch.use_deterministic_algorithms(True)
@@ -168,15 +149,9 @@ def choose_kernels(config, device: torch.device):
 
 # ---- the process group
 
-def collective_timeout(timeout: int, device: torch.device) -> timedelta:
-    """Return a process group's timeout, given --timeout in seconds. On CPUs a collective raises an error after this
-    time. On GPUs NCCL would abort the process, so NCCL waits longer, and run/failures.py can report the error first."""
-    return timedelta(seconds=timeout + (NCCL_GRACE if device.type == "cuda" else 0))
-
-
 def nccl_options(timeout: timedelta, thread_blocks=None) -> dict:
-    """Return new_group's arguments for an NCCL group. thread_blocks: the most thread blocks that an operation may use,
-    so that kernels that run at the same time get the rest.
+    """Return new_group's arguments for an NCCL group. thread_blocks: the most thread blocks that an operation may use.
+    Kernels that run at the same time get the rest.
 
     The group gets a high-priority CUDA stream. Otherwise its operations could wait for matmuls launched after them.
     Megatron-LM sets CUDA_DEVICE_MAX_CONNECTIONS=1 instead. Then kernels start in the order of their launches, and a
@@ -189,16 +164,19 @@ def nccl_options(timeout: timedelta, thread_blocks=None) -> dict:
 
 
 def choose_interface(master_addr: str):
-    """Set GLOO_SOCKET_IFNAME to the interface towards the other hosts, if there is one. A user's own value stays."""
+    """Set GLOO_SOCKET_IFNAME to the interface towards the other hosts, unless the user has set it.
+
+    gloo tells the other ranks to connect to the address of the host's own name. On many systems that is 127.0.0.1,
+    where each host reaches only itself. But the kernel can tell from which address it would send to MASTER_ADDR."""
     import fcntl                                               # not on Windows, where errors.py says so
 
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((master_addr, 9))                        # UDP sends nothing; an unknown host is gloo's to report
         if probe.getsockname()[0].startswith("127."):          # this host is MASTER_ADDR itself
-            probe.connect((UNUSED_ADDRESS, 9))
+            probe.connect(("192.0.2.1", 9))                    # no host has this address (RFC 5737)
         for _, name in socket.if_nameindex():
             with suppress(OSError):                            # raised for an interface that has no address
-                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                answer = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))      # SIOCGIFADDR: its address
                 if socket.inet_ntoa(answer[20:24]) == probe.getsockname()[0]:
                     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
@@ -206,6 +184,7 @@ def choose_interface(master_addr: str):
 def start_world(launch: LaunchInfo, device: torch.device, timeout: int = TIMEOUT):
     """Initialize the default process group. Without a launcher it has a single member. Raises UserError if the
     processes cannot connect. timeout: seconds that a collective may take."""
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT")
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # If two ranks started the collectives of several groups in different orders, each could occupy its GPU and wait
@@ -214,23 +193,20 @@ def start_world(launch: LaunchInfo, device: torch.device, timeout: int = TIMEOUT
     else:
         keep_freed_memory()
     if launch.world_size > launch.local_world_size:            # there are several hosts
-        choose_interface(os.environ.get("MASTER_ADDR", ""))
-    # on GPU hosts gloo too: checkpoints communicate from the CPU while training continues
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        choose_interface(address)
     store = dist.HashStore()
     try:
         if launch.launched:
-            store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size,
-                                               timeout=timedelta(seconds=timeout)))
+            found = dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timedelta(seconds=timeout))
             # after a restart, torchrun's store still has the addresses of the dead processes
-            store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        dist.init_process_group(backend, rank=launch.rank, world_size=launch.world_size, store=store,
-                                timeout=collective_timeout(timeout, device),
+            store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", next(found)[0])
+        # on GPU hosts gloo too: checkpoints communicate from the CPU while training continues
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", rank=launch.rank,
+                                world_size=launch.world_size, store=store, timeout=timedelta(seconds=timeout),
                                 device_id=device if device.type == "cuda" else None)
     except (dist.DistNetworkError, dist.DistStoreError) as error:        # port in use, host unknown, rank missing
-        raise UserError(f"the {launch.world_size} processes cannot connect at MASTER_ADDR "
-                        f"{os.environ.get('MASTER_ADDR')}, MASTER_PORT {os.environ.get('MASTER_PORT')} "
-                        f"({str(error).splitlines()[0]}); choose a free port on a host that every process can "
+        raise UserError(f"the {launch.world_size} processes cannot connect at MASTER_ADDR {address}, MASTER_PORT "
+                        f"{port} ({str(error).splitlines()[0]}); choose a free port on a host that every process can "
                         f"reach, and start all {launch.world_size} processes") from None
 
 

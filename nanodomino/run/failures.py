@@ -13,8 +13,8 @@ and ranks that have only lost a peer pause before they print:
     or an OSError                    and prints it only if it is still alive then
 
 **GPUs.** gloo's collectives run on the host and raise. NCCL's run on the device. The host only enqueues them, and then
-waits without end for a result that needs a dead or hanging peer. So a Watchdog ends such a rank. torch's own watchdog,
-which names no rank, remains the last resort (collective_timeout in comm/world.py).
+waits without end for a result that needs a dead or hanging peer. So a Watchdog ends such a rank, a little before
+torch's own watchdog would, which names no rank.
 """
 
 import json
@@ -70,7 +70,7 @@ def report_and_exit(launch: LaunchInfo, error: Exception):
     if text:
         text = f"error: {text}"
         time.sleep(min(5 + launch.local_rank, 13) if launch.local_rank else 0)
-    elif caused_by_peer(error):
+    elif isinstance(error, RuntimeError) and PEER_ERROR.search(str(error)):
         time.sleep(0.2)
         if watchdog and watchdog.signal:                       # torchrun knows already which rank failed first
             os._exit(1)
@@ -85,28 +85,17 @@ def report_and_exit(launch: LaunchInfo, error: Exception):
     os._exit(code)
 
 
-def caused_by_peer(error: Exception) -> bool:
-    """Return whether the error only says that another rank has died or does not answer."""
-    return isinstance(error, RuntimeError) and bool(PEER_ERROR.search(str(error)))
-
-
 def unresponsive_ranks(launch: LaunchInfo) -> str:
     """Return text such as " (dead or hanging: rank 2, 3)"; "" if all ranks have reported or torchrun's store does not
-    answer. A living rank that has lost a peer reports this to the store, then waits until no other rank has reported
-    for PAUSE seconds."""
-    silent, reports, end = [], 0, time.monotonic() + PAUSE
+    answer. A living rank that has lost a peer reports this to the store, then waits for the others' reports."""
+    silent = []
     with suppress(KeyError, RuntimeError):
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
                               timeout=timedelta(seconds=PAUSE))
         store = dist.PrefixStore(f"lost a peer {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         store.set(str(launch.rank), "")
-        store.add("reports", 1)
-        while time.monotonic() < end:
-            time.sleep(POLL_INTERVAL)
-            before, reports = reports, store.add("reports", 0)
-            end = end if reports == before else time.monotonic() + PAUSE
+        time.sleep(PAUSE)
         silent = [str(rank) for rank in range(launch.world_size) if not store.check([str(rank)])]
-    time.sleep(max(end - time.monotonic(), 0))
     return f" (dead or hanging: rank {', '.join(silent)})" if silent else ""
 
 
@@ -118,8 +107,8 @@ class Watchdog:
     instructions, and a rank inside a collective executes none. So set_wakeup_fd makes Python write the signal's number
     into a pipe immediately, which the thread reads.
 
-    A rank hangs if for `timeout` seconds its GPU has had work and its host has made no progress. A GPU without work
-    waits only for its own host, so a rank that is slow to read data does not blame its peers."""
+    A rank hangs if for 90 % of `timeout` seconds its GPU has had work and its host has made no progress. A GPU without
+    work waits only for its own host, so a rank that is slow to read data does not blame its peers."""
 
     def __init__(self, launch: LaunchInfo, device: torch.device, timeout: float):
         self.launch, self.device, self.timeout, self.say = launch, device, timeout, print
@@ -154,7 +143,7 @@ class Watchdog:
                 self.handle(os.read(reader, 1)[0])
             if self.watching and torch.cuda.current_stream().query():
                 self.mark()
-            elif self.watching and time.monotonic() - self.last_progress > self.timeout:
+            elif self.watching and time.monotonic() - self.last_progress > 0.9 * self.timeout:
                 error = RuntimeError("timed out waiting for the device")
                 error.watchdog = self
                 report_and_exit(self.launch, error)

@@ -18,7 +18,7 @@ from pathlib import Path
 from nanodomino.checkpoint.format import read_manifest
 from nanodomino.checkpoint.load import checkpoints_of, find_checkpoint, newest_intact_checkpoint, recorded_settings
 from nanodomino.checkpoint.save import clear_leftovers
-from nanodomino.errors import UserError, counted, require
+from nanodomino.errors import UserError, require
 from nanodomino.files import make_folder, open_regular_file
 from nanodomino.settings.config import Config
 from nanodomino.settings.records import check_record, check_settings, news, taken_over
@@ -37,7 +37,7 @@ class Run:
 
 def open_run(config: Config) -> Run:
     """Find or make the folder of this run, lock it, and find the checkpoint to start from. Called by rank 0 only.
-    Raises UserError if the folder cannot be used, or if the settings do not fit the run or the checkpoint."""
+    Raises UserError."""
     run_dir = Path(config.run_dir or "runs")
     require(config.run_dir or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0",
             "torchrun's --max-restarts needs --run-dir, or a restart would start a new run; add --run-dir FOLDER")
@@ -63,9 +63,8 @@ def open_run(config: Config) -> Run:
             "checkpoint, or move the folder away to start over")
     # The same flags again are fine: torchrun restarts a launch with them, and a job's script repeats them.
     require(not config.load or (config.load, config.finetune) == (record.get("load"), record.get("finetune")),
-            f"--run-dir {run_dir} holds a run that has done {counted(read_manifest(checkpoint)['step'], 'step')} and "
-            f"continues only from its own checkpoints, not from --load {config.load}; leave --load and --finetune out "
-            "to continue it, or give another --run-dir to start a new run")
+            f"--run-dir {run_dir} holds a run, which continues only from its own checkpoints; leave --load and "
+            "--finetune out to continue it, or give another --run-dir to start a new run")
     return starts_from(checkpoint, config, run_dir)
 
 

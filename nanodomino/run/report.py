@@ -6,8 +6,7 @@
               perplexity = exp(loss), bits per byte of the scored text, and how many tokens of the split were scored
     curve     loss.svg, with the values of metrics.jsonl; with --tensorboard-dir also TensorBoard's copy of them
 
-MFU is model FLOPs utilization: tokens per second x FLOPs per token / peak FLOP/s of all devices (flops_per_token in
-estimate/formulas.py).
+MFU is model FLOPs utilization: tokens per second x FLOPs per token / peak FLOP/s of all devices.
 """
 
 import dataclasses
@@ -50,9 +49,9 @@ class Report:
                 settings = json.dumps(dataclasses.asdict(config), indent=2) + "\n"           # stored for later launches
                 write_file(run_dir / "config.json", settings.encode())
             self.curve = Curve(run_dir.resolve().name)
-            self.metrics = continue_metrics(run_dir / "metrics.jsonl", first_step, add=self.curve.add, rescored=(
-                {"test_loss"} if first_step < config.train_iters else
-                {"test_loss", "valid_loss"} if config.eval_iters else set()))
+            rescored = {"test_loss"} if first_step < config.train_iters else {"test_loss", "valid_loss"}
+            self.metrics = continue_metrics(run_dir / "metrics.jsonl", first_step, add=self.curve.add,
+                                            rescored=rescored if config.eval_iters else set())
             if config.tensorboard_dir:                         # needs the package tensorboard
                 from torch.utils.tensorboard import SummaryWriter
 
@@ -67,31 +66,27 @@ class Report:
 
     def describe(self, news):
         """Print the model, the batch, the rank grid, the schedule, and what a checkpoint brings or finds changed."""
-        config, mesh, first_step = self.config, self.mesh, self.first_step
+        config, mesh, done = self.config, self.mesh, self.first_step
         count, active = parameter_count(config), active_parameter_count(config)
         print(f"nanodomino: model {config.model}, {count:,} parameters{f' ({active:,} active)' * (active < count)}, "
               f"{config.dtype} on {mesh.device.type}; {self.corpus.tokens['train']:,} training tokens from "
               f"{self.corpus.path}")
         print(f"global batch {config.global_batch_size} x {config.seq_length} tokens = "
               f"{counted(config.microbatches, 'microbatch')} of {config.micro_batch_size} on "
-              f"{'each of ' * (config.dp > 1)}{counted(config.dp, 'replica')}; slices {config.slices}, "
-              f"columns {config.columns}, ZeRO stage {config.zero_stage}"
-              + config.in_words + ", fp32 matmuls without TF32 (--bf16 is many times as fast)" * (
-                  mesh.device.type == "cuda" and config.params_dtype == torch.float32
-                  and torch.get_float32_matmul_precision() == "highest"))
+              f"{'each of ' * (config.dp > 1)}{counted(config.dp, 'replica')}; slices {config.slices}, columns "
+              f"{config.columns}, ZeRO stage {config.zero_stage}{config.in_words}{tf32_in_words(config, mesh.device)}")
         print(what_hides_what(config))
         for split in ("valid", "test"):
             if config.eval_iters and self.corpus.tokens[split] <= config.seq_length:
                 print(f"the {split} split holds no sample of {config.seq_length} tokens, so it will have no loss")
         print(mesh.picture([describe_stage(config, stage) for stage in range(mesh.pp)]))
         print(simulation.picture(config.schedule_with_settings, mesh.pp, config.microbatches, config.virtual_stages))
-        state = f"resuming after step {first_step} of {config.train_iters}" * (first_step > 0)
+        state = f"resuming after step {done} of {config.train_iters}" * (done > 0)
         if config.train_iters == 0:
             state = "evaluating without training, because --train-iters is 0"
-        elif first_step >= config.train_iters:
-            state = (f"this run has already done {counted(first_step, 'step')}, and --train-iters is "
-                     f"{config.train_iters}; raise --train-iters to continue, or start a new run from these weights "
-                     "with --load FOLDER --finetune")
+        elif done >= config.train_iters:
+            state = (f"this run has already done {counted(done, 'step')}, and --train-iters is {config.train_iters}; "
+                     "raise it to continue, or start a new run from these weights with --load FOLDER --finetune")
         if state or news:
             print("; ".join(filter(None, (state, *news))), flush=True)
 
@@ -99,8 +94,8 @@ class Report:
         """Say how many epochs the run trains and how much memory it needs. Warn of many epochs. memory: in words."""
         steps, windows = self.config.train_iters, max((self.corpus.tokens["train"] - 1) // self.config.seq_length, 1)
         epochs = self.config.consumed_train_samples(steps) / windows
-        digits = ".0f" if epochs >= 10 else ".2g"
-        self.say(f"{counted(steps, 'step')} = {epochs:{digits}} epochs of this text; {memory}")
+        self.say(f"{counted(steps, 'step')} = {format(epochs, '.0f' if epochs >= 10 else '.2g')} epochs of this text; "
+                 + memory)
         if epochs > FEW_EPOCHS:
             self.say(f"warning: after about {FEW_EPOCHS} epochs a model gains little from the same text and begins to "
                      "memorize it; try a smaller --train-iters or --global-batch-size, or more text")
@@ -128,13 +123,9 @@ class Report:
             self.attempt("metrics.jsonl", self.metrics.write, json.dumps(values).encode() + b"\n")
             self.curve.add(values)
         if self.tensorboard:
-            self.attempt("--tensorboard-dir", self.record_in_tensorboard, values)
-
-    def record_in_tensorboard(self, values: dict):
-        for name, value in values.items():
-            if name != "step" and isinstance(value, (int, float)):
-                self.tensorboard.add_scalar(name, value, values["step"])
-        self.tensorboard.flush()
+            for name in [name for name, value in values.items() if isinstance(value, (int, float)) and name != "step"]:
+                self.attempt("--tensorboard-dir", self.tensorboard.add_scalar, name, values[name], values["step"])
+            self.attempt("--tensorboard-dir", self.tensorboard.flush)
 
     def step(self, step: int, result, learning_rate: float, seconds: float):
         """Report a finished step. result: its StepResult; seconds: the time it took."""
@@ -186,15 +177,21 @@ class Report:
                  f"{peak_memory(self.mesh.device) / 2**20:,.0f} MiB, everything in {self.run_dir}")
 
 
+def tf32_in_words(config: Config, device: torch.device) -> str:
+    """Say if a GPU's matrix units stay idle, because torch does not round fp32 to TF32 by default. Otherwise return
+    ''."""
+    return ", fp32 matmuls without TF32 (--bf16 is many times as fast)" * (
+        device.type == "cuda" and config.dtype == "float32" and torch.get_float32_matmul_precision() == "highest")
+
+
 def describe_stage(config: Config, stage: int) -> str:
     """Return what a pipeline stage holds, chunk by chunk: 'embedding, layers 0 to 3; layers 8 to 11'."""
     placement, chunks, behind_head = config.placement, [], config.behind_head
     for virtual_stage in (placement.virtual_stage(stage, chunk) for chunk in range(placement.chunks)):
         layers = stage_layers(config.num_layers, virtual_stage, placement.last + 1, behind_head.layers)
-        chunks.append(("embedding, " if virtual_stage == 0 else "")
-                      + (f"layers {layers[0]} to {layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}")
-                      + (f", head{behind_head.in_words and ', '}{behind_head.in_words}"
-                         if virtual_stage == placement.last else ""))
+        held = f"layers {layers[0]} to {layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}"
+        ends = ["head", *filter(None, [behind_head.in_words])] if virtual_stage == placement.last else []
+        chunks.append(", ".join([*["embedding"] * (virtual_stage == 0), held, *ends]))
     return "; ".join(chunks)
 
 

@@ -210,10 +210,9 @@ class Session:
         config, folder = self.config, self.run.folder
         good = from_rank_0(newest_finite_checkpoint(folder, self.last_good) if dist.get_rank() == 0 else None)
         lr = min(config.lr / 10, config.preset["lr"])
-        program = "python" if config.world_size == 1 else "torchrun ..."
         return NotFinite(problem + (
-            f"go on from the last good checkpoint: {program} train.py --load {good} --train-iters {config.train_iters} "
-            f"--lr {lr:g}" if good else f"start again with a smaller --lr than {config.lr:g}"))
+            f"go on from the last good checkpoint with train.py --load {good} --train-iters {config.train_iters} --lr "
+            f"{lr:g}" if good else f"start again with a smaller --lr than {config.lr:g}"))
 
     def time_to(self, interval: int) -> bool:
         """Return whether the finished step is the last one or a multiple of `interval`."""
@@ -224,10 +223,8 @@ class Session:
         during training, its first batches."""
         if split in self.datasets and self.config.eval_iters:
             whole = not 0 < self.done < self.config.train_iters
-            self.report.bar.set_description(f"scoring {split}")          # may take long
             loss, tokens, windows = evaluate(self.datasets[split], whole)
             self.report.losses(self.done, split, loss, tokens, windows)
-            self.report.bar.set_description("train")
             if whole and not math.isfinite(loss):
                 raise self.not_finite(f"the {split} loss of step {self.done} is {loss}; ")
 
@@ -278,8 +275,8 @@ def write_sample(model, config: Config, corpus: Corpus, dataset, mesh: Mesh):
 
 
 def drift_warning(model: GPT, mesh: Mesh) -> str:
-    """Return a warning that names the parameters whose copies differ in a bit, and their ranks; "" if all copies are
-    equal. All ranks must call this together, and get the same text.
+    """Return a warning that names parameters whose copies differ in a bit; "" if all copies are equal. All ranks must
+    call this together, and get the same text.
 
     Every parameter has a copy on each replica (dp), an expert only on replicas that hold it. A parameter that is not
     sharded has a copy on each tensor-parallel rank too (tp), a tied embedding one on the first and one on the last
@@ -291,18 +288,12 @@ def drift_warning(model: GPT, mesh: Mesh) -> str:
         over tp        each rank computes the same gradient from the same numbers     equal if kernels are deterministic
     """
     own = {(name, *(mesh.axis(axis)[1] for axis in weight.spec.kind.shards)): torch.hash_tensor(weight.detach()).item()
-           for name, weight in model.named_parameters()}
-    everyone, ranks_by_hash = [None] * dist.get_world_size(), defaultdict(lambda: defaultdict(list))
-    dist.all_gather_object(everyone, own)                      # {(name, shard): hash} of each rank
-    for rank, hashes in enumerate(everyone):
-        for copy, value in hashes.items():
-            ranks_by_hash[copy][value].append(str(rank))
-    drifted = []
-    for (name, *_), by_hash in ranks_by_hash.items():
-        groups = [f"rank {', '.join(ranks)}" for ranks in by_hash.values()]
-        drifted += [f"{name} differs between {' and '.join(groups)}"] * (len(groups) > 1)
-    more = f", and {len(drifted) - 3} more" * (len(drifted) > 3)
-    return bool(drifted) * (
-        f"copies of parameters have drifted apart ({'; '.join(drifted[:3])}{more}), so the ranks train slightly "
-        "different models; a run resumed from this checkpoint has equal copies again; try --deterministic-mode or "
-        "--no-compile")
+           for name, weight in model.named_parameters()}       # {(name, shard): hash}
+    everyone, found = [None] * dist.get_world_size(), defaultdict(set)
+    dist.all_gather_object(everyone, own)
+    for copy, value in (item for hashes in everyone for item in hashes.items()):
+        found[copy].add(value)
+    drifted = sorted({name for (name, *_), hashes in found.items() if len(hashes) > 1})
+    return (f"copies of {counted(len(drifted), 'parameter')} have drifted apart ({', '.join(drifted[:3])}), so the "
+            "ranks train slightly different models; a run resumed from this checkpoint has equal copies again; try "
+            "--deterministic-mode or --no-compile") if drifted else ""
