@@ -41,9 +41,9 @@ def open_run(config: Config) -> Run:
     run_dir = Path(config.run_dir or "runs")
     require(config.run_dir or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0",
             "torchrun's --max-restarts needs --run-dir, or a restart would start a new run; add --run-dir FOLDER")
+    begun = config.run_dir and checkpoints_of(run_dir)
+    to_load = None if begun else find_checkpoint_to_load(config)         # a mistake should show before a folder is made
     try:
-        begun = config.run_dir and checkpoints_of(run_dir)
-        to_load = None if begun else find_checkpoint_to_load(config)     # a mistake should show before a folder is made
         run_dir.mkdir(parents=True, exist_ok=True)
         if config.run_dir is None:
             run_dir = numbered_folder(run_dir, config.model)

@@ -40,7 +40,7 @@ from nanodomino.settings.config import Config
 from nanodomino.settings.flags import flag_name, flag_settings
 
 
-LIMIT = 60              # seconds until all processes of a row have ended; on an idle machine it takes 5
+LIMIT = 300             # seconds until the processes of a row count as stuck; on an idle machine they take 5
 STEP = "run/checkpoints/step-00000002"
 META, MANIFEST, INDEX, SHARD = "data/meta.json", *(f"{STEP}/{name}" for name in (
     "manifest.json", "index.json", "rank-00000.bin"))
@@ -220,7 +220,7 @@ def forge(change=leave, **changes):
     return forged
 
 
-PREPARE_AGAIN, ANOTHER, TORCHRUN = "prepare the text again", "use another", "start with torchrun, which sets"
+PREPARE_AGAIN, ANOTHER = "prepare the text again", "use another"
 TABLE += [Bad("--sample-tokens 5", says, damage, f"with {what}") for what, damage, *says in [
     ("no data folder", remove("data"), "there is no data folder data", "make one with data/prepare.py --output data"),
     ("a file for a folder", write("data", b"text"), "data is a file, not a data folder",
@@ -407,36 +407,21 @@ def test_a_missing_package_is_found_before_anything_starts(refuse, monkeypatch):
 LAUNCHED = dict(zip(LAUNCHER, ("1", "4", "1", "4", "localhost", "29500"), strict=True))
 
 
-@pytest.mark.parametrize("changes, says", [
-    (dict(MASTER_ADDR=""), ("MASTER_ADDR=(missing), but RANK must be below WORLD_SIZE", TORCHRUN)),
-    (dict(WORLD_SIZE=None, LOCAL_WORLD_SIZE=None), ("has RANK=1, WORLD_SIZE=(missing)", "LOCAL_WORLD_SIZE=(missing)")),
-    (dict(RANK="-1"), ("RANK=-1, ", TORCHRUN)),
-    (dict(RANK="²"), ("RANK=², ", TORCHRUN)),                        # a digit for str.isdigit(), but not for int()
-    (dict(MASTER_PORT="99999"), ("MASTER_PORT=99999, ", "MASTER_PORT from 1 to 65535", TORCHRUN)),
-    (dict(RANK="4"), ("RANK=4, WORLD_SIZE=4", TORCHRUN)),
-    (dict(LOCAL_RANK="7"), ("LOCAL_RANK=7, LOCAL_WORLD_SIZE=4", "LOCAL_RANK below LOCAL_WORLD_SIZE", TORCHRUN)),
-    *[(dict.fromkeys(LAUNCHED) | {name: "2"}, (f"{name} says that 2 copies of this program", "start one torchrun per"))
-      for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")]], ids=str)
-def test_an_incomplete_launch_environment_is_refused(changes, says):
-    """A cluster or a shell left it. If the rest were guessed, every rank could believe to be rank 0."""
-    environment = {name: value for name, value in {**LAUNCHED, **changes}.items() if value is not None}
-    with pytest.raises(UserError) as caught:
-        read_launch_environment(environment)
-    assert all(part in str(caught.value) for part in says), str(caught.value)
-
-
-def test_a_complete_launch_environment_and_none_at_all_are_accepted():
-    """srun starts torchrun on each host, or a single process; sbatch and salloc set only the other variables."""
-    assert read_launch_environment(LAUNCHED | dict(SLURM_STEP_NUM_TASKS="2")) == LaunchInfo(1, 4, 1, 4, launched=True)
+def test_copies_that_would_train_separate_models_are_refused():
+    """`srun python train.py`, and `srun torchrun --standalone`, whose world has one host. But srun may start one
+    torchrun per host, or a single process; sbatch and salloc set only the other variables."""
+    for environment in (dict(SLURM_STEP_NUM_TASKS="2"), dict(PMI_SIZE="2"),
+                        LAUNCHED | dict(SLURM_STEP_NUM_TASKS="4", GROUP_WORLD_SIZE="1")):
+        with pytest.raises(UserError, match="copies were started, .*; start one torchrun per host, without --standal"):
+            read_launch_environment(environment)
+    two_hosts = LAUNCHED | dict(SLURM_STEP_NUM_TASKS="2", GROUP_WORLD_SIZE="2")
+    assert read_launch_environment(two_hosts) == LaunchInfo(1, 4, 1, 4, launched=True)
     assert read_launch_environment(dict(SLURM_NTASKS="4", SLURM_PROCID="0", PMI_SIZE="1")) == LaunchInfo()
-    assert read_launch_environment({}) == read_launch_environment(dict(MASTER_ADDR="localhost")) == LaunchInfo()
 
 
 @pytest.mark.parametrize("rank, error, waits, start", [
     (0, UserError("heads 3; try 4"), False, "error: heads 3; try 4\n"),
     (0, OSError(5, "bad disk", "data"), False, "error: data: bad disk; fix that, or choose another file or folder\n"),
-    (0, RuntimeError("[enforce fail at gloo/device.cc:186] rv != -1. Too many open files"), False,
-     "error: the system refuses another file or thread (Too many open files); raise the limit with ulimit -n\n"),
     (3, UserError("heads 3; try 4"), True, "error: heads 3; try 4\n"),
     (2, ValueError("mine"), False, "rank 2 failed: ValueError: mine\n"),
     (2, RuntimeError("Connection closed by peer"), True, "rank 2 lost its peers: ")], ids=str)
@@ -461,13 +446,10 @@ PROCESS_TABLE = [
         lambda folder: (write("data/train.bin", 22894 * b"\xff")(folder), change_meta()(folder)),
         "with tokens outside the vocabulary", processes=(4,)),
     Bad("nonsense", ["there is no question 'nonsense'", "try one of overlap"], command="bench.py", processes=(1,)),
-    Bad("--timeout 1", ["has RANK=(missing), WORLD_SIZE={n}"], environment=dict(RANK=None)),
     Bad("--timeout 1", ["MASTER_PORT {port}", "choose a free port"], environment=dict(MASTER_PORT="{port}")),
     Bad("--timeout 1 --tp 1 --pp {more} --num-layers 5",
         ["the {more} processes cannot connect", "and start all {more}"], environment=dict(WORLD_SIZE="{more}")),
-    Bad("--timeout 9", ["GLOO_SOCKET_IFNAME=dead0, which does not exist", "unset it, or name one of lo"],
-        environment=dict(GLOO_SOCKET_IFNAME="dead0")),
-    Bad("--seed {rank} --data-path data-{rank}", ["rank 1 has a different seed than rank 0", "give all hosts the same"],
+    Bad("--seed {rank} --data-path data-{rank}", ["rank 1 has other settings or data than rank 0", "give all hosts"],
         lambda folder: [shutil.copytree(folder / "data", folder / f"data-{rank}") for rank in range(4)],
         "but equal data", processes=(4,))]
 

@@ -23,7 +23,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import ROOT
-from support.fork_server import Ended, ForkServer, Running, environment_without_launcher, launcher_environments
+from support.fork_server import (Ended, ForkServer, Running, default_signals, environment_without_launcher,
+                                 launcher_environments)
 from support.pool import Pool
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
@@ -37,9 +38,7 @@ from nanodomino.run import folder as run_folder, session
 
 
 
-
-
-PATIENCE = 90           # seconds until a launch counts as stuck
+PATIENCE = 300          # seconds until a launch counts as stuck, also on a machine with other work
 TINY = ("--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 8 "
         "--hidden-dropout 0.1 --attention-dropout 0.1 --eval-iters 1 --eval-interval 7 --sample-tokens 0 "
         "--device cpu").split()
@@ -101,7 +100,7 @@ def torchrun(folder: Path, log: Path, processes: int, *words, restarts=0) -> sub
                                                       "PLACES": str(log.with_suffix(".ranks"))}
     with open(log, "w") as file:
         return subprocess.Popen([*map(str, command)], env=environment, cwd=folder, stdout=file,
-                                stderr=subprocess.STDOUT)
+                                stderr=subprocess.STDOUT, preexec_fn=default_signals)
 
 
 def wait_until(condition, seconds=PATIENCE, pause=0.02):
