@@ -128,8 +128,7 @@ def keep_freed_memory():
 
 
 def choose_kernels(config, device: torch.device):
-    """Tell torch which kernels it may choose. Call this before the first matmul, because cuBLAS reads its variable only
-    once.
+    """Tell torch which kernels it may choose. Call this before the first matmul: cuBLAS reads its variable only once.
 
     A kernel whose thread blocks add to the same number in no fixed order may round differently each time it runs.
     Torch's strict mode replaces such kernels, or raises an error where it has no other. Its warn-only mode would keep
@@ -146,8 +145,6 @@ def choose_kernels(config, device: torch.device):
 
         inductor.deterministic = True
 
-
-# ---- the process group
 
 def nccl_options(timeout: timedelta, thread_blocks=None) -> dict:
     """Return new_group's arguments for an NCCL group. thread_blocks: the most thread blocks that an operation may use.

@@ -45,9 +45,15 @@ def open_run(config: Config) -> Run:
     to_load = None if begun else find_checkpoint_to_load(config)         # a mistake should show before a folder is made
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        if config.run_dir is None:
-            run_dir = numbered_folder(run_dir, config.model)
-        check_is_run(run_dir)
+        for number in itertools.count(1) if config.run_dir is None else ():
+            with suppress(FileExistsError):                    # several runs may start at once
+                (numbered := run_dir / f"{config.model}-{number:03d}").mkdir()
+                run_dir = numbered
+                break
+        names = sorted(path.name for path in run_dir.iterdir() if not path.name.startswith("."))
+        require(not names or "lock" in names or recorded_settings(run_dir) or checkpoints_of(run_dir),
+                f"--run-dir {run_dir} holds no run, but other files ({', '.join(names[:3])}"
+                f"{' ...' * (len(names) > 3)}); choose a new or an empty folder")
         lock_folder(run_dir)
         make_folder(run_dir / "checkpoints")
         clear_leftovers(run_dir)
@@ -82,14 +88,6 @@ def starts_from(checkpoint: Path, config: Config, run_dir: Path, loaded=False) -
     return Run(run_dir, checkpoint, weights_only, config.sample_offset, (*start, *news(saved, config, step, taken)))
 
 
-def check_is_run(run_dir: Path):
-    """Raise UserError unless the folder is empty or holds a run. Hidden files do not count."""
-    names = sorted(path.name for path in run_dir.iterdir() if not path.name.startswith("."))
-    is_run = "lock" in names or recorded_settings(run_dir) or checkpoints_of(run_dir)
-    require(is_run or not names, f"--run-dir {run_dir} holds no run, but other files ({', '.join(names[:3])}"
-            f"{' ...' * (len(names) > 3)}); choose a new or an empty folder")
-
-
 def find_checkpoint_to_load(config: Config) -> Path | None:
     """Return the checkpoint that --load names, or None. Raises UserError if it does not fit the settings."""
     if not config.load:
@@ -118,11 +116,3 @@ def lock_folder(run_dir: Path):
             pass                                               # a file system without locks
         file.truncate(0)
         file.write(str(os.getpid()).encode().ljust(1 << 16))   # on a full disk, an empty file could be made
-
-
-def numbered_folder(parent: Path, name: str) -> Path:
-    """Make and return the folder parent/NAME-NUMBER with the first free number. Safe if several runs do so at once."""
-    for number in itertools.count(1):
-        with suppress(FileExistsError):
-            (folder := parent / f"{name}-{number:03d}").mkdir()
-            return folder

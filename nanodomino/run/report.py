@@ -49,9 +49,9 @@ class Report:
                 settings = json.dumps(dataclasses.asdict(config), indent=2) + "\n"           # stored for later launches
                 write_file(run_dir / "config.json", settings.encode())
             self.curve = Curve(run_dir.resolve().name)
-            rescored = {"test_loss"} if first_step < config.train_iters else {"test_loss", "valid_loss"}
-            self.metrics = continue_metrics(run_dir / "metrics.jsonl", first_step, add=self.curve.add,
-                                            rescored=rescored if config.eval_iters else set())
+            outdated = {"test_loss", "valid_loss"} if first_step >= config.train_iters else {"test_loss"}
+            self.metrics = continue_metrics(run_dir / "metrics.jsonl", first_step,
+                                            outdated if config.eval_iters else set(), add=self.curve.add)
             if config.tensorboard_dir:                         # needs the package tensorboard
                 from torch.utils.tensorboard import SummaryWriter
 
@@ -68,13 +68,16 @@ class Report:
         """Print the model, the batch, the rank grid, the schedule, and what a checkpoint brings or finds changed."""
         config, mesh, done = self.config, self.mesh, self.first_step
         count, active = parameter_count(config), active_parameter_count(config)
+        without_tf32 = (mesh.device.type == "cuda" and config.dtype == "float32"
+                        and torch.get_float32_matmul_precision() == "highest")
         print(f"nanodomino: model {config.model}, {count:,} parameters{f' ({active:,} active)' * (active < count)}, "
               f"{config.dtype} on {mesh.device.type}; {self.corpus.tokens['train']:,} training tokens from "
               f"{self.corpus.path}")
         print(f"global batch {config.global_batch_size} x {config.seq_length} tokens = "
               f"{counted(config.microbatches, 'microbatch')} of {config.micro_batch_size} on "
               f"{'each of ' * (config.dp > 1)}{counted(config.dp, 'replica')}; slices {config.slices}, columns "
-              f"{config.columns}, ZeRO stage {config.zero_stage}{config.in_words}{tf32_in_words(config, mesh.device)}")
+              f"{config.columns}, ZeRO stage {config.zero_stage}{config.in_words}" + without_tf32 * (
+                  ", fp32 matmuls without TF32 (--bf16 is many times as fast)"))
         print(what_hides_what(config))
         for split in ("valid", "test"):
             if config.eval_iters and self.corpus.tokens[split] <= config.seq_length:
@@ -177,13 +180,6 @@ class Report:
                  f"{peak_memory(self.mesh.device) / 2**20:,.0f} MiB, everything in {self.run_dir}")
 
 
-def tf32_in_words(config: Config, device: torch.device) -> str:
-    """Say if a GPU's matrix units stay idle, because torch does not round fp32 to TF32 by default. Otherwise return
-    ''."""
-    return ", fp32 matmuls without TF32 (--bf16 is many times as fast)" * (
-        device.type == "cuda" and config.dtype == "float32" and torch.get_float32_matmul_precision() == "highest")
-
-
 def describe_stage(config: Config, stage: int) -> str:
     """Return what a pipeline stage holds, chunk by chunk: 'embedding, layers 0 to 3; layers 8 to 11'."""
     placement, chunks, behind_head = config.placement, [], config.behind_head
@@ -213,17 +209,17 @@ def what_hides_what(config: Config) -> str:
             + advice * (not hidden_by))
 
 
-def continue_metrics(path: Path, first_step: int, rescored: set, add=lambda values: None):
+def continue_metrics(path: Path, first_step: int, outdated: set, add=lambda values: None):
     """Open metrics.jsonl to append lines. Keep the lines that a run with `first_step` steps done continues, and call
-    add(values) for each. A killed run may have written lines of steps after its last checkpoint, and half a line at the
-    end. rescored: the losses of step `first_step` that the run will score again."""
+    add(values) for each. A killed run may have written lines of later steps, and half a line at the end. outdated: the
+    losses of step `first_step` that the run will score again."""
     lines, kept = [], []
     with suppress(FileNotFoundError), open_regular_file(path) as file:
         lines = file.read().split(b"\n")[:-1] if first_step else []
     for line in lines:
         with suppress(ValueError, KeyError, TypeError, RecursionError):
             values = json.loads(line, parse_int=float)         # an int of 400 digits would not become a float later
-            if values["step"] < first_step or values["step"] == first_step and not values.keys() & rescored:
+            if values["step"] < first_step or values["step"] == first_step and not values.keys() & outdated:
                 add(values)
                 kept.append(line + b"\n")
     write_file(path, b"".join(kept))

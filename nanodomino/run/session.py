@@ -1,9 +1,7 @@
 """Does everything around the training loop: what comes before the first step, and what happens between two steps.
 
-open_session() turns a command line into a Session: it checks settings, data, memory and the run's folder, then connects
-the ranks. Checks that need no other rank come first, so that most mistakes end the run before any rank communicates.
-
-Each setting comes from the first of these sources that has it:
+open_session() turns a command line into a Session. Checks that need no other rank come first, so that most mistakes end
+the run before any rank communicates. Each setting comes from the first of these sources that has it:
 
     flags  >  --config FILE  >  config.json of the resumed run  >  what --load takes over  >  defaults
 
@@ -39,7 +37,7 @@ from nanodomino.generate.generation import generate
 from nanodomino.mesh import Mesh, make_mesh
 from nanodomino.model import GPT
 from nanodomino.run.failures import Watchdog
-from nanodomino.run.folder import Run, open_run
+from nanodomino.run.folder import open_run
 from nanodomino.run.report import Report
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import Parser, add_flags, expand_home, flag_settings, names_affecting
@@ -51,7 +49,7 @@ PROMPT_TOKENS = 32       # length of the prompt, taken from the validation text,
 
 
 def command_line_parser() -> Parser:
-    """Return the parser of train.py. Flags that are not given are absent from its result."""
+    """Return the parser of train.py, whose result lacks flags that are not given."""
     parser = Parser("python train.py", description="Pre-train a GPT over tensor x pipeline x data parallel processes.",
                     usage="train.py [flags], alone or under torchrun", allow_abbrev=False,
                     argument_default=argparse.SUPPRESS)
@@ -60,8 +58,7 @@ def command_line_parser() -> Parser:
 
 
 def from_command_line(arguments: list[str], world_size: int) -> Config:
-    """Return the resolved Config of a command line. Raises UserError for an unknown flag, for a bad value or file, and
-    for settings that contradict each other."""
+    """Return the resolved Config of a command line. Raises UserError."""
     flags = vars(command_line_parser().parse_args(arguments))
     requested = read_settings(Path(flags["config"])) | flags if "config" in flags else flags
     run = recorded_settings(Path(requested["run_dir"])) if requested.get("run_dir") else None
@@ -105,52 +102,52 @@ def find_corpus(config: Config, launch: LaunchInfo) -> Corpus:
 
 @contextmanager
 def open_session(arguments: list[str], launch: LaunchInfo, program):
-    """Check settings, data and device, then start the process groups and yield a Session. Raises UserError. program:
-    the module train.py, whose dataset_builder reads the data, and whose train_step is run dry to estimate memory."""
-    config = from_command_line(arguments, launch.world_size)
-    device = find_device(config, launch)
-    corpus = find_corpus(config, launch)
-    if launch.local_rank == 0:                                 # one process of each host, since this may read all data
-        check_unchanged(corpus)
-    config = dataclasses.replace(config.with_vocabulary(corpus.vocab_size).with_device(device),
-                                 data_path=str(corpus.path.resolve()), data_sha256=corpus.sha256["train"])
-    datasets = program.dataset_builder(config, corpus, device)
-    if config.sample_tokens:
-        corpus.tokenizer()                                     # a failure should show now, not at the end
-    require(not config.tensorboard_dir or find_spec("tensorboard"), "--tensorboard-dir needs the tensorboard package; "
-            "pip install -r requirements-extra.txt, or leave the flag out")
-    run, memory = None, ""
-    if launch.rank == 0:
-        memory = require_memory(program, config, device, launch.local_world_size)
-        run = open_run(config)
-        if run.checkpoint:
-            corpus.check_tokenizer_of(run.checkpoint)
-
-    choose_kernels(config, device)
-    start_world(launch, device, config.timeout)
-    mesh = make_mesh(config.pp, config.dp, config.tp, device, config.timeout, **config.mesh_options,
-                     thread_blocks=config.thread_blocks)
-    run, settings = from_rank_0(run), dataclasses.replace(config, data_path=None, run_dir=None, load=None, config=None,
-                                                          tensorboard_dir=None)
-    require(settings == from_rank_0(settings), f"rank {launch.rank} has other settings or data than rank 0; give all "
-            "hosts the same flags and data")
-    config = dataclasses.replace(config, sample_offset=run.sample_offset)
-    with Watchdog(launch, device, config.timeout) as watchdog:
-        yield Session(config, corpus, datasets, mesh, run, watchdog, memory)
+    """Yield a Session, and leave the process groups after it. Raises UserError. program: see Session."""
+    session = Session(arguments, launch, program)
+    with session.watchdog:
+        yield session
         dist.barrier()                                         # so that none disconnects while another communicates
     dist.destroy_process_group()
 
 
 class Session:
     """Holds what a run has besides model and optimizer. done: the number of finished steps; step: the latest to start.
-    memory: how much memory the run needs, in words; "" except on rank 0."""
+    program: the module train.py, whose dataset_builder reads the data, and whose train_step is run dry to estimate
+    memory."""
 
-    def __init__(self, config: Config, corpus: Corpus, datasets: dict, mesh: Mesh, run: Run, watchdog: Watchdog,
-                 memory: str):
-        self.config, self.corpus, self.datasets, self.mesh, self.run = config, corpus, datasets, mesh, run
-        self.watchdog, self.memory, self.on_action = watchdog, memory, watchdog.mark
+    def __init__(self, arguments: list[str], launch: LaunchInfo, program):
+        config = from_command_line(arguments, launch.world_size)
+        device = find_device(config, launch)
+        self.corpus = corpus = find_corpus(config, launch)
+        if launch.local_rank == 0:                             # one process of each host, since this may read all data
+            check_unchanged(corpus)
+        config = dataclasses.replace(config.with_vocabulary(corpus.vocab_size).with_device(device),
+                                     data_path=str(corpus.path.resolve()), data_sha256=corpus.sha256["train"])
+        self.datasets = program.dataset_builder(config, corpus, device)
+        if config.sample_tokens:
+            corpus.tokenizer()                                 # a failure should show now, not at the end
+        require(not config.tensorboard_dir or find_spec("tensorboard"), "--tensorboard-dir needs the tensorboard "
+                "package; pip install -r requirements-extra.txt, or leave the flag out")
+        run, self.memory = None, ""                            # memory: how much the run needs, in words
+        if launch.rank == 0:
+            self.memory = require_memory(program, config, device, launch.local_world_size)
+            run = open_run(config)
+            if run.checkpoint:
+                corpus.check_tokenizer_of(run.checkpoint)
+
+        choose_kernels(config, device)
+        start_world(launch, device, config.timeout)
+        self.mesh = make_mesh(config.pp, config.dp, config.tp, device, config.timeout, **config.mesh_options,
+                              thread_blocks=config.thread_blocks)
+        same = dataclasses.replace(config, data_path=None, run_dir=None, load=None, config=None, tensorboard_dir=None)
+        require(same == from_rank_0(same), f"rank {launch.rank} has other settings or data than rank 0; give all hosts "
+                "the same flags and data")
+        self.run = run = from_rank_0(run)
+        self.config = dataclasses.replace(config, sample_offset=run.sample_offset)
         self.starts_from_weights = run.weights_only            # of another run, without its optimizer state
-        self.trace = Trace(mesh.device, recording=False)
+        self.trace = Trace(device, recording=False)
+        self.watchdog = Watchdog(launch, device, config.timeout)
+        self.on_action = self.watchdog.mark
         self.done = self.step = 0
         self.loss, self.last_good = 0.0, -1    # of the latest step; the weights after step last_good had a finite loss
         self.stopped = self.stopped_by_signal = False

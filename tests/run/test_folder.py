@@ -189,7 +189,8 @@ def test_checkpoints_that_are_a_link_to_those_of_another_run_are_refused(tmp_pat
 def test_a_run_replaces_pipes_and_links_and_never_writes_through_them(pool, tmp_path, plant):
     make_corpus(tmp_path)
     names = ["loss.svg", "trace-00000002.svg", "trace-00000002.json", "config.json", ".config.json",
-             *["metrics.jsonl"] * (plant in (link_to_precious, link_to_nowhere)), "checkpoints/.step-00000002.unfinished", "checkpoints/.step-00000001.discarded"]
+             *["metrics.jsonl"] * (plant in (link_to_precious, link_to_nowhere)),
+             "checkpoints/.step-00000002.unfinished", "checkpoints/.step-00000001.discarded"]
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "lock").touch()
     for name in names:

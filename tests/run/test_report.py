@@ -25,7 +25,7 @@ from nanodomino.estimate.formulas import flops_per_token, parameter_count
 from nanodomino.estimate.stages import require_memory
 from nanodomino.model import meta_stage
 from nanodomino.plot.curves import Curve
-from nanodomino.run.report import continue_metrics, describe_stage, tf32_in_words, what_hides_what
+from nanodomino.run.report import continue_metrics, describe_stage, what_hides_what
 from nanodomino.settings.config import Config
 from nanodomino.settings.presets import PRESETS
 from nanodomino.zero import StepResult
@@ -59,7 +59,7 @@ EP2 = dict(num_experts=4, disable_bias_linear=True, expert_model_parallel_size=2
 @pytest.mark.parametrize("changes, words", [
     (dict(tensor_model_parallel_size=1, data_parallel_size=2), "a layer sends nothing, so there is nothing to hide"),
     (dict(slices=2), "each slice's all-reduce is hidden by the compute of another slice, in backward"),
-    (dict(slices=3, sequence_parallel=True), "each slice's gather and reduce is hidden by the compute of another slice"),
+    (dict(slices=3, sequence_parallel=True), "each slice's gather and reduce is hidden by the compute of another"),
     (dict(micro_batch_size=1), "each layer's all-reduce is hidden by the matmul of the next columns, in backward also"),
     (dict(slices=1, schedule="paired"), "hidden by the compute of another microbatch, in backward"),
     (dict(slices=1), "nothing in forward, in backward also by weight gradients; try --slices 2, or --columns 2"),
@@ -173,12 +173,13 @@ def test_a_run_whose_dry_run_fails_starts_without_an_estimate(monkeypatch):
     assert words == "no estimate of its memory (the dry run does not know the FLOPs of torch's new_mm)"
 
 
-@pytest.mark.parametrize("dtype, precision, said", [("float32", "highest", True), ("float32", "high", False),
-                                                    ("bfloat16", "highest", False)])
-def test_the_start_says_if_a_gpus_matrix_units_stay_idle(monkeypatch, dtype, precision, said):
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
-    found = [tf32_in_words(tiny(1, dtype=dtype), torch.device(device)) for device in ("cuda", "cpu")]
-    assert ("without TF32 (--bf16 is" in found[0]) == said and not found[1]
+def test_the_start_says_if_a_gpus_matrix_units_stay_idle(report, monkeypatch, capsys):
+    said = []
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    for dtype, device in (("float32", "cuda"), ("float32", "cpu"), ("bfloat16", "cuda")):
+        report(tiny(1, dtype=dtype), device)
+        said.append("without TF32 (--bf16 is" in capsys.readouterr().out)
+    assert said == [True, False, False]
 
 
 @pytest.mark.parametrize("model", PRESETS)
@@ -205,7 +206,7 @@ def lines_of(*steps) -> list[bytes]:
     b'{"step": 5, "lo', b'{"step": 5, "loss": 1.0}', b"\0\0", b'{"step": 5, "test_loss": 1.0}\n',
     b"[" * 99999 + b"\n"], ids=len)
 def test_lines_that_a_resumed_run_will_redo_or_that_cannot_be_read_are_cut(tmp_path, cut):
-    """An incomplete line of a killed run; the test loss of what was the last step. A run that starts over has none."""
+    """An incomplete line of a killed run. A run that starts over has no lines."""
     path, middle, points = tmp_path / "metrics.jsonl", [cut] if cut.endswith(b"\n") else [], []
     path.write_bytes(b"".join([*lines_of(0, 1), *middle, *lines_of(5, 6), cut]))
     file = continue_metrics(path, 5, {"test_loss"}, points.append)
@@ -215,11 +216,11 @@ def test_lines_that_a_resumed_run_will_redo_or_that_cannot_be_read_are_cut(tmp_p
     assert not continue_metrics(path, 0, set()).tell()
 
 
-def test_a_finished_run_keeps_the_losses_that_it_does_not_score_again(tmp_path):
+def test_a_number_of_400_digits_is_read(tmp_path):
     (path := tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\n{"step": 5, "test_loss": 1%s}\n' % (400 * b"0"))
     curve = Curve("a run")
     assert continue_metrics(path, 5, set(), curve.add).tell() > 400
-    assert [*curve.points["test_loss"][1]] == [math.inf], "a number of 400 digits is read"
+    assert [*curve.points["test_loss"][1]] == [math.inf]
 
 
 def test_a_full_disk_is_one_warning(report, tmp_path, capsys):
