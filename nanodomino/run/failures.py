@@ -55,7 +55,7 @@ def run_rank(main, arguments: list[str]):
         code = main(arguments, launch)
     except Exception as error:
         report_and_exit(launch, error)
-    except KeyboardInterrupt:                                  # Ctrl-C before a StopSignal exists
+    except KeyboardInterrupt:                                  # Ctrl-C before a Watchdog exists
         code = 128 + signal.SIGINT
     sys.exit(code)
 
