@@ -231,7 +231,6 @@ ANOTHERS_END = [
     "wait timeout after 300000ms, keys: /default_pg/0//cuda//timeout_dump",
     "failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",
     "NCCL error: remote process exited or there was a network error",
-    "ncclInternalError: Internal check failed. Net : Connection closed by remote peer user<50260>",
     "timed out waiting for the device"]
 OWN_ERROR = [
     "ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000",
