@@ -8,8 +8,8 @@ torchrun starts one process per GPU, or any number of processes on CPUs, and set
 
 Without these variables the process is a world of size 1. NCCL connects GPUs, gloo connects CPUs.
 
-**Stand-ins.** Tensors on torch's meta device have shapes but no numbers. A dry run (estimate/) trains on them, and says
-with standing_for() which kind of device they stand for. So a machine without GPUs can run the code paths of a GPU.
+Tensors on torch's meta device have shapes but no numbers. A dry run (estimate/) trains on them, and says which device
+they stand for. So a machine without GPUs can run the code paths of a GPU.
 """
 
 import ctypes
@@ -48,9 +48,10 @@ def read_launch_environment(environment=os.environ) -> LaunchInfo:
         require(copies in ("1", hosts), f"{name} says that {copies} copies were started, which would train separate "
                 "models; start one torchrun per host, without --standalone (see docs/running.md for SLURM), or unset "
                 f"{name}")
+    if not environment.get("RANK"):
+        return LaunchInfo()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    launched = bool(environment.get("RANK"))
-    return LaunchInfo(*(int(environment[name]) for name in names), launched=True) if launched else LaunchInfo()
+    return LaunchInfo(*(int(environment[name]) for name in names), launched=True)
 
 
 @dataclass(frozen=True)
@@ -155,8 +156,7 @@ def nccl_options(timeout: timedelta, thread_blocks=None) -> dict:
     matmul waits for all collectives launched before it to start."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout                                 # otherwise new_group() warns that it replaces a default
-    if thread_blocks:
-        options.config.max_ctas = thread_blocks
+    options.config.max_ctas = thread_blocks or options.config.max_ctas
     return dict(backend="nccl", pg_options=options)
 
 

@@ -35,10 +35,10 @@ FEW_EPOCHS = 4           # up to 4 epochs, repeated text is almost as good as ne
 
 class Report:
     """Prints and stores the progress of a run, if `enabled`, as on rank 0. Otherwise no method does anything.
-    first_step: the number of steps done before this launch. news: see Run."""
+    first_step: the number of steps done before this launch. news: see Run. memory: how much is needed, in words."""
 
     def __init__(self, config: Config, corpus: Corpus, mesh: Mesh, run_dir: Path, first_step: int, enabled: bool,
-                 news=()):
+                 news=(), memory=""):
         self.config, self.corpus, self.mesh, self.run_dir, self.enabled = config, corpus, mesh, run_dir, enabled
         self.peak_flops = find_peak_flops(config, mesh.device)
         self.tokens_per_step = config.global_batch_size * config.seq_length
@@ -57,14 +57,14 @@ class Report:
 
                 # event files can only be extended; purge_step hides the points of older files that are redone
                 self.tensorboard = SummaryWriter(config.tensorboard_dir, purge_step=first_step + 1)
-            self.describe(news)
+            self.describe(news, memory)
         self.bar = tqdm(total=config.train_iters, initial=first_step, desc="train", unit="step", dynamic_ncols=True,
                         disable=None if enabled else True)
         if enabled and not self.metrics.tell():
             self.record(step=first_step, unigram_entropy=corpus.unigram_entropy, bigram_entropy=corpus.bigram_entropy,
                         tokenizer=corpus.tokenizer_name)
 
-    def describe(self, news):
+    def describe(self, news, memory: str):
         """Print the model, the batch, the rank grid, the schedule, and what a checkpoint brings or finds changed."""
         config, mesh, done = self.config, self.mesh, self.first_step
         count, active = parameter_count(config), active_parameter_count(config)
@@ -92,16 +92,14 @@ class Report:
                      "raise it to continue, or start a new run from these weights with --load FOLDER --finetune")
         if state or news:
             print("; ".join(filter(None, (state, *news))), flush=True)
-
-    def estimate(self, memory: str):
-        """Say how many epochs the run trains and how much memory it needs. Warn of many epochs. memory: in words."""
-        steps, windows = self.config.train_iters, max((self.corpus.tokens["train"] - 1) // self.config.seq_length, 1)
-        epochs = self.config.consumed_train_samples(steps) / windows
-        self.say(f"{counted(steps, 'step')} = {format(epochs, '.0f' if epochs >= 10 else '.2g')} epochs of this text; "
-                 + memory)
-        if epochs > FEW_EPOCHS:
-            self.say(f"warning: after about {FEW_EPOCHS} epochs a model gains little from the same text and begins to "
-                     "memorize it; try a smaller --train-iters or --global-batch-size, or more text")
+        steps, windows = config.train_iters, max((self.corpus.tokens["train"] - 1) // config.seq_length, 1)
+        epochs = config.consumed_train_samples(steps) / windows
+        if done < steps:
+            print(f"{counted(steps, 'step')} = {format(epochs, '.0f' if epochs >= 10 else '.2g')} epochs of this text; "
+                  f"{memory}", flush=True)
+        if done < steps and epochs > FEW_EPOCHS:
+            print(f"warning: after about {FEW_EPOCHS} epochs a model gains little from the same text and begins to "
+                  "memorize it; try a smaller --train-iters or --global-batch-size, or more text", flush=True)
 
     def say(self, line: str):
         """Print a line above the bar."""

@@ -91,12 +91,11 @@ def read_settings(path: Path) -> dict:
 
 def find_corpus(config: Config, launch: LaunchInfo) -> Corpus:
     """Load the prepared data. If the default data is missing, the first process of each host prepares it first."""
-    folder, patience = Path(config.data_path or DEFAULT_CORPUS), 0 if config.data_path else 3000
-    if patience and launch.local_rank == 0 and not folder.exists():
+    folder = Path(config.data_path or DEFAULT_CORPUS)
+    if not config.data_path and not folder.exists() and launch.local_rank == 0:
         prepare_default_corpus(folder)
-    while patience and not folder.exists():                    # for ten minutes at most
-        time.sleep(0.2)
-        patience -= 1
+    for _ in range(0 if config.data_path or folder.exists() else 3000):      # for ten minutes at most
+        time.sleep(0 if folder.exists() else 0.2)
     return load_corpus(folder)
 
 
@@ -159,9 +158,8 @@ class Session:
             self.done = restore(run.checkpoint, model, optimizer, self.mesh, run.weights_only)
             self.last_good = (step_of(run.checkpoint) or 0) - optimizer.skipped_in_a_row - 1
         self.saver = Saver(run.folder, self.mesh, config.keep_last, config.timeout)
-        self.report = Report(config, self.corpus, self.mesh, run.folder, self.done, dist.get_rank() == 0, run.news)
-        if self.done < config.train_iters:
-            self.report.estimate(self.memory)
+        self.report = Report(config, self.corpus, self.mesh, run.folder, self.done, dist.get_rank() == 0, run.news,
+                             self.memory)
 
     def steps(self):
         """Yield the number of each step until the run ends or is asked to stop."""
