@@ -197,12 +197,13 @@ class Session:
                                   f"loss or gradient that is not finite; {optimizer.loss_scale.advice()}")
 
     def not_finite(self, problem: str) -> NotFinite:
-        """Return an error with the command that goes on from the run's last good checkpoint, whose weights are finite
-        and gave a finite loss. All ranks call this together and get the same error."""
+        """Return an error with the command that goes on from the last good checkpoint, whose weights are finite and
+        gave a finite loss, of this run or, before its first step, of the loaded one. All ranks call this together."""
         self.saver.wait()                                      # a checkpoint may still be being written
         self.report.draw_curve()
         self.watchdog.watching = False                         # rank 0 may read large checkpoints for long
-        config, folder = self.config, self.run.folder
+        config, loaded = self.config, None if self.step else self.run.checkpoint
+        folder = loaded.absolute().parent.parent if loaded else self.run.folder
         good = from_rank_0(newest_finite_checkpoint(folder, self.last_good) if dist.get_rank() == 0 else None)
         lr = min(config.lr / 10, config.preset["lr"])
         return NotFinite(problem + (
