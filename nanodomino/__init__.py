@@ -28,7 +28,7 @@ The chapters, with their files in reading order (errors.py and files.py serve th
     optim/        buckets       how a parameter is declared, and which parameters share a flat buffer
                   optimizers    learning rate, loss scale, AdamW
                   muon          an optimizer of whole matrices
-    corpus/       documents, tokenizers, prepared_folder: from text to token ids on disk
+    corpus/       tokenizers, prepared_folder: from text in files to token ids on disk
     options/      what goes beyond a dense GPT: sequence_parallel, recompute, documents, context_parallel,
                   experts with router, multi_token_prediction, fp8
 

@@ -42,7 +42,7 @@ SHALLOW = "--num-layers", 2             # everything else is the default
 def corpus(tmp_path_factory):
     """A small corpus: this project's own source code."""
     folder = tmp_path_factory.mktemp("corpus") / "prepared"
-    prepare([str(ROOT / "nanodomino"), str(ROOT / "tests")], folder, split=(98, 1, 1), progress=False)
+    prepare([str(ROOT / "nanodomino"), str(ROOT / "tests")], folder, split=(98, 1, 1))
     return folder
 
 
@@ -257,7 +257,7 @@ def test_train_iters_0_evaluates_and_finetune_begins_with_a_validation(pool, tmp
     and positions: a sample of 12 tokens holds several documents. An evaluation leaves no checkpoint."""
     small, run, own = tmp_path, tmp_path / "run", ("--eod-mask-loss", "--reset-position-ids", "--reset-attention-mask")
     (small / "text.jsonl").write_text("".join(f'{{"text": "{i * 7919 % 1013}"}}\n' for i in range(2500)))
-    prepare(small / "text.jsonl", small / "tokens", progress=False)
+    prepare(small / "text.jsonl", small / "tokens")
     train_in_pool(pool, small, "--run-dir", run, "--train-iters", 3, *own, world_size=2)
     trained = [*metric_points(run, "valid_loss"), *metric_points(run, "test_loss")]
     for name, flags, step in (("loaded", (), 3), ("tuned", ["--finetune"], 0)):

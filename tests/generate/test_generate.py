@@ -25,7 +25,7 @@ from support.fork_server import launcher_environments
 from support.harness import END_OF_TEXT, FAMILIES, build, plain_text, sizes_of, tiny, weights_and_data
 from support.reference import random_weights
 
-from nanodomino.corpus.tokenizers import TiktokenTokenizer, build_tokenizer
+from nanodomino.corpus.tokenizers import Tokenizer, build_tokenizer
 from nanodomino.generate.generation import generate, sample_token
 from nanodomino.generate.__main__ import SEPARATOR, Writer
 
@@ -130,7 +130,7 @@ def test_incomplete_characters_are_never_shown(monkeypatch):
     """For bytes, and for tokens that start within one character and end within the next."""
     bytes_alone, text = build_tokenizer("byte"), "aé€😀z"
     pieces = [b"a\xc3", b"\xa9\xe2\x82", b"\xac\xf0\x9f", b"\x98\x80", b"z"]
-    pairs = TiktokenTokenizer(tiktoken.Encoding("pairs", pat_str=".", special_tokens={"<|endoftext|>": len(pieces)},
+    pairs = Tokenizer(tiktoken.Encoding("pairs", pat_str=".", special_tokens={"<|endoftext|>": len(pieces)},
                                                 mergeable_ranks={piece: rank for rank, piece in enumerate(pieces)}))
     by_bytes = ["a", "a", "aé", "aé", "aé", "aé€", "aé€", "aé€", "aé€", "aé€😀", text]
     for tokenizer, tokens, seen in ((bytes_alone, bytes_alone.encode(text).tolist(), by_bytes),

@@ -189,7 +189,7 @@ def test_other_training_tokens_are_refused(pool, tmp_path):
     tokens.rename(tmp_path / "moved")
     assert train_in_pool(pool, tmp_path, *run, "--train-iters", 2, "--data-path", tmp_path / "moved").code == 0
     text.write_text(text.read_text().replace("line 7 ", "line 8 "))
-    prepare(text, tmp_path / "other", progress=False)
+    prepare(text, tmp_path / "other")
     ended = train_in_pool(pool, tmp_path, *run, "--train-iters", 3, "--data-path", tmp_path / "other")
     assert ended.code == 2 and "was made with the text of data-sha256 " in ended.output
     assert all(f" (--data-path {tmp_path / name})" in ended.output for name in ("moved", "other")), ended.output

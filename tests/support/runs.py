@@ -49,7 +49,7 @@ needs_proc = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /
 def make_corpus(folder: Path) -> Path:
     """Prepare a data folder of about 13,000 tokens in folder / "tokens" and return it."""
     (folder / "text.txt").write_text("".join(f"line {i} of a text that says {i * 7919 % 101}\n" for i in range(400)))
-    prepare(folder / "text.txt", folder / "tokens", progress=False)
+    prepare(folder / "text.txt", folder / "tokens")
     return folder / "tokens"
 
 
