@@ -109,7 +109,7 @@ def fp8_matmuls(run: Run) -> str:
         x, gradient = run.normal(1, tokens, h), run.normal(1, tokens, 2 * h, seed=1)
         parameter = torch.nn.Parameter(run.normal(2 * h, h, seed=2))
         parameter.bucket, parameter.main_grad = SimpleNamespace(derived={}), torch.zeros_like(parameter).float()
-        weight = Fp8Weight(parameter, Fp8Recipe.of(form, recipe, torch.bfloat16, lambda function: function))
+        weight = Fp8Weight(parameter, Fp8Recipe(form, recipe, torch.bfloat16, lambda function: function))
         y, grad_x = weight.multiply(x), weight.t().multiply(gradient)
         weight.add_gradient(gradient, x)
         x64, g64, w64 = x[0].double(), gradient[0].double(), parameter.detach().double()
@@ -125,7 +125,7 @@ def fp8_matmuls(run: Run) -> str:
             x[0, 3, 5] = bad
             finite = weight.multiply(x)[0, 3].isfinite()
             run.equal(f"{name} finite results of {bad}", finite, torch.zeros_like(finite), 0.0)
-    recipe = Fp8Recipe.of(form, recipe, torch.bfloat16, torch.compile if run.cuda else lambda function: function)
+    recipe = Fp8Recipe(form, recipe, torch.bfloat16, torch.compile if run.cuda else lambda function: function)
     values = torch.zeros(8 * h, 8 * h, dtype=FORMATS[form][0], device=run.device)
     run.speed("transpose", partial(recipe.transpose, values))
 

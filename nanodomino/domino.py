@@ -117,7 +117,7 @@ class Domino:
         self.model, self.mesh, self.slices, self.trace = model, model.mesh, slices, trace
         config, fused = model.config, compiled or (lambda function: function)
         self.ops = SliceOps(config.residual_stream(self.mesh), columns, trace, model.statistics_of,
-                            always_yields=self.mesh.tp > 1 or not config.branches_communicate)
+                            always_yields=self.mesh.tp > 1 or not config.sent_by_branches)
         self.residual_norm = ResidualNorm(model.chunks[0].sublayers[0].norm, fused)
         self.ends = EmbeddingAndHead(model, self.ops, self.residual_norm, compiled)
         self.tape_policy = config.tape_policy(self.mesh.device, slices, self.residual_norm)

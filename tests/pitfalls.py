@@ -659,10 +659,10 @@ def summed_over_other_experts(right, config, update, shards, replicas, addends):
     return right(update, shards, "dp", addends)
 
 
-@pitfall("The results of experts go to other tokens", experts.RowCounts, "dispatch", world_size=1, **MOE)
-def sorted_order(right, config, *arguments):
-    dispatch = right(*arguments)
-    return dataclasses.replace(dispatch, inverse_permutation=dispatch.permutation)
+@pitfall("The results of experts go to other tokens", experts.Dispatch, "sort_rows", world_size=1, **MOE)
+def sorted_order(right, config, self):
+    right(self)
+    self.inverse_permutation = self.permutation
 
 
 @pitfall("The expert bias is part of the weights", Router, "weights", world_size=1, **EXPERT_BIAS)
@@ -746,13 +746,12 @@ def weights_scale(right, config, self, x):
     return fp8.Fp8Tensor((x / scale).clamp(-448, 448).to(fp8.E4M3), scale)
 
 
-@pitfall("A transposed weight keeps the scales of its rows", fp8.Fp8Recipe, "convert_transposed", **FP8,
-         fp8_recipe="rowwise",
+@pitfall("A transposed weight keeps the scales of its rows", fp8.Fp8Recipe, "convert", **FP8, fp8_recipe="rowwise",
          check=lambda pool: pool.run(check_matmuls, "hybrid", "rowwise", torch.float32, 1e-6, (32, 32), world_size=1))
-def scales_of_rows(right, config, self, x, to_8_bits):
-    if isinstance(x, fp8.Fp8Tensor) or x.dim() > 2 or x.size(0) != x.size(1):
-        return right(self, x, to_8_bits)
-    rows = self.convert(x, to_8_bits)
+def scales_of_rows(right, config, self, x, to_8_bits, transposed=False):
+    if not transposed or isinstance(x, fp8.Fp8Tensor) or x.dim() > 2 or x.size(0) != x.size(1):
+        return right(self, x, to_8_bits, transposed)
+    rows = right(self, x, to_8_bits)
     return fp8.Fp8Tensor(rows.values.t().contiguous(), rows.scale)
 
 

@@ -176,7 +176,7 @@ def least_bytes(config: Config) -> float:
     layers = config.layer_period
     one, two = (parameter_count(dataclasses.replace(config, num_layers=count)) for count in (layers, 2 * layers))
     parameters = one + (config.num_layers / layers - 1) * (two - one)
-    return (parameters * state_bytes_per_parameter(config) / config.weight_shards
+    return (parameters * state_bytes_per_parameter(config) / (config.tp * config.pp * config.ep)
             + math.prod(config.residual_shape) * config.params_dtype.itemsize)
 
 

@@ -202,7 +202,8 @@ def export_model(folder: Path, out: Path, dtype_name: str | None = None, max_byt
     package = import_safetensors()
     checkpoint = find_checkpoint(folder)
     index, model = open_weights(checkpoint)
-    config, left_out = model.config.for_export()
+    config, depths = dataclasses.replace(model.config, mtp_num_layers=0), model.config.behind_head.in_words
+    left_out = f"; without the {depths}" * bool(depths)
     masks = [flag_name(name) for name in ("reset_position_ids", "reset_attention_mask") if getattr(config, name)]
     if masks:
         left_out += f"; trained with {' and '.join(masks)}, so give Transformers one document at a time"

@@ -1,10 +1,10 @@
 """Context parallelism (--context-parallel-size): c ranks share the tokens of each sample.
 
 The activations of a sample grow with its length, and tensor parallelism can cut them over only a few ranks. So c ranks
-share a sample: each holds s/c of its tokens. Norms, MLPs, embedding and loss treat each token by
-itself, and all gradients are sums over tokens. So outside attention, c ranks with parts of a sample are like c replicas
-with shorter samples. (One exception: router.py sums the experts' counts over them.) Attention needs the tokens of other
-ranks. --cp-comm-type chooses one of two ways:
+share a sample, and each holds s/c of its tokens. Norms, MLPs, embedding and loss treat each token by itself, and all
+gradients are sums over tokens. So outside attention, c ranks with parts of a sample are like c replicas with shorter
+samples. (One exception: router.py sums the experts' counts over them.) Attention needs the tokens of other ranks.
+--cp-comm-type chooses one of two ways:
 
     all_gather (Llama 3, 2407.21783, section 3.3.2)      every rank: own queries, all keys and values, all heads
         forward     q, k, v of own places  ->  all-gather of k and v         ->  softmax(q K^T) V of own places
@@ -29,15 +29,14 @@ what context parallelism saves. The received numbers are the same, so the gradie
 
 **Which tokens a rank holds.** A token's *place* is its index in the sample. A token attends to places up to its own. If
 rank r held the r-th of c equal parts, the last rank would compute about 2 c - 1 times as many scores as the first. So
-the sample is cut into 2 c parts, and rank r holds parts r and 2 c - 1 - r (Llama 3, 2407.21783, section 3.3.2). For c =
-2:
+the sample is cut into 2 c parts, and rank r holds parts r and 2 c - 1 - r, as in Llama 3. For c = 2:
 
     place    0  1 | 2  3 | 4  5 | 6  7         rank 0 computes 1 + 2 + 7 + 8 = 18 scores,
     rank     0  0 | 1  1 | 1  1 | 0  0         rank 1 computes 3 + 4 + 5 + 6 = 18
 
-With all_gather, a rank's i-th query is therefore not the i-th token of the sample. The rank tells the AttentionMask
-(attention_mask.py) the places of its queries, and where the gathered tensor holds each key. With a2a, the mask is that
-of whole samples.
+So with all_gather, a rank's i-th query is not the i-th token of the sample. The rank tells the AttentionMask
+(attention_mask.py) the places of its queries, and where the gathered tensor holds each key. With a2a, the mask is the
+mask of whole samples.
 """
 
 from dataclasses import replace
@@ -70,8 +69,7 @@ def own_places(whole, mesh, dim=1) -> torch.Tensor:
 
 
 def own_part(batch, mesh):
-    """Return the batch with this rank's tokens of each sample. Documents stay whole, because attention needs all of
-    them."""
+    """Return the batch with this rank's tokens of each sample, but with all documents, because attention needs them."""
     own = {name: own_places(getattr(batch, name), mesh) for name in ("tokens", "labels", "loss_mask", "positions")}
     extras = {name: own_part(value, mesh) if isinstance(value, type(batch)) else value
               for name, value in batch.extras.items()}
@@ -83,18 +81,13 @@ def own_part(batch, mesh):
 class SharedSampleAttention(LinearPair):
     """Runs attention of samples that the ranks of the cp group share."""
 
-    def __init__(self, sublayer, ops, compiled, mesh, config, **factor):
+    def __init__(self, sublayer, ops, compiled, mesh, **factor):
         super().__init__(sublayer, ops, compiled, **factor)
-        self.mesh, self.config, self.ranks, self.group = mesh, config, mesh.axis("cp")[0], mesh.groups["cp"]
+        self.mesh, self.ranks, self.group = mesh, mesh.axis("cp")[0], mesh.groups["cp"]
 
     def send(self, slice, flight):
-        """Launch a flight, let other slices compute, and return its tensor."""
+        """Launch a flight. Return a generator that lets other slices compute, and then returns the flight's tensor."""
         return self.ops.yield_then_wait(slice, self.site, [self.ops.launch(slice, self.site, flight)])
-
-    def run_unless_deferred(self, slice, matmuls):
-        """Run the weight gradients `matmuls` to hide a collective, unless the schedule defers them."""
-        if slice.deferred is None:
-            self.ops.weight_gradients(slice, self.site, matmuls)
 
 
 class GatheredKeys(SharedSampleAttention):
@@ -110,26 +103,22 @@ class GatheredKeys(SharedSampleAttention):
         return context, (segment, saved, inputs.keys, gathered.shape)
 
     def core_backward(self, slice, gradient, saved, matmuls):
-        attention, ops, (segment, saved, keys, shape) = self.sublayer, self.ops, saved
+        attention, (segment, saved, keys, shape) = self.sublayer, saved
         q, k, v = attention.attend_backward(segment, gradient)
         addends = k.new_zeros(shape)                           # gradients of all places from this rank's queries
         addends.flatten(0, 2).index_add_(0, keys.flatten(), torch.cat([k, v], dim=3).flatten(0, 1))
-        flights = [ops.launch(slice, self.site, prepare_reduce_scatter(addends, shape[1:], self.group, "cp"))]
-        self.run_unless_deferred(slice, matmuls)
-        own = yield from ops.yield_then_wait(slice, self.site, flights)
+        arriving = self.send(slice, prepare_reduce_scatter(addends, shape[1:], self.group, "cp"))
+        if slice.deferred is None:
+            self.ops.weight_gradients(slice, self.site, matmuls)       # they hide the reduce-scatter
+        own = yield from arriving
         return attention.prepare_backward(self.backward_kernel, q, *own.split(1, dim=3), saved)
 
     def inputs(self, masks_and_positions, c) -> AttentionInputs:
         """Return the AttentionInputs for this rank's queries and all keys. c [b, s/c, ..]: the output of W1."""
         mesh = self.mesh
-
-        def own_queries(b, s):
-            return own_places(torch.arange(s), mesh, dim=0), gathered_places(b, s, self.ranks)
-
-        def own_rows(mask):
-            return own_places(mask.chunk(mesh.tp, dim=1)[mesh.tp_rank], mesh, dim=2)
-
-        return masks_and_positions.attention_inputs(self.sublayer, c, own_rows, own_queries, self.ranks)
+        return masks_and_positions.attention_inputs(
+            self.sublayer, c, lambda mask: own_places(mask.chunk(mesh.tp, dim=1)[mesh.tp_rank], mesh, dim=2),
+            lambda b, s: (own_places(torch.arange(s), mesh, dim=0), gathered_places(b, s, self.ranks)), self.ranks)
 
 
 def gathered_places(b: int, s: int, ranks: int):
@@ -152,7 +141,8 @@ class ExchangedHeads(SharedSampleAttention):
     def core_backward(self, slice, gradient, saved, matmuls):
         attention, (segment, saved, sizes) = self.sublayer, saved
         arriving = self.exchange(slice, self.by_heads(gradient))
-        self.run_unless_deferred(slice, matmuls)
+        if slice.deferred is None:
+            self.ops.weight_gradients(slice, self.site, matmuls)       # they hide the all-to-all
         whole = in_order((yield from arriving))
         whole = torch.cat([*attention.attend_backward(segment, whole)], dim=3)
         own = yield from self.exchange(slice, torch.stack(by_rank(whole, self.ranks)))
@@ -164,19 +154,15 @@ class ExchangedHeads(SharedSampleAttention):
         return own.unflatten(2, (self.ranks, -1)).movedim(2, 0).contiguous()
 
     def exchange(self, slice, parts):
-        """Send parts[i] to rank i. The generator returns the received parts, in the order of the ranks."""
+        """Send parts[i] to rank i. Return a generator that returns the received parts, in the order of the ranks."""
         each = [1] * len(parts)
         return self.send(slice, prepare_all_to_all(parts, each, each, self.group, "cp"))
 
     def inputs(self, masks_and_positions, c) -> AttentionInputs:
-        """Return the AttentionInputs for whole samples; the rotary angles are for this rank's places. c [b, s/c, ..].
-        """
-        mesh, ranks, (_, rank) = self.mesh, self.ranks, self.mesh.axis("cp")
-
-        def own_heads(mask):
-            return mask.chunk(mesh.tp * ranks, dim=1)[mesh.tp_rank * ranks + rank].clone()
-
-        return masks_and_positions.attention_inputs(self.sublayer, c, own_heads, ranks=ranks)
+        """Return the AttentionInputs for whole samples, with rotary angles for this rank's places. c [b, s/c, ..]."""
+        parts, number = self.mesh.tp * self.ranks, self.mesh.tp_rank * self.ranks + self.mesh.axis("cp")[1]
+        return masks_and_positions.attention_inputs(
+            self.sublayer, c, lambda mask: mask.chunk(parts, dim=1)[number].clone(), ranks=self.ranks)
 
 
 ATTENTION = {"all_gather": GatheredKeys, "a2a": ExchangedHeads}        # --cp-comm-type

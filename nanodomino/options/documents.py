@@ -1,9 +1,9 @@
 """Packed documents: the effects of the token that ends a document.
 
-A sample is a window of a long sequence of documents, so it may hold parts of several documents. With two
-settings, the model treats each document as if it stood alone. --reset-attention-mask keeps attention inside the token's
-own document. --reset-position-ids lets positions restart at 0 in each document (both are Megatron-LM's names). An
-end-of-text token belongs to the document that it ends:
+A sample is a window of a long sequence of documents, so it may hold parts of several documents. Two settings with names
+of Megatron-LM make the model treat each document as if it stood alone. --reset-attention-mask keeps attention inside
+the token's own document. --reset-position-ids lets positions restart at 0 in each document. An end-of-text token
+belongs to the document that it ends:
 
     tokens      a  b  c  #  d  e  #  f         #: end-of-text
     documents   0  0  0  0  1  1  1  2
@@ -30,11 +30,8 @@ def positions_within_documents(documents):
 
 
 class DocumentCache(KeyValueCache):
-    """A KeyValueCache for a model that was trained with document boundaries.
-
-    document_start: the number of cached tokens before the current document.
-    """
-    document_start = 0
+    """A KeyValueCache for a model that was trained with document boundaries."""
+    document_start = 0                   # the number of cached tokens before the current document
 
     def look_around(self, tokens, places):
         positions, begins = super().look_around(tokens, places)
@@ -60,11 +57,5 @@ def mark_documents(config, batch, rows, end_of_text: int):
         if config.reset_position_ids:
             batch.positions, batch.in_order = to_device(positions_within_documents(documents), device), False
         if config.reset_attention_mask:
-            batch.extras["documents"] = documents              # these stay in the host's memory
+            batch.extras["documents"] = documents              # still in the host's memory
     return batch
-
-
-def goes_on(rows, distance: int, end_of_text: int):
-    """Return whether each token and the one `distance` places later belong to one document, [b, s + 1 - distance]."""
-    documents = document_ids(rows, end_of_text)
-    return documents[:, distance:] == documents[:, :-distance]

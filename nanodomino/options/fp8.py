@@ -5,8 +5,8 @@ A GPU with fp8 tensor cores multiplies 8-bit numbers twice as fast as 16-bit num
     e4m3    4 bits exponent, 3 bits mantissa    largest 448       smallest 2^-9  = 0.002     weights, activations
     e5m2    5 bits exponent, 2 bits mantissa    largest 57,344    smallest 2^-16 = 0.00002   gradients
 
-The numbers of a gradient span more powers of two than those of an activation. So the format "hybrid" gives gradients
-one more bit of exponent; the format "e4m3" does not.
+The numbers of a gradient span more powers of two than the numbers of an activation. So the format "hybrid" uses e5m2
+for gradients. The format "e4m3" uses e4m3 for all.
 
 **Scales.** A gradient of 1e-7 would become 0 in either type. So a tensor is divided by a scale in fp32, which maps its
 largest absolute value (amax) to the largest number of the type. The matmul adds up in fp32 and multiplies the sum by
@@ -14,10 +14,9 @@ both scales:
 
     scale = amax / 448     values = x / scale, rounded to 8 bits     x W^T = scale_x scale_W (values_x values_W^T)
 
-Transformer Engine calls this number scale_inv, and its reciprocal scale.
-
-The scale comes from the tensor itself ("current scaling") and not from earlier steps ("delayed scaling"). That needs
-one more pass over the tensor, but no state. The host never reads a scale, so it never waits for the GPU.
+Transformer Engine calls this number scale_inv, and its reciprocal scale. It comes from the tensor itself ("current
+scaling") and not from earlier steps ("delayed scaling"). That needs one more pass over the tensor, but no state. The
+host never reads a scale, so it never waits for the GPU.
 
 --fp8-recipe says which numbers share a scale:
 
@@ -32,7 +31,7 @@ of its operands, because fp8 tensor cores take both only in this order:
     weight gradient    grad_W = grad_y^T x    grad_y^T [out, n]   x^T [in, n]       hybrid: e5m2 x e4m3
 
 With --no-fp8-wgrad, weight gradients stay in the training type, as in torchao's rowwise_with_gw_hp. With few tokens
-that is also faster: a matmul in 8 bits can't add to main_grad. Its result is written first and then added.
+that is also faster, because a matmul in 8 bits can't add to main_grad. Its result is written first and then added.
 
 **Sums.** A tensor core adds products in fewer bits than fp32 has. A matmul can move its partial sums to fp32 registers
 at intervals, which keeps the precision of fp32 but is slower. Backward does so. Forward uses "fast accumulation", which
@@ -41,15 +40,15 @@ leaves these moves out.
 **Weights** and their master weights stay as they are without fp8. W and W^T are converted at their first use in a step.
 bucket.derived keeps both, in one byte per number, until zero.py changes the weights.
 
-**Activations.** With a tensorwise scale, the numbers of x^T are those of x in another order. So x is converted once,
-and the tape keeps it in 1 byte per number instead of 2 or 4. This holds for the input of the column-parallel matmul,
-h, and for the input of an MLP's row-parallel matmul. There are two exceptions: attention's backward needs attention's
-output in the training type anyway, and a sharded residual stream gathers h again in backward
-(sequence_parallel.py). With rowwise scales x^T has other scales than x. So the tape keeps the training type,
-and backward converts once more. With --no-fp8-wgrad the tape keeps the training type, too.
+**Activations.** With a tensorwise scale, x^T holds the numbers of x in another order. So x is converted once, and the
+tape keeps it in 1 byte per number instead of 2 or 4. This holds for h, the input of the column-parallel matmul, and for
+the input of an MLP's row-parallel matmul. There are two exceptions. Attention's backward needs attention's output in
+the training type anyway, and with a sharded residual stream backward gathers h again (sequence_parallel.py). With
+rowwise scales x^T has other scales than x. So the tape keeps the training type, and backward converts once more. With
+--no-fp8-wgrad the tape keeps the training type, too.
 
-**What stays in the training type:** embedding, head, norms, softmax(q k^T) v, routers and the merges of multi-token
-prediction, which have few FLOPs or need the precision. Experts stay too: their grouped matmul is not written for 8
+**What stays in the training type.** Embedding, head, norms, softmax(q k^T) v, routers and the merges of multi-token
+prediction have few FLOPs or need the precision. Experts stay, too, because their grouped matmul is not written for 8
 bits. With --first-last-layers-bf16, so do the first and the last layer.
 
 **Results depend on the layout.** A rank's amax is that of its own shard, slice and microbatch. Another layout has other
@@ -58,7 +57,6 @@ column-parallel matmul multiplies the same 8-bit numbers on all layouts, because
 exception is --columns with --sequence-parallel, which cuts the rows of h.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -66,9 +64,7 @@ from torch import nn
 from torch.torch_version import TorchVersion
 
 from nanodomino.comm.world import capability_of, kind_of
-from nanodomino.errors import require
 from nanodomino.layers.gradients import add_weight_gradient, main_grad_of
-
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = {"hybrid": (E4M3, E5M2), "e4m3": (E4M3, E4M3)}     # --fp8-format: type of weights and activations, gradients
@@ -83,17 +79,14 @@ class Fp8Tensor:
     scale: torch.Tensor
 
     def chunk(self, count: int, dim: int) -> list["Fp8Tensor"]:
-        """Cut x [rows, k] into chunks of rows (dim 0), which take their scales along, or of columns (dim 1)."""
-        values = self.values.chunk(count, dim)
-        cuts_scales = dim == 0 and len(self.scale) > 1
-        return list(map(Fp8Tensor, values, self.scale.chunk(count) if cuts_scales else [self.scale] * len(values)))
+        """Cut x [rows, k] into parts of rows (dim 0), which take their scales along, or of k (dim 1)."""
+        scales = self.scale.chunk(count) if dim == 0 and len(self.scale) > 1 else [self.scale] * count
+        return list(map(Fp8Tensor, self.values.chunk(count, dim), scales))
 
 
 def to_8_bits(x, dtype, dim, transposed=False):
     """Return (values, scale) of x [rows, k], or of x^T if `transposed`. dim: the dimensions of x that share a scale.
-
-    If x holds inf or NaN, so do its products. So the step is skipped, as in the training type.
-    """
+    If x holds inf or NaN, so do its products. So the step is skipped, as in the training type."""
     largest = torch.finfo(dtype).max
     scale = (x.abs().amax(dim, keepdim=True).float() / largest).clamp_(min=SMALLEST_SCALE)
     # clamp: x / scale can be rounded up to a number beyond the range, which some devices cast to NaN
@@ -113,7 +106,6 @@ def returns_fp32(device: torch.device) -> bool:
         capability_of(device)[0] == 9 and TorchVersion(torch.version.cuda or "12.9") >= "12.9")
 
 
-@dataclass(frozen=True)
 class Fp8Recipe:
     """Says how a sublayer multiplies in 8 bits.
 
@@ -123,38 +115,24 @@ class Fp8Recipe:
     wgrad                          whether weight gradients are multiplied in 8 bits, too
     dtype                          the training type, in which matmuls return their results
     """
-    weight: Callable
-    activation: Callable
-    gradient: Callable
-    transpose: Callable
-    rowwise: bool
-    wgrad: bool
-    dtype: torch.dtype
 
-    @classmethod
-    def of(cls, name: str, recipe: str, dtype: torch.dtype, compiled, wgrad=True) -> "Fp8Recipe":
-        """Return the recipe for --fp8-format `name` and --fp8-recipe `recipe`. compiled: see Domino."""
+    def __init__(self, name: str, recipe: str, dtype: torch.dtype, compiled, wgrad=True):
+        """name, recipe: the values of --fp8-format and --fp8-recipe. compiled: see Domino."""
         operand, gradient = FORMATS[name]
         # one lambda each, because torch.compile keeps only 8 versions of a function
-        return cls(weight=compiled(lambda x, dim, transposed: to_8_bits(x, operand, dim, transposed)),
-                   activation=compiled(lambda x, dim, transposed: to_8_bits(x, operand, dim, transposed)),
-                   gradient=compiled(lambda x, dim, transposed: to_8_bits(x, gradient, dim, transposed)),
-                   transpose=compiled(lambda values: values.t().contiguous()),
-                   rowwise=recipe == "rowwise", wgrad=wgrad, dtype=dtype)
+        self.weight = compiled(lambda x, dim, transposed: to_8_bits(x, operand, dim, transposed))
+        self.activation = compiled(lambda x, dim, transposed: to_8_bits(x, operand, dim, transposed))
+        self.gradient = compiled(lambda x, dim, transposed: to_8_bits(x, gradient, dim, transposed))
+        self.transpose = compiled(lambda values: values.t().contiguous())
+        self.rowwise, self.wgrad, self.dtype = recipe == "rowwise", wgrad, dtype
 
     def convert(self, x, to_8_bits, transposed=False) -> Fp8Tensor:
         """Convert x [.., k] for a sum over k. If `transposed`, convert it to x^T [k, rows], for a sum over the rows.
-
-        to_8_bits: self.weight, self.activation or self.gradient
-        """
+        x may be in 8 bits already, with one scale. to_8_bits: self.weight, self.activation or self.gradient"""
+        if isinstance(x, Fp8Tensor):
+            return Fp8Tensor(self.transpose(x.values.flatten(0, -2)), x.scale) if transposed else x
         values, scale = to_8_bits(x.flatten(0, -2), int(not transposed) if self.rowwise else (0, 1), transposed)
         return Fp8Tensor(values if transposed else values.view(x.shape), scale)
-
-    def convert_transposed(self, x, to_8_bits) -> Fp8Tensor:
-        """Convert x [.., k] to x^T [k, rows], for a sum over the rows. x may be in 8 bits already."""
-        if isinstance(x, Fp8Tensor):                           # its scales are the tensor's
-            return Fp8Tensor(self.transpose(x.values.flatten(0, -2)), x.scale)
-        return self.convert(x, to_8_bits, transposed=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +140,7 @@ class Fp8Weight:
     """Stands for a parameter W [out, in] that is multiplied in 8 bits. overlap/slices.py calls its methods.
 
     transposed   whether it stands for W^T, by which gradients are multiplied
-    part         the chunk of W or W^T for which it stands; None: the whole
+    part         the part of W or W^T for which it stands; None: the whole
     """
     weight: nn.Parameter
     recipe: Fp8Recipe
@@ -181,14 +159,11 @@ class Fp8Weight:
             return self.part
         derived, key = self.weight.bucket.derived, (self.weight, self.transposed)
         if key not in derived:
-            convert = self.recipe.convert_transposed if self.transposed else self.recipe.convert
-            derived[key] = convert(self.weight.detach(), self.recipe.weight)
+            derived[key] = self.recipe.convert(self.weight.detach(), self.recipe.weight, self.transposed)
         return derived[key]
 
     def convert(self, x) -> Fp8Tensor:
         """Convert x [.., k], which will be multiplied by W or W^T. x may be in 8 bits already."""
-        if isinstance(x, Fp8Tensor):
-            return x
         return self.recipe.convert(x, self.recipe.gradient if self.transposed else self.recipe.activation)
 
     def convert_once(self, x):
@@ -209,13 +184,6 @@ class Fp8Weight:
         recipe, main_grad = self.recipe, main_grad_of(self.weight)
         if not recipe.wgrad:
             return add_weight_gradient(main_grad, grad_output, x)
-        grad_output = recipe.convert_transposed(grad_output, recipe.gradient)
-        x = recipe.convert_transposed(x, recipe.activation)
+        grad_output, x = recipe.convert(grad_output, recipe.gradient, True), recipe.convert(x, recipe.activation, True)
         dtype = main_grad.dtype if not recipe.rowwise or returns_fp32(main_grad.device) else recipe.dtype
         main_grad.add_(scaled_matmul(grad_output, x, dtype))
-
-
-def check_gpu(config, device: torch.device):
-    """Raise UserError if this GPU can't multiply in 8 bits."""
-    require(not config.fp8_format or torch.cuda.get_device_capability(device) >= (8, 9), "--fp8-format needs a GPU of "
-            "compute capability 8.9 or higher (Ada, Hopper or newer); leave it out, or try --device cpu")

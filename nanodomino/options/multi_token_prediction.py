@@ -15,8 +15,8 @@ predicts t(i+2). Depth 2 continues from the hidden states of depth 1:
 
 So training makes h also contain what helps to predict later tokens. The depths share the word embedding, the final norm
 and the head of the main model; Megatron-LM gives each depth a final norm of its own. The names enorm, hnorm and eh_proj
-are DeepSeek's and Megatron-LM's. The merge adds no position embedding: h contains the positions, and a token keeps its
-place i. Evaluation and generation run no depth, and the exported model has none.
+are DeepSeek's and Megatron-LM's. The merge adds no position embedding, because h contains the positions and a token
+keeps its place i. Evaluation and generation run no depth, and the exported model has none.
 
 **Loss.** With D depths and the factor f (--mtp-loss-scaling-factor), training minimizes
 
@@ -34,10 +34,10 @@ backward_slice run this chunk too, and other slices hide its collectives:
     backward    layers, head,  merge, layer, head,  merge, layer, head                    from right to left
                 main model     depth 1              depth 2
 
-The hidden states between a layer and its head go to two places: to the final norm and to the next depth's merge. So in
-backward their gradient is a sum, and a merge's backward comes before that of the head to its left. The final norm and
-the head get gradients from every depth and from the main model. So these gradients are complete only after the backward
-of the main model's head, which comes last. Each depth's chunk lists both among its parts.
+The final norm and the next depth's merge both read the hidden states of a layer. So in backward the gradient of these
+hidden states is a sum, and a merge comes before the head to its left. The final norm and the head get gradients from
+every depth and from the main model. So each depth's chunk lists both among its parts, and these gradients are complete
+only after the backward of the main model's head, which comes last.
 
 Every tp rank holds the merge's whole matrix and multiplies all rows of the residual stream that it holds (Megatron-LM
 cuts this matrix over tp). So a merge needs no collective, but its look-up of the next tokens' embeddings does, as at
@@ -47,7 +47,7 @@ The loss of a depth is not an output of the stage, because its gradient is known
 that counts. So pipeline.py and its schedules do not know of depths.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -59,29 +59,24 @@ from nanodomino.layers.attention_mask import to_device
 from nanodomino.layers.sublayers import Norm
 from nanodomino.model import GPT, Chunk
 from nanodomino.optim.buckets import parameter
-from nanodomino.options.documents import goes_on
-from nanodomino.overlap.ends import SavedResidualNorm
-from nanodomino.overlap.slices import NothingBehindHead, Slice
+from nanodomino.options.documents import document_ids
+from nanodomino.overlap.slices import NothingBehindHead
 
 
 class PredictionDepth(nn.Module):
     """Holds the parameters of a depth: the merge's two norms and matrix, and a transformer layer."""
 
-    def __init__(self, config, mesh, site: str, layer: nn.Module):
+    def __init__(self, config, mesh, depth: int, layer_class):
         super().__init__()
-        self.site = site
+        self.site = f"mtp.{depth}"
         self.enorm, self.hnorm = (Norm(config, mesh, config.hidden_size) for _ in range(2))
-        self.eh_proj, self.layer = nn.Module(), layer
+        self.eh_proj, self.layer = nn.Module(), layer_class(config, mesh, config.num_layers + depth)
         self.eh_proj.weight = parameter((config.hidden_size, 2 * config.hidden_size), config, mesh,
                                         std=config.init_method_std)
 
 
 class MultiTokenPrediction:
-    """What stands behind the head: the depths. With --mtp-num-layers 0 nothing does, and each method adds nothing.
-
-    layers      the number of layers, which the last stage holds besides its layers of the model
-    in_words    words about them, or ""
-    """
+    """What stands behind the head: the depths, of one layer each. Without depths, each method adds nothing."""
 
     def __init__(self, config):
         self.config, self.layers = config, config.mtp_num_layers
@@ -89,29 +84,25 @@ class MultiTokenPrediction:
 
     def modules(self, mesh, layer_class) -> dict:
         """Return {name: module} of what the stage with the head holds besides the model."""
-        depths = [PredictionDepth(self.config, mesh, f"mtp.{depth}",
-                                  layer_class(self.config, mesh, self.config.num_layers + depth))
-                  for depth in range(self.layers)]
+        depths = [PredictionDepth(self.config, mesh, depth, layer_class) for depth in range(self.layers)]
         return {"mtp": nn.ModuleList(depths)} if depths else {}
 
     def chunks(self, model: GPT) -> list[Chunk]:
-        """Return a chunk for each depth: the look-up of the next tokens' embeddings, the merge, the layer and the head.
-        """
+        """Return a chunk for each depth: look-up of the next tokens' embeddings, merge, layer and head."""
         return [model.chunk([depth.layer], pre_process=False, post_process=True, more_parts={
             "embedding": (model.embedding.word_embeddings,), "merge": (depth.enorm, depth.hnorm, depth.eh_proj)})
                 for depth in (model.mtp if self.layers else ())]
 
     def prepare(self, batch, rows, end_of_text: int):
-        """Add the batch of depth 1 as extras["ahead"], which contains that of depth 2, and so on; return the batch.
-
-        Depth d predicts the token d places after the next one. Its loss does not count at the last d places of a
-        sample, nor where the token that it predicts belongs to another text. After the last token, token 0 stands in.
-        """
+        """Add the batch of depth 1 as extras["ahead"], which contains the batch of depth 2, and so on. Return `batch`.
+        The loss of depth d does not count at the last d places of a sample, nor where the token that it should predict
+        belongs to another document. After the last token, token 0 stands in."""
         last = batch
         for depth in range(1, self.layers + 1):
             labels, loss_mask = (F.pad(tensor[:, 1:], (0, 1)) for tensor in (last.labels, last.loss_mask))
             if self.config.uses_document_boundaries:
-                same = goes_on(rows, depth + 1, end_of_text).to(loss_mask.dtype)
+                documents = document_ids(rows, end_of_text)
+                same = (documents[:, depth + 1:] == documents[:, :-depth - 1]).to(loss_mask.dtype)
                 loss_mask = loss_mask * F.pad(to_device(same, loss_mask.device), (0, depth))
             last.extras["ahead"] = replace(last, tokens=last.labels, labels=labels, loss_mask=loss_mask, extras={})
             last = last.extras["ahead"]
@@ -130,20 +121,12 @@ class MultiTokenPrediction:
         """Return (what metrics.jsonl records, words for the progress line) of a step's statistics.
 
         mtp_1_loss, ...: a depth's mean loss over the n tokens that it counts. Training adds f/D x n / (tokens of the
-        main loss) times this mean. It may be lower than the main loss: a depth also knows all tokens before the one
-        that it predicts, and has one more layer.
+        main loss) times this mean. It may be lower than the main loss, because a depth has one more layer, and it also
+        knows all tokens before the one that it predicts.
         """
         means = [total / max(tokens, 1.0) for total, tokens in (counts[name] for name in self.statistics)]
         return ({f"mtp_{depth}_loss": mean for depth, mean in enumerate(means, 1)},
                 "".join(f" | mtp {depth} loss {mean:.4f}" for depth, mean in enumerate(means, 1)))
-
-
-@dataclass
-class DepthTape:
-    """Holds what forward keeps of a slice in one depth."""
-    slice: Slice                         # the slice that passes through the depth's layer and head
-    embedding_norm: SavedResidualNorm
-    hidden_norm: SavedResidualNorm
 
 
 class PredictionDepths(NothingBehindHead):
@@ -169,7 +152,7 @@ class PredictionDepths(NothingBehindHead):
         with self.ops.trace.span("matmul", slice=slice.index, site=depth.site):
             hidden = F.linear(torch.cat([e, h], dim=-1), depth.eh_proj.weight)
         ahead = replace(slice, chunk=chunk, batch=batch, hidden=hidden, tape=[], head=None, output=None)
-        slice.behind_head = DepthTape(ahead, embedding_norm, hidden_norm)
+        slice.behind_head = ahead, embedding_norm, hidden_norm         # the tape
         del e, h, hidden, words                                # free what the tape does not keep
         yield from self.domino.forward_slice(ahead)
         if self.counts_here:
@@ -180,25 +163,24 @@ class PredictionDepths(NothingBehindHead):
         """Return the gradient of the slice's hidden states from the next depth; None after the last depth."""
         if slice.behind_head is None:
             return None
-        tape, slice.behind_head = slice.behind_head, None
-        (depth, chunk), batch, results = self.after[slice.chunk], tape.slice.batch, {}
-        tape.slice.deferred, tape.slice.loss_scale = slice.deferred, slice.loss_scale
-        gradient = batch.loss_mask.to(tape.slice.output.dtype) * (self.factor * slice.loss_scale)
-        yield from self.domino.backward_slice(tape.slice, gradient, results, ready)
-        grad, tape.slice = results[slice.index], None
+        (ahead, embedding_norm, hidden_norm), slice.behind_head = slice.behind_head, None
+        (depth, chunk), tokens, results = self.after[slice.chunk], ahead.batch.tokens, {}
+        ahead.deferred, ahead.loss_scale = slice.deferred, slice.loss_scale
+        gradient = ahead.batch.loss_mask.to(ahead.output.dtype) * (self.factor * slice.loss_scale)
+        yield from self.domino.backward_slice(ahead, gradient, results, ready)
+        grad, ahead = results[slice.index], None               # free what it holds
         with self.ops.trace.span("matmul", slice=slice.index, site=depth.site):
             grad_e, grad_h = (F.linear(grad, half.t()) for half in depth.eh_proj.weight.chunk(2, dim=1))
-        grad_words, _ = self.residual_norm.backward(slice, tape.embedding_norm, None, grad_e)
+        grad_words, _ = self.residual_norm.backward(slice, embedding_norm, None, grad_e)
         flights = self.ops.gather(slice, depth.site, grad_words)
-        grad_x, _ = self.residual_norm.backward(slice, tape.hidden_norm, None, grad_h)
-        merged = torch.cat([self.residual_norm.norm_again(norm) for norm in (tape.embedding_norm, tape.hidden_norm)],
-                           dim=-1)
+        grad_x, _ = self.residual_norm.backward(slice, hidden_norm, None, grad_h)
+        merged = torch.cat([self.residual_norm.norm_again(norm) for norm in (embedding_norm, hidden_norm)], dim=-1)
         matmuls = [(depth.eh_proj.weight, grad, merged)]
         if slice.deferred is None:
             self.ops.weight_gradients(slice, depth.site, matmuls)
             ready(*chunk.parts["merge"])
         else:
             slice.deferred.append((depth.site, matmuls, chunk.parts["merge"]))
-        yield from self.ends.add_word_gradients(slice, depth.site, batch.tokens, flights)
+        yield from self.ends.add_word_gradients(slice, depth.site, tokens, flights)
         ready(*chunk.parts["embedding"])
         return grad_x

@@ -12,13 +12,13 @@ are for one layer of GPT-2; X is one activation [b, s, h] (estimate/formulas.py 
     selective    x, h, c                          (4 +  7/t) X     the core: attention, gelu
     full         x                                       2 X       the norm, the column-parallel matmul, the core
 
-If the residual stream is sharded (sequence_parallel.py), a rank keeps only 1/t of x and h, so the 4 above becomes 4/t
-and the 2 becomes 2/t. Recomputing c then needs all rows of h, but backward gathers them anyway for a weight gradient.
+If the residual stream is sharded (sequence_parallel.py), a rank keeps only 1/t of x and h, so the 4 becomes 4/t and the
+2 becomes 2/t. Recomputing c then needs all rows of h, but backward gathers them anyway for a weight gradient.
 
 **No reduce is repeated.** The x that is kept already contains the previous all-reduce's result, and a is the last
-tensor that backward needs. So everything that is recomputed lies between two all-reduces. The row-parallel matmul is
-not repeated either, because backward does not need its result. So full recomputation repeats attention and 7/12 of a
-GPT-2 layer's matmuls (about 2/3 with SwiGLU).
+tensor that backward needs. So all that is recomputed lies between two all-reduces. The row-parallel matmul is not
+repeated either, because backward does not need y. So full recomputation repeats attention and 7/12 of a GPT-2 layer's
+matmuls (about 2/3 with SwiGLU).
 
 **The gradients have the same bits.** Every operation runs again on the same operands, and dropout masks are drawn again
 from the same seeds. There is one exception, with torch.compile in 16 bits: forward's fused residual + norm computes h
@@ -30,23 +30,23 @@ flight, the slice restores sublayer k - 1. So at most one sublayer's activations
     backward of k     W2, core, W1  ->  [ all-reduce of the gradient of h .................. ]  wait, residual + norm
                                         fetch x, h of k - 1 | weight gradients of k | c, a of k - 1
 
-Three classes share the work. Domino (domino.py) owns the tape, launches and waits. RecomputePolicy below decides what a
-tape entry keeps, and recomputes h. The sublayer's branch (LinearPair in overlap/linear_pair.py) recomputes c and a.
+Domino (domino.py) owns the tape, launches and waits. RecomputePolicy decides what a tape entry keeps, and recomputes h.
+The sublayer's branch (LinearPair in overlap/linear_pair.py) recomputes c and a.
 
 **In the host's memory.** With full recomputation, --checkpoint-in-cpu (DeepSpeed's name) also copies each sublayer's
-input x to the host while later sublayers compute, and copies it back one sublayer before backward needs it. Training on
-a CPU copies nothing. Copies run on two CUDA streams, one for each direction, beside the compute stream:
+input x to the host while later sublayers compute, and copies it back one sublayer before backward needs it. On a CPU it
+has no effect. Copies run on two CUDA streams, one for each direction, beside the compute stream:
 
     forward      compute   | sublayer 0 | sublayer 1 | sublayer 2 | ...
                  out                    | x0         | x1         | ...
     backward     compute   | ... | sublayer 2 | sublayer 1 | sublayer 0 |
                  back            | x1         | x0         |
 
-CUDA events order the streams. In forward the compute stream waits for the oldest copy, which frees the GPU memory of
-the copied x. With record_stream() the compute stream would not have to wait. But then the allocator could reuse the
-memory only after the *host* has seen that the copy is done. The host runs ahead of the GPU, so it would see no finished
-copy and allocate new memory for every x. torch's allocator of pinned memory has the same problem. So HostMemory keeps
-its pinned buffers, and reuses each one after the compute stream has waited for its copy back.
+CUDA events order the streams. In forward the compute stream waits for the oldest copy, and then frees the GPU memory of
+the copied x. With record_stream() it would not have to wait. But then the allocator could reuse the memory only after
+the *host* has seen that the copy is done. The host runs ahead of the GPU, so it would see no finished copy and allocate
+new memory for every x. torch's allocator of pinned memory has the same problem. So HostMemory keeps its pinned buffers,
+and reuses each one after the compute stream has waited for its copy back.
 """
 
 from collections import deque
@@ -58,20 +58,8 @@ from nanodomino.comm.world import kind_of, streams_of
 from nanodomino.overlap.slices import TapeEntry
 
 # The fields dropped at the end of a sublayer's forward: "h" is a field of TapeEntry, the others of its branch_tape.
-GRANULARITIES = {"none": (),
-                 "selective": ("core", "activation"),
+GRANULARITIES = {"none": (), "selective": ("core", "activation"),
                  "full": ("h", "column_output", "core", "activation")}
-
-
-def offloads_to_host(config) -> bool:
-    """Return whether stored sublayer inputs move to host memory. On the CPU this has no effect."""
-    return config.checkpoint_in_cpu and config.recompute_granularity == "full"
-
-
-def in_words(config) -> str:
-    """Return ", " and words for the line that describes a run."""
-    how = f", {config.recompute_granularity} recomputation" + " from the host's memory" * offloads_to_host(config)
-    return how * (config.recompute_granularity != "none")
 
 
 class RecomputePolicy:
@@ -81,7 +69,8 @@ class RecomputePolicy:
     def __init__(self, config, device, slices: int, residual_norm):
         self.drops, self.residual_norm = GRANULARITIES[config.recompute_granularity], residual_norm
         self.keeps_masks = "h" not in self.drops               # the dropout masks of the residual stream
-        self.host = HostMemory(device, slices) if offloads_to_host(config) and kind_of(device) == "cuda" else None
+        offloads = config.checkpoint_in_cpu and not self.keeps_masks and kind_of(device) == "cuda"
+        self.host = HostMemory(device, slices) if offloads else None
 
     def keep(self, entry: TapeEntry) -> TapeEntry:
         """Drop what backward will recompute, and start to move x to the host if it is to be kept there."""

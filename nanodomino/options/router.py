@@ -20,10 +20,10 @@ share of a sample's s k choices that expert e received, and P_e its mean probabi
                      rate for experts that were chosen less often than the mean, and shrinks for others (2408.15664)
 
 **The layout must not show.** A mean over "the batch" would depend on how the batch is cut into microbatches, slices and
-replicas. So the auxiliary loss is computed for each sample (Megatron's seq_aux_loss) and weighted by s; the z-loss is a
-sum over tokens. Like the loss of the model, both are divided once, by the number of counted tokens of the global batch.
-But a token that the loss mask leaves out is routed too, because other tokens attend to it. So it adds to both losses,
-and if only half of the tokens count, both losses weigh twice as much. If no token counts, neither loss does.
+replicas. So the auxiliary loss is computed for each sample (Megatron-LM's seq_aux_loss) and weighted by s, and the
+z-loss is a sum over tokens. Like the loss of the model, both are divided once, by the number of counted tokens of the
+global batch. A token that the loss mask leaves out is routed too, because other tokens attend to it. So it adds to both
+losses: if only half of the tokens count, both losses weigh twice as much. If no token counts, neither loss does.
 
 The expert bias follows the global step's tokens_per_expert. Its "gradient" is their excess over the mean. The replicas
 sum it like any other gradient, and zero.py updates the bias by the sign of the sum.
@@ -69,6 +69,7 @@ class Router(nn.Module):
     def __init__(self, config, mesh):
         super().__init__()
         self.config, self.num_experts, self.topk = config, config.num_experts, config.moe_router_topk
+        self.softmax = config.moe_router_score_function == "softmax"
         self.scores = SCORE_FUNCTIONS[config.moe_router_score_function]      # logits [.., E] -> scores [.., E]
         self.counts_here = mesh.tp_rank == 0                   # only tp rank 0 adds losses and counts
         self.sample_parts, self.sample_group = config.cp, mesh.groups.get("cp")
@@ -99,14 +100,13 @@ class Router(nn.Module):
 
     def weights(self, logits, experts):
         """Return the weights [b, s, k] of the chosen experts."""
-        config = self.config
-        if config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax:
+        if self.softmax and not self.config.moe_router_pre_softmax:
             weights = logits.gather(-1, experts).softmax(dim=-1)
         else:
             weights = self.scores(logits).gather(-1, experts)
-            if config.moe_router_score_function != "softmax" and self.topk > 1:
-                weights = divide_by_sum(weights)
-        return weights * config.moe_router_topk_scaling_factor
+        if not self.softmax and self.topk > 1:
+            weights = divide_by_sum(weights)
+        return weights * self.config.moe_router_topk_scaling_factor
 
     @torch.no_grad()
     def choices(self, logits, experts) -> Flight:
@@ -118,22 +118,16 @@ class Router(nn.Module):
 
     def loss(self, logits, choices):
         """Return auxiliary loss + z-loss of a slice: a sum over its samples, each weighted by its s tokens.
-
-        choices: the result of the flight that choices() has prepared
-        """
-        (_, s, count), config = logits.shape, self.config
-        probabilities = self.scores(logits)
-        if config.moe_router_score_function != "softmax":
-            probabilities = divide_by_sum(probabilities)
+        choices: the result of the flight that choices() has prepared"""
+        (_, s, count), config, scores = logits.shape, self.config, self.scores(logits)
+        probabilities = scores if self.softmax else divide_by_sum(scores)
         balance = count * (choices / (self.sample_parts * s * self.topk) * probabilities.mean(dim=1)).sum()
         return (config.moe_aux_loss_coeff * s * balance
                 + config.moe_z_loss_coeff * logits.logsumexp(dim=-1).square().sum())
 
     def backward(self, routing: Routing, grad_weights, h, loss_scale: float):
         """Return this rank's addend of the gradient of h, and add the gradients of Wr and of the expert bias.
-
-        grad_weights: this rank's addend of the gradient of routing.weights.
-        """
+        grad_weights: this rank's addend of the gradient of routing.weights."""
         scale = torch.full_like(routing.loss, loss_scale * self.counts_here)
         (grad_logits,) = torch.autograd.grad([routing.weights, routing.loss], routing.logits, [grad_weights, scale])
         add_weight_gradient(main_grad_of(self.weight), grad_logits, h.to(grad_logits.dtype))

@@ -11,10 +11,8 @@ and another after it:
       gather       nothing               all-gather              this rank's rows -> all rows, on every rank
       reduce       all-reduce            reduce-scatter          addends of all rows -> sums of this rank's rows
 
-Each of the two is the backward of the other. So for both streams the operators f and g of parallel.py become:
-
-      f, into the matmuls        forward: gather      backward: reduce
-      g, out of the matmuls      forward: reduce      backward: gather
+Each of the two is the backward of the other. In the words of parallel.py, f into the matmuls is a gather in forward and
+a reduce in backward, and g out of the matmuls is a reduce in forward and a gather in backward.
 
 An all-reduce is a reduce-scatter followed by an all-gather, so both streams send the same number of bytes, with one
 exception. Backward needs all rows of h for the weight gradient of the column-parallel matmul, but the tape of a sharded
@@ -37,7 +35,7 @@ a collective "[" is in flight until its slice's next turn:
 So a gather is hidden by the other slice's W2, and a reduce by the other slice's W1 and core.
 
 **Gradients.** Every rank holds the whole norm weights, row-parallel biases and position embeddings, but applies them
-only to its own rows. So each rank has a different addend of their gradients. zero.py sums these addends once a step.
+only to its own rows. So it computes an addend of their gradients, and zero.py sums these addends once a step.
 """
 
 from nanodomino.overlap.slices import Flight, ReplicatedResidual, prepare_all_gather, prepare_reduce_scatter
@@ -45,10 +43,7 @@ from nanodomino.overlap.slices import Flight, ReplicatedResidual, prepare_all_ga
 
 class ShardedResidual(ReplicatedResidual):
     """Gathers and reduces for a sharded residual stream: each tensor-parallel rank holds 1/t of the rows."""
-
-    def __init__(self, group):
-        super().__init__(group)
-        self.shards = group.size()
+    shards = property(lambda self: self.group.size())
 
     def gather(self, x) -> Flight:
         """Prepare an all-gather: [b, s/t, f] -> [b, s, f]."""

@@ -1,7 +1,7 @@
 """All settings of a run, as one flat dataclass, and the sizes that follow from them.
 
-Each setting is declared once, in one line of Config; flags.py explains these lines. A run's Config is made in three
-steps:
+Each setting is declared once, in one statement of Config; flags.py explains its arguments. A run's Config is made in
+three steps:
 
     flags, a run's config.json  ->  Config  ->  resolve(world_size)  ->  with_vocabulary(size)  ->  the run
     run/session.py                              presets, layout,         the data's vocabulary,
@@ -31,7 +31,7 @@ from nanodomino.errors import require, run_command
 from nanodomino.layers.attention_mask import POSITION_EMBEDDING_TYPES
 from nanodomino.layers.sublayers import NORMALIZATIONS
 from nanodomino.optim.optimizers import (DECAY_CURVES, LOSS_SCALE_LIMIT, LR_DECAY_STYLES, OPTIMIZERS,
-                                         SMALLEST_LOSS_SCALE, OptimizerSpec)
+                                         SMALLEST_LOSS_SCALE)
 from nanodomino.schedules.definitions import SCHEDULES, Schedule
 from nanodomino.schedules.simulation import Placement, Timetable, timetable
 from nanodomino.settings.choices import CP_COMM_TYPES, FP8_FORMATS, FP8_RECIPES, GRANULARITIES, SCORES, Choices
@@ -40,272 +40,195 @@ from nanodomino.settings.flags import (check_values, data_setting, family_settin
 from nanodomino.settings.presets import DTYPES, FINETUNE_BATCH_SIZE, FINETUNE_LR_DIVISOR, PRESETS
 from nanodomino.settings.rules import check_rules, with_defaults
 
-
 # what several settings need to have an effect
 ROPE, DYNAMIC = "--position-embedding-type rope", ("--dtype float16", "no --loss-scale")
 EXPERTS, FP8, WSD = "--num-experts", "--fp8-format", "--lr-decay-style WSD"
+expert_setting = partial(model_setting, needs=EXPERTS)
 DECAYING = "--lr-decay-style " + " or ".join(name for name in LR_DECAY_STYLES if name != "constant")
-LR_FACTORS = "".join(f", times {spec.lr_factor:g} with --optimizer {name}" for name, spec in OPTIMIZERS.items()
-                     if spec.lr_factor != 1)
+LR_FACTORS = f", times {OPTIMIZERS['muon'].lr_factor:g} with --optimizer muon"
+SCALES = dict(at_least=SMALLEST_LOSS_SCALE, below=LOSS_SCALE_LIMIT)
 
 
 @dataclass(frozen=True)
 class Config(Choices):
     """All settings of a run."""
-    model: str = model_setting(
-        "nano", "preset of sizes, learning rate and batch size; other flags override it", choices=PRESETS)
+    model: str = model_setting("nano", "preset of sizes, lr and batch size; other flags override it", choices=PRESETS)
     num_layers: int = model_setting(None, "number of transformer layers", at_most=4096)
     hidden_size: int = model_setting(None, "width h of the residual stream", at_most=2**24)
-    ffn_hidden_size: int = model_setting(
-        None, "width of the MLP (default: the preset's; else 4 h, or with --swiglu 8/3 h rounded down to a multiple of "
-              "64)", derived=True, at_most=2**24)
+    ffn_hidden_size: int = model_setting(None, "width of the MLP (default: the preset's; else 4 h, or with --swiglu "
+                                               "8/3 h rounded down to a multiple of 64)", derived=True, at_most=2**24)
     num_attention_heads: int = model_setting(None, "number of attention heads", at_most=2**16)
-    num_query_groups: int = model_setting(
-        None, "number of query groups; the heads of a group share keys and values (default: the preset's, else one "
-              "group per head)", derived=True)
-    kv_channels: int = model_setting(
-        None, "size of each attention head (default: the preset's, else h / number of heads)", derived=True,
-        at_most=2**16)
+    num_query_groups: int = model_setting(None, "number of query groups; the heads of a group share keys and values "
+                                                "(default: the preset's, else one group per head)", derived=True)
+    kv_channels: int = model_setting(None, "head size (default: preset's, else h / heads)", derived=True, at_most=2**16)
     seq_length: int = model_setting(None, "tokens per sample", affects="run")
     max_position_embeddings: int = model_setting(
-        None, "number of token positions that the model supports (default: --seq-length)", derived=True,
-        affects="positions")
-    position_embedding_type: str = family_setting(
-        "how the model encodes token positions", choices=POSITION_EMBEDDING_TYPES)
-    rotary_percent: float = model_setting(
-        1.0, "fraction of each head's channels that RoPE rotates", above=0.0, at_most=1.0, needs=ROPE)
-    rotary_base: float = family_setting(
-        "base of RoPE's frequencies, base^(-2i/d)", at_least=1.0, needs=ROPE, affects="positions")
+        None, "number of positions that the model supports (default: --seq-length)", derived=True, affects="positions")
+    position_embedding_type: str = family_setting("how the model encodes positions", choices=POSITION_EMBEDDING_TYPES)
+    rotary_percent: float = model_setting(1.0, "share of a head that RoPE rotates", above=0.0, at_most=1.0, needs=ROPE)
+    rotary_base: float = family_setting("base of RoPE's frequencies", at_least=1.0, needs=ROPE, affects="positions")
     use_rope_scaling: bool = family_setting(
         "divide RoPE's low frequencies for longer contexts, as Llama 3.1 does", needs=ROPE, affects="positions")
-    rope_scaling_factor: float = family_setting(
-        "number by which --use-rope-scaling divides the low frequencies", at_least=1.0,
-        needs=(ROPE, "--use-rope-scaling"), affects="positions")
+    rope_scaling_factor: float = family_setting("number by which --use-rope-scaling divides the low frequencies",
+                                                at_least=1.0, needs=(ROPE, "--use-rope-scaling"), affects="positions")
     rotary_seq_len_interpolation_factor: float = model_setting(
-        1.0, "divide all positions by this number before RoPE (position interpolation)", at_least=1.0, needs=ROPE,
-        affects="positions")
+        1.0, "divide positions by this number (position interpolation)", at_least=1.0, needs=ROPE, affects="positions")
     vocab_size: int = model_setting(None, "vocabulary size (default: the data's)", derived=True)
     make_vocab_size_divisible_by: int = model_setting(
-        128, "pad the vocabulary to a multiple of this number (in Megatron-LM, of this number times tp)", at_most=2**20)
-    untie_embeddings_and_output_weights: bool = family_setting(
-        "give the output head its own weight matrix instead of the word embedding's")
+        128, "pad the vocabulary to a multiple of this number (Megatron-LM: times tp)", at_most=2**20)
+    untie_embeddings_and_output_weights: bool = family_setting("give the output head a matrix of its own")
     normalization: str = family_setting("norm at the start of each sublayer", choices=NORMALIZATIONS)
-    layernorm_epsilon: float = family_setting(
-        "epsilon added under the square root of each norm", above=0.0, at_most=1.0)
+    layernorm_epsilon: float = family_setting("epsilon under the square root of each norm", above=0.0, at_most=1.0)
     swiglu: bool = family_setting("use SwiGLU, silu(gate) x up, in the MLP instead of GELU")
     disable_bias_linear: bool = family_setting("omit the biases of linear layers")
-    add_qkv_bias: bool = family_setting(
-        "give q, k and v a bias even with --disable-bias-linear", needs="--disable-bias-linear")
+    add_qkv_bias: bool = family_setting("give only q, k and v a bias", needs="--disable-bias-linear")
     qk_layernorm: bool = family_setting("normalize each head's q and k before RoPE")
     hidden_dropout: float = model_setting(
-        0.0, "dropout rate for the embeddings and for each sublayer's output", below=1.0, affects="losses")
-    attention_dropout: float = model_setting(
-        0.0, "dropout rate for the attention probabilities", below=1.0, affects="losses")
-    window_size: int = model_setting(
-        None, "number of tokens before itself that a token attends to; Megatron-LM's N,0 (default: all)")
+        0.0, "dropout rate of the embeddings and of each sublayer's output", below=1.0, affects="losses")
+    attention_dropout: float = model_setting(0.0, "dropout rate inside attention", below=1.0, affects="losses")
+    window_size: int = model_setting(None, "previous tokens that a token attends to; Megatron-LM's N,0 (default: all)")
     full_attention_layers: int = model_setting(
-        0, "number of layers, from the first on, that ignore --window-size", at_least=0, at_most=4096,
-        needs="--window-size")
+        0, "number of layers at the start that ignore --window-size", at_least=0, at_most=4096, needs="--window-size")
     init_method_std: float = model_setting(
         None, "standard deviation of the initial weights (default: the preset's)", affects="run", needs="no --load")
 
-    num_experts: int = model_setting(
-        None, "number of experts in a layer with experts (default: the preset's, else no layer has experts)",
-        derived=True, at_most=4096)
-    moe_layer_freq: int = model_setting(
-        1, "give every Nth layer experts instead of an MLP, from the first layer on", needs=EXPERTS)
+    num_experts: int = model_setting(None, "experts per layer (default: preset's or none)", derived=True, at_most=4096)
+    moe_layer_freq: int = expert_setting(1, "give every Nth layer experts instead of an MLP, from the first layer on")
     moe_router_topk: int = family_setting("number of experts that each token uses", needs=EXPERTS)
-    moe_ffn_hidden_size: int = model_setting(
-        None, "width of each expert (default: --ffn-hidden-size)", derived=True, at_most=2**24, needs=EXPERTS)
-    moe_shared_expert_intermediate_size: int = model_setting(
-        None, "width of an expert that every token uses besides (default: none)", derived=True, at_most=2**24,
-        needs=EXPERTS)
-    moe_router_score_function: str = model_setting(
-        "softmax", "how the router turns logits into scores", choices=SCORES, needs=EXPERTS)
-    moe_router_pre_softmax: bool = model_setting(
-        False, "weight each chosen expert by its softmax over all experts, not over the chosen ones",
-        needs=(EXPERTS, "--moe-router-score-function softmax"))
-    moe_router_topk_scaling_factor: float = model_setting(
-        1.0, "factor on the weights of the chosen experts", above=0.0, needs=EXPERTS)
-    moe_router_enable_expert_bias: bool = model_setting(
-        False, "balance the experts by a bias on their scores, which grows while an expert has too few tokens",
-        needs=EXPERTS)
-    moe_router_bias_update_rate: float = model_setting(
-        1e-3, "change of the expert bias after each step", affects="losses", above=0.0,
-        needs=(EXPERTS, "--moe-router-enable-expert-bias"))
-    moe_aux_loss_coeff: float = family_setting(
-        "coefficient of the load-balancing loss of each sample; it and the z-loss are summed over all tokens, also "
-        "those that the loss mask leaves out, and divided by the number of tokens that count", affects="losses",
-        needs=EXPERTS)
-    moe_z_loss_coeff: float = model_setting(0.0, "coefficient of the router's z-loss", affects="losses", needs=EXPERTS)
-    mtp_num_layers: int = model_setting(
-        0, "number of depths of multi-token prediction: depth d is a further layer that predicts the token d places "
-           "after the next one", affects="optimizer", at_least=0, at_most=64)
+    moe_ffn_hidden_size: int = expert_setting(
+        None, "width of each expert (default: --ffn-hidden-size)", derived=True, at_most=2**24)
+    moe_shared_expert_intermediate_size: int = expert_setting(
+        None, "width of an expert that every token uses besides (default: none)", derived=True, at_most=2**24)
+    moe_router_score_function: str = expert_setting("softmax", "how routers turn logits into scores", choices=SCORES)
+    moe_router_pre_softmax: bool = model_setting(False, "weight chosen experts by the softmax over all experts",
+                                                 needs=(EXPERTS, "--moe-router-score-function softmax"))
+    moe_router_topk_scaling_factor: float = expert_setting(1.0, "factor on the chosen experts' weights", above=0.0)
+    moe_router_enable_expert_bias: bool = expert_setting(
+        False, "balance the experts by a bias on their scores that grows while an expert has too few tokens")
+    moe_router_bias_update_rate: float = model_setting(1e-3, "change of the bias in a step", affects="losses",
+                                                       above=0.0, needs=(EXPERTS, "--moe-router-enable-expert-bias"))
+    moe_aux_loss_coeff: float = family_setting("coefficient of each sample's load-balancing loss; it and the z-loss "
+                                               "count all tokens, also masked ones", affects="losses", needs=EXPERTS)
+    moe_z_loss_coeff: float = expert_setting(0.0, "coefficient of the router's z-loss", affects="losses")
+    mtp_num_layers: int = model_setting(0, "depths of multi-token prediction; depth d predicts the token d places "
+                                           "after the next", affects="optimizer", at_least=0, at_most=64)
     mtp_loss_scaling_factor: float = model_setting(
-        0.1, "factor f: training adds f / depths times the losses of all depths, divided, like the main losses, by the "
-             "number of tokens of the main loss", affects="losses", needs="--mtp-num-layers")
+        0.1, "factor f; training adds f / depths times all depths' losses", affects="losses", needs="--mtp-num-layers")
 
-    tensor_model_parallel_size: int = layout_setting(
-        None, "number of ranks that split each layer's matrices", alias="--tp", derived=True)
-    pipeline_model_parallel_size: int = layout_setting(
-        None, "number of pipeline stages that split the layers", alias="--pp", derived=True)
+    tensor_model_parallel_size: int = layout_setting(None, "ranks that split each layer's matrices", alias="--tp")
+    pipeline_model_parallel_size: int = layout_setting(None, "pipeline stages that split the layers", alias="--pp")
     data_parallel_size: int = layout_setting(
-        None, "number of replicas that split the batch (default: processes / (tp x cp x pp))", alias="--dp",
-        derived=True)
+        None, "number of replicas that split the batch (default: processes / (tp x cp x pp))", alias="--dp")
     context_parallel_size: int = layout_setting(
-        1, "number of ranks that share the tokens of each sample, for samples that are too long for a single rank",
-        alias="--cp")
+        1, "number of ranks that share the tokens of each sample, if these are too many for one rank", alias="--cp")
     cp_comm_type: str = layout_setting(
-        "all_gather", "what the ranks that share a sample exchange for attention (all_gather: every rank gets all keys "
-                      "and values; a2a: every rank gets whole samples, but only some of the heads)",
-        choices=CP_COMM_TYPES, needs="--cp above 1")
+        "all_gather", "what the ranks of a sample exchange for attention (all_gather: all keys and values; a2a: whole "
+                      "samples of some heads)", choices=CP_COMM_TYPES, needs="--cp above 1")
     expert_model_parallel_size: int = layout_setting(
-        1, "number of ranks that share the experts of a layer; divides dp x cp and --num-experts", alias="--ep",
-        needs=EXPERTS)
+        1, "number of ranks that share experts; divides dp x cp and --num-experts", alias="--ep", needs=EXPERTS)
     sequence_parallel: bool = layout_setting(
         False, "split the residual stream along the sequence over the tensor-parallel ranks", needs="--tp above 1")
     micro_batch_size: int = layout_setting(
-        None, "samples per microbatch (default: the preset's, but at most --global-batch-size / dp)", derived=True,
-        at_most=2**16)
+        None, "samples per microbatch (default: the preset's, but at most --global-batch-size / dp)", at_most=2**16)
     slices: int = layout_setting(
-        None, "number of slices of a microbatch (Domino's row split); while one slice's all-reduce is in flight, "
-              "another slice computes (default: with tensor or context parallelism 2, but at most --micro-batch-size; "
-              "else 1)", derived=True, at_most=256)
+        None, "slices per microbatch (Domino's row split); one slice computes while another's all-reduce is in flight "
+              "(default: with tensor or context parallelism 2, but at most --micro-batch-size; else 1)", at_most=256)
     columns: int = layout_setting(
-        None, "number of column chunks of a row-parallel matmul (Domino's column split); while one chunk's all-reduce "
-              "is in flight, the next chunk is computed (default: 2 if there are tensor parallelism and by default one "
-              "slice; else 1)", derived=True, at_most=256)
-    schedule: str = layout_setting(
-        None, "pipeline schedule (default: the first in the list that supports --virtual-stages)", derived=True,
-        choices=SCHEDULES)
-    look_ahead: int = layout_setting(1, "number of further warm-up forwards for each later stage",
-                                     needs="--schedule eager-1f1b", at_least=0, at_most=2**16)
-    virtual_stages: int = layout_setting(
-        None, "chunks of layers per pipeline stage (default: as few as the schedule allows)",
-        alias="--num-virtual-stages-per-pipeline-rank", derived=True)
+        None, "parts of a row-parallel matmul (Domino's column split); one part is computed while another's all-reduce "
+              "is in flight (default: 2 with tensor parallelism and, by default, one slice; else 1)", at_most=256)
+    schedule: str = layout_setting(None, "schedule (default: the first that fits --virtual-stages)", choices=SCHEDULES)
+    look_ahead: int = layout_setting(
+        1, "further warm-up forwards for each later stage", needs="--schedule eager-1f1b", at_least=0, at_most=2**16)
+    virtual_stages: int = layout_setting(None, "chunks of layers per pipeline stage (default: the schedule's fewest)",
+                                         alias="--num-virtual-stages-per-pipeline-rank")
     recompute_granularity: str = layout_setting(
-        "none", "what backward recomputes to save memory; selective: the attention core and the activation function; "
-                "full: all that it needs inside a sublayer, from the sublayer's stored input", choices=GRANULARITIES)
+        "none", "what backward recomputes to save memory (selective: attention's core and the activation function; "
+                "full: all that it needs inside a sublayer, from the stored input)", choices=GRANULARITIES)
     checkpoint_in_cpu: bool = layout_setting(
-        False, "with full recomputation, move the stored sublayer inputs from the GPU to host memory",
-        needs="--recompute-granularity full")
-    zero_stage: int = layout_setting(
-        1, "ZeRO stage: 0 shards nothing over the replicas, 1 shards the optimizer state, 2 also the gradients",
-        choices=(0, 1, 2), at_least=0)
-    bucket_size: int = layout_setting(
-        10_000_000, "parameters per gradient bucket; a full bucket is reduced while backward continues")
+        False, "move the stored sublayer inputs from the GPU to host memory", needs="--recompute-granularity full")
+    zero_stage: int = layout_setting(1, "ZeRO stage: 0 shards nothing over the replicas, 1 shards the optimizer state, "
+                                        "2 also the gradients", choices=(0, 1, 2))
+    bucket_size: int = layout_setting(10_000_000, "parameters per gradient bucket, which is reduced during backward")
 
-    train_iters: int = training_setting(
-        200, "number of optimizer steps; with 0 the run only validates, tests and prints a sample", at_least=0)
+    train_iters: int = training_setting(200, "optimizer steps; 0 only validates, tests and prints a sample", at_least=0)
     global_batch_size: int = training_setting(
         None, f"samples per optimizer step (default: the preset's; with --finetune at most {FINETUNE_BATCH_SIZE})")
     optimizer: str = training_setting("adamw", "optimizer", choices=OPTIMIZERS, affects="optimizer")
     lr: float = training_setting(
         None, f"peak learning rate (default: the preset's{LR_FACTORS}; 1/{FINETUNE_LR_DIVISOR} of it with --finetune)")
     min_lr: float = training_setting(None, "final learning rate (default: lr / 10)", derived=True, needs=DECAYING)
-    lr_decay_style: str = training_setting(
-        "cosine", "how the learning rate decays from --lr to --min-lr; constant keeps it at --lr, and WSD keeps it "
-                  "there until the last steps", choices=LR_DECAY_STYLES)
-    lr_decay_iters: int = training_setting(
-        None, "step at which the learning rate reaches --min-lr, where it stays (default: --train-iters)")
+    lr_decay_style: str = training_setting("cosine", "how lr decays from --lr to --min-lr (constant: not at all; WSD: "
+                                                     "only in the last steps)", choices=LR_DECAY_STYLES)
+    lr_decay_iters: int = training_setting(None, "step at which lr reaches --min-lr and stays (default: --train-iters)")
     lr_wsd_decay_iters: int = training_setting(
-        None, "number of steps up to --lr-decay-iters in which WSD decays (default: a tenth of --lr-decay-iters)",
-        needs=WSD)
+        None, "steps up to --lr-decay-iters in which WSD decays (default: a tenth of --lr-decay-iters)", needs=WSD)
     lr_wsd_decay_style: str = training_setting(
         "exponential", "curve of WSD's decay (exponential: 2 x 0.5^s - 1, minus_sqrt: 1 - sqrt(s), if a share s of its "
                        "steps is done)", choices=DECAY_CURVES, needs=WSD)
-    lr_warmup_fraction: float = training_setting(
-        0.05, "fraction of --lr-decay-iters during which the learning rate rises linearly to --lr", at_most=1.0)
+    lr_warmup_fraction: float = training_setting(0.05, "share of --lr-decay-iters with a linear warm-up", at_most=1.0)
     weight_decay: float = training_setting(0.1, "decoupled weight decay, for matrices only")
     clip_grad: float = training_setting(1.0, "maximum global gradient norm; 0 turns clipping off")
     adam_beta1: float = training_setting(0.9, "decay rate of AdamW's first moment", below=1.0)
     adam_beta2: float = training_setting(0.95, "decay rate of AdamW's second moment", below=1.0)
-    adam_eps: float = training_setting(1e-8, "epsilon added to the denominator of AdamW's update", above=0.0)
+    adam_eps: float = training_setting(1e-8, "epsilon in the denominator of AdamW's update", above=0.0)
     muon_momentum: float = training_setting(0.95, "Muon's momentum", below=1.0, needs="--optimizer muon")
     dtype: str = training_setting(
         "float32", "type of weights and activations; with bfloat16 and float16, master weights and gradients are fp32",
         choices=DTYPES, short={"--bf16": "bfloat16", "--fp16": "float16"})
-    loss_scale: float = training_setting(
-        None, "fixed loss scale: the factor that multiplies all gradients during backward; preferably a power of two "
-              "(default: a dynamic loss scale in fp16, else 1)", at_least=SMALLEST_LOSS_SCALE, below=LOSS_SCALE_LIMIT)
-    initial_loss_scale: float = training_setting(
-        2.0**15, "dynamic loss scale of the first step", at_least=SMALLEST_LOSS_SCALE, below=LOSS_SCALE_LIMIT,
-        needs=DYNAMIC)
-    min_loss_scale: float = training_setting(
-        1.0, "smallest value of the dynamic loss scale", at_least=SMALLEST_LOSS_SCALE, below=LOSS_SCALE_LIMIT,
-        needs=DYNAMIC)
-    loss_scale_window: int = training_setting(
-        1000, "double the dynamic loss scale after this many steps in a row without overflow", needs=DYNAMIC)
-    hysteresis: int = training_setting(
-        2, "number of overflows until the dynamic loss scale is halved; each further overflow halves it again, and the "
-           "count restarts when the scale doubles", needs=DYNAMIC)
+    loss_scale: float = training_setting(None, "fixed factor on all gradients during backward, preferably a power of "
+                                               "two (default: a dynamic loss scale in fp16, else 1)", **SCALES)
+    initial_loss_scale: float = training_setting(2.0**15, "first dynamic loss scale", **SCALES, needs=DYNAMIC)
+    min_loss_scale: float = training_setting(1.0, "smallest value of the dynamic loss scale", **SCALES, needs=DYNAMIC)
+    loss_scale_window: int = training_setting(1000, "steps without overflow until the scale doubles", needs=DYNAMIC)
+    hysteresis: int = training_setting(2, "overflows until the loss scale is halved; each further one halves it again; "
+                                          "doubling restarts the count", needs=DYNAMIC)
     fp16_lm_cross_entropy: bool = training_setting(
-        False, "compute the exponentials of the cross entropy in fp16 instead of fp32", needs="--dtype float16")
+        False, "compute the cross entropy's exponentials in fp16 instead of fp32", needs="--dtype float16")
     fp8_format: str = training_setting(
         None, "8-bit types for the matmuls of attention and MLP; embedding, head and experts stay in --dtype (hybrid: "
-              "e4m3 for weights and activations, e5m2 for gradients; e4m3: for all; default: no fp8)",
-        choices=FP8_FORMATS)
-    fp8_recipe: str = training_setting(
-        "tensorwise", "whether each tensor or each of its rows has a scale of its own in fp8", choices=FP8_RECIPES,
-        needs=FP8)
-    fp8_wgrad: bool = training_setting(
-        True, "compute weight gradients in fp8, too; --no-fp8-wgrad computes them in the type of --dtype", needs=FP8)
-    first_last_layers_bf16: bool = training_setting(
-        False, "with fp8, compute the first and the last layer in the type of --dtype", needs=FP8)
+              "e5m2 for gradients, e4m3 for the rest; e4m3: for all; default: no fp8)", choices=FP8_FORMATS)
+    fp8_recipe: str = training_setting("tensorwise", "whether each tensor or each of its rows has its own scale in fp8",
+                                       choices=FP8_RECIPES, needs=FP8)
+    fp8_wgrad: bool = training_setting(True, "compute weight gradients in fp8, too, and not in --dtype", needs=FP8)
+    first_last_layers_bf16: bool = training_setting(False, "compute the first and the last layer in --dtype", needs=FP8)
     seed: int = training_setting(1234, "seed of initial weights, data order and dropout", affects="run", at_least=0)
 
-    data_path: str = data_setting(
-        None, "folder made by data/prepare.py; it may move, but a resumed run needs the same text (default: made from "
-              "the source code of Python's standard library)", affects="nothing")
+    data_path: str = data_setting(None, "folder made by data/prepare.py; it may move, but a resumed run needs the same "
+                                        "text (default: the source code of Python's library)", affects="nothing")
     eod_mask_loss: bool = data_setting(False, "leave predictions of the end-of-text token out of the loss")
     reset_position_ids: bool = data_setting(
-        False, "restart positions at 0 after each end-of-text token",
-        needs="--position-embedding-type rope or learned_absolute")
+        False, "restart positions after each end of text", needs="--position-embedding-type rope or learned_absolute")
     reset_attention_mask: bool = data_setting(False, "let tokens attend only to their own document")
 
-    run_dir: str = run_setting(
-        None, "folder of the run; if it holds a run, that run resumes with its settings (default: a new folder "
-              "runs/MODEL-NUMBER)", affects="launch")
-    config: str = run_setting(
-        None, "JSON file of settings, like a run's config.json; flags override it", affects="launch")
-    load: str = run_setting(
-        None, "checkpoint to start from, or a run's folder to start from its newest checkpoint; once the new run has a "
-              "checkpoint, any other --load is refused")
-    finetune: bool = run_setting(
-        False, "take only the weights from --load, start at step 0 with a new optimizer, and validate before step 1")
+    run_dir: str = run_setting(None, "folder of the run; a run that it holds resumes with its settings (default: a new "
+                                     "folder runs/MODEL-NUMBER)", affects="launch")
+    config: str = run_setting(None, "JSON file like a run's config.json; flags override its settings", affects="launch")
+    load: str = run_setting(None, "checkpoint to start from, or a run's folder for its newest; once the new run has a "
+                                  "checkpoint, any other --load is refused")
+    finetune: bool = run_setting(False, "take only the weights from --load, validate, and start at step 0")
     log_interval: int = run_setting(25, "steps between progress lines")
     eval_interval: int = run_setting(100, "steps between validations")
-    eval_iters: int = run_setting(
-        10, "global batches per validation during training; 0 for no validation", at_least=0)
+    eval_iters: int = run_setting(10, "global batches per validation during training; 0 for no validation", at_least=0)
     save_interval: int = run_setting(100, "steps between checkpoints; the last step is always saved")
     keep_last: int = run_setting(3, "number of newest checkpoints to keep")
     exit_interval: int = run_setting(None, "save and stop after the next multiple of this many steps", affects="launch")
-    max_skipped_steps: int = run_setting(
-        10, "end the run after this many skipped steps in a row; a step is skipped if its loss or gradient is not "
-            "finite; gradient overflows do not count while the loss scale can still shrink")
-    tensorboard_dir: str = run_setting(
-        None, "folder for a copy of the metrics that TensorBoard can read; each run needs its own folder",
-        affects="launch")
+    max_skipped_steps: int = run_setting(10, "skipped steps in a row (loss or gradient not finite) that end the run; "
+                                             "overflows do not count while the loss scale can shrink")
+    tensorboard_dir: str = run_setting(None, "folder for TensorBoard; each run needs its own", affects="launch")
     trace: str = run_setting(None, "steps FIRST:LAST to record and draw as a timeline", affects="launch")
     timeout: int = run_setting(600, "seconds that a collective may take before the run ends")
-    sample_tokens: int = run_setting(
-        120, "number of tokens to generate at the end; 0 for none", at_least=0, at_most=2**16)
+    sample_tokens: int = run_setting(120, "tokens to generate at the end; 0 for none", at_least=0, at_most=2**16)
     temperature: float = run_setting(
-        0.8, "sampling temperature of the text at the end; 0 always takes the most likely token",
-        needs="--sample-tokens above 0")
-    top_k: int = run_setting(
-        20, "sample the text at the end from this many most likely tokens; 0 for all tokens", at_least=0,
-        needs=("--sample-tokens above 0", "--temperature above 0"))
+        0.8, "temperature of the text at the end; 0 takes the most likely token", needs="--sample-tokens above 0")
+    top_k: int = run_setting(20, "sample the text at the end from this many most likely tokens; 0: all", at_least=0,
+                             needs=("--sample-tokens above 0", "--temperature above 0"))
 
     tp_max_ctas: int = machine_setting(
-        None, "most thread blocks of a tensor-parallel collective on a GPU (default: NCCL's choice)",
-        needs="--tp above 1")
+        None, "most thread blocks of a tensor-parallel collective on a GPU (default: NCCL's)", needs="--tp above 1")
     device: str = machine_setting("auto", "auto uses CUDA if torch finds a GPU", choices=("auto", "cpu", "cuda"))
-    compile: bool = machine_setting(
-        None, "compile the code between collectives with torch.compile (default: only on CUDA)", derived=True)
+    compile: bool = machine_setting(None, "compile the code between collectives (default: only on CUDA)", derived=True)
     compile_backend: str = machine_setting("inductor", "backend of torch.compile", choices=("inductor", "aot_eager"))
-    deterministic_mode: bool = machine_setting(
-        False, "use only deterministic CUDA kernels (CPU kernels are always deterministic)")
+    deterministic_mode: bool = machine_setting(False, "use only deterministic CUDA kernels (CPU kernels always are)")
 
     # These fields are not flags. The program fills them in and stores them in config.json.
     given: tuple[str, ...] = field(default=(), metadata=dict(affects="launch"))     # see flags.py
@@ -322,35 +245,21 @@ class Config(Choices):
     cp = property(attrgetter("context_parallel_size"))
     ep = property(attrgetter("expert_model_parallel_size"))
 
-    @property
-    def preset(self) -> dict:
-        """The settings of the preset."""
-        return PRESETS[self.model]
+    preset = property(lambda self: PRESETS[self.model])
+    optimizer_spec = property(lambda self: OPTIMIZERS[self.optimizer])
+    params_dtype = property(lambda self: DTYPES[self.dtype])               # named as in Megatron-LM
+    tied = property(lambda self: not self.untie_embeddings_and_output_weights)
+    rope = property(lambda self: self.position_embedding_type == "rope")
+    activation = property(lambda self: "swiglu" if self.swiglu else "gelu")
+    compiler = property(lambda self: partial(torch.compile, backend=self.compile_backend) if self.compile else None)
+    microbatches = property(lambda self: self.global_batch_size // (self.micro_batch_size * self.dp))    # per replica
+    # the output size of attention's first matmul over all ranks: q for each head, k and v for each query group
+    qkv_size = property(lambda self: (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels)
 
     @property
     def residual_shape(self) -> tuple[int, int, int]:
         """The shape [b, s, h] of a rank's part of the residual stream, for one microbatch."""
         return self.micro_batch_size, self.seq_length // (self.cp * self.sequence_shards), self.hidden_size
-
-    @property
-    def optimizer_spec(self) -> OptimizerSpec:
-        """The description of --optimizer."""
-        return OPTIMIZERS[self.optimizer]
-
-    @property
-    def params_dtype(self) -> torch.dtype:
-        """The torch.dtype of weights and activations, named as in Megatron-LM."""
-        return DTYPES[self.dtype]
-
-    @property
-    def compiler(self):
-        """torch.compile with its backend, or None if compilation is off."""
-        return partial(torch.compile, backend=self.compile_backend) if self.compile else None
-
-    @property
-    def microbatches(self) -> int:
-        """The number of microbatches per replica and step."""
-        return self.global_batch_size // (self.micro_batch_size * self.dp)
 
     def consumed_train_samples(self, steps: int) -> int:
         """Return how many samples have been read. The offset is for steps with another batch size or seq_length."""
@@ -379,20 +288,10 @@ class Config(Choices):
         return -(-self.vocab_size // multiple) * multiple
 
     @property
-    def tied(self) -> bool:
-        """Return whether the output head uses the weight of the word embedding."""
-        return not self.untie_embeddings_and_output_weights
-
-    @property
     def traced_steps(self) -> range:
         """The steps from FIRST to LAST of --trace FIRST:LAST, both included."""
         first, last = map(int, self.trace.split(":")) if self.trace else (1, 0)
         return range(first, last + 1)
-
-    @property
-    def rope(self) -> bool:
-        """Return whether attention rotates q and k (RoPE)."""
-        return self.position_embedding_type == "rope"
 
     @property
     def context_length(self) -> int:
@@ -401,23 +300,11 @@ class Config(Choices):
         learned = self.position_embedding_type == "learned_absolute"
         return self.trained_positions if learned else self.max_position_embeddings
 
-    @property
-    def activation(self) -> str:
-        """The MLP's activation, a key of layers.activations.ACTIVATIONS."""
-        return "swiglu" if self.swiglu else "gelu"
-
-    @property
-    def qkv_size(self) -> int:
-        """The output size of attention's first matmul over all ranks: q for each head, k and v for each query group."""
-        return (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels
-
     # ---- from flags to a complete Config
 
     def resolve(self, world_size: int) -> "Config":
-        """Return a copy with all defaults filled in that depend on the preset, the processes or other settings.
-
-        Raises UserError if a value or a combination of values is not valid.
-        """
+        """Return a copy with all defaults filled in that depend on the preset, the processes or other settings. Raises
+        UserError if a value or a combination of values is not valid."""
         check_values(self)
         config = with_defaults(self, world_size)
         check_rules(config)
@@ -428,10 +315,8 @@ class Config(Choices):
         return dataclasses.replace(self, compile=device.type == "cuda" if self.compile is None else self.compile)
 
     def with_vocabulary(self, data_vocab_size: int) -> "Config":
-        """Return a copy in which vocab_size is set. If it was None, it is the size of the data's vocabulary.
-
-        Raises UserError if the data's vocabulary is larger than vocab_size, or if tp does not divide the padded size.
-        """
+        """Return a copy in which vocab_size is set; if it was None, to the size of the data's vocabulary. Raises
+        UserError if the data's vocabulary is larger than vocab_size, or if tp does not divide the padded size."""
         vocab_size = self.vocab_size or data_vocab_size
         require(data_vocab_size <= vocab_size, f"the data's vocabulary of {data_vocab_size} tokens does not fit "
                 f"--vocab-size {vocab_size}; leave the flag out or give at least {data_vocab_size}")

@@ -15,9 +15,6 @@ decides what happens when a run is resumed or an older checkpoint is loaded. Fou
 A setting is *given* if a flag or a --config file set it, in this launch or in an earlier launch of the run, or if the
 run took it from --load. Config.given lists the names. A derived setting that was not given is computed again at each
 launch, because its sources (such as lr or the number of processes) may have changed.
-
---load takes over what is not given anew (records.py): with --finetune all on which the loss of the same weights
-depends; without it all that a resumed run remembers, except the layout and the machine.
 """
 
 import argparse
@@ -44,8 +41,7 @@ EFFECTS = {"model": "refused, because the checkpoint's weights would not fit or 
            "launch": "applies to one launch only; a resumed run does not remember it"}
 
 
-def setting(section, default, help, *, affects, choices=(), alias=None, short=None, at_least=None, above=None,
-            at_most=None, below=None, needs=(), derived=False):
+def setting(section, default, help, *, needs=(), **options):
     """Declare a field of Config that is also a command-line flag. The field's annotation is the flag's type.
 
     section          the heading in --help
@@ -58,18 +54,21 @@ def setting(section, default, help, *, affects, choices=(), alias=None, short=No
     needs            what must hold for the setting to have an effect: one text or more that holds() in rules.py reads
     derived          a missing value is computed from other settings, the data or the machine
     """
-    return field(default=default, metadata=dict(
-        section=section, help=help, affects=affects, choices=tuple(choices), alias=alias, short=short or {},
-        at_least=at_least, above=above, at_most=at_most, below=below, derived=derived,
-        needs=(needs,) if isinstance(needs, str) else needs))
+    absent = dict(choices=(), alias=None, short={}, derived=False)
+    return field(default=default, metadata=absent | options | dict(
+        section=section, help=help, needs=(needs,) if isinstance(needs, str) else needs))
 
 
 model_setting = partial(setting, "The model", affects="model")
-layout_setting = partial(setting, "The layout", affects="nothing")
 training_setting = partial(setting, "The training", affects="losses")
 data_setting = partial(setting, "The data", affects="run")
 run_setting = partial(setting, "The run", affects="nothing")
 machine_setting = partial(setting, "The machine", affects="nothing")
+
+
+def layout_setting(default, help, **options):
+    """Declare a setting of the layout, which is derived if it has no default."""
+    return setting("The layout", default, help, affects="nothing", derived=default is None, **options)
 
 
 def family_setting(help, **options):
@@ -99,10 +98,10 @@ def check_values(config):
         rules, flag, value = setting.metadata, flag_name(setting.name), getattr(config, setting.name)
         if value is None:
             continue
-        require(not rules["choices"] or value in rules["choices"],
-                f"unknown {flag} '{value}'; try one of {', '.join(map(str, rules['choices']))}")
-        if setting.type in (int, float):
-            bounds = {name: rules[name] for name in ("at_least", "above", "at_most", "below")}
+        if choices := rules["choices"]:
+            require(value in choices, f"unknown {flag} '{value}'; try one of {', '.join(map(str, choices))}")
+        elif setting.type in (int, float):
+            bounds = {name: rules[name] for name in ("at_least", "above", "at_most", "below") if name in rules}
             check_range(flag, value, **bounds, type=setting.type)
 
 
@@ -143,7 +142,8 @@ def expand_home(value):
 
 def add_flags(parser, settings: list[dataclasses.Field], **defaults):
     """Add a flag to `parser` for each setting. defaults: {name: value}, which replace the settings' own defaults."""
-    groups = {}
+    sections = dict.fromkeys(setting.metadata["section"] for setting in settings)
+    groups = {section: parser.add_argument_group(section) for section in sections}
     for setting in settings:
         options, default, help = setting.metadata, setting.default, setting.metadata["help"].replace("%", "%%")
         if setting.name in defaults:
@@ -154,17 +154,13 @@ def add_flags(parser, settings: list[dataclasses.Field], **defaults):
             help += f" (default {default})"
         if parser.argument_default is not None:                # SUPPRESS: leave out flags that are not given
             default = parser.argument_default
-        flags = [flag_name(setting.name)] + ([options["alias"]] if options["alias"] else [])
-        if options["section"] not in groups:
-            groups[options["section"]] = parser.add_argument_group(options["section"])
-        group = groups[options["section"]]
+        flags, group = [flag_name(setting.name), *filter(None, [options["alias"]])], groups[options["section"]]
         if setting.type is bool:
             group.add_argument(*flags, action=argparse.BooleanOptionalAction, default=default, help=help)
             continue
         group = group.add_mutually_exclusive_group() if options["short"] else group
-        metavar = None if options["choices"] else setting.type.__name__.upper()
-        group.add_argument(*flags, type=setting.type, choices=options["choices"] or None, metavar=metavar,
-                           default=default, help=help)
+        shown = dict(choices=options["choices"]) if options["choices"] else dict(metavar=setting.type.__name__.upper())
+        group.add_argument(*flags, type=setting.type, default=default, help=help, **shown)
         for flag, value in options["short"].items():
             group.add_argument(flag, dest=setting.name, action="store_const", const=value, default=default,
                                help=f"short for {flags[0]} {value}")

@@ -1,7 +1,5 @@
-"""Reads the settings that are stored with a run or a checkpoint, or that a user writes into a --config file.
-
-A record is a dictionary of all settings, as stored in config.json and in a checkpoint's manifest. A setting that a
-record lacks has its default.
+"""Reads records: the settings that a run stores in config.json and in each checkpoint's manifest, or that a user writes
+into a --config file. A setting that a record lacks has its default.
 """
 
 import dataclasses
@@ -12,20 +10,15 @@ from nanodomino.settings.config import Config
 from nanodomino.settings.flags import flag_settings, names_affecting
 from nanodomino.settings.rules import holds
 
-
 # settings of the effect "run" on which the loss of the same weights does not depend
 WITHOUT_WEIGHTS = {"data_sha256", "seed", "init_method_std"}
 
 
 def check_record(record: dict, source) -> dict:
-    """Return the settings of a record, all of which must be known and have the right types.
-
-    source: the name of the record's file, for messages. Raises UserError, for example for a setting of a later version.
-    """
+    """Return the settings of a record. Raises UserError if a name is not known, as of a later version's setting, or if
+    a value has the wrong type. source: the name of the record's file, for messages."""
     known = {setting.name: setting for setting in dataclasses.fields(Config)}
-    idle = record.get("without_effect", [])        # older versions wrote the names of the settings that had no effect
-    require(isinstance(idle, list), f"{source} gives {idle!r} as without_effect, but must give a list; correct it")
-    gone = ("without_effect", "cpu_threads", *idle)
+    gone = ("cpu_threads", "without_effect", *record.get("without_effect", ()))        # only older versions wrote these
     record = {name: value for name, value in record.items() if name in known or name not in gone}
     unknown = sorted(record.keys() - known.keys())
     fix = ("use the version that wrote them" if "given" in record else       # the program writes `given`, users do not
@@ -54,8 +47,8 @@ def remembered_settings(record: dict) -> dict:
 
 
 def taken_over(record: dict, finetune: bool) -> dict:
-    """Return the settings of a record that --load takes over: with --finetune those on which the loss of the same
-    weights depends; without it also all that a resumed run remembers, except the layout and the machine."""
+    """Return the settings of a record that --load takes over: those on which the loss of the same weights depends.
+    Without --finetune it also takes over what a resumed run remembers, except the layout and the machine."""
     names = {*names_affecting(Config, "model", "positions", "run")} - WITHOUT_WEIGHTS
     if not finetune:
         own = {setting.name for setting in flag_settings(Config, "The layout", "The machine")} | {"load", "finetune"}
@@ -65,10 +58,8 @@ def taken_over(record: dict, finetune: bool) -> dict:
 
 def news(saved: Config, config: Config, step: int, taken=()) -> list[str]:
     """Return what differs from a checkpoint's settings `saved`, such as "lr 0.004 (was 0.001)", and what is taken over.
-
-    step: the checkpoint's, or 0 if only its weights are loaded; then it does not matter how they were trained. taken:
-    the names of the settings that --load takes over. Of these, defaults and the sizes of the model are left out.
-    """
+    step: the checkpoint's, or 0 if only its weights are loaded; then it does not matter how they were trained.
+    taken: the names of the settings that --load takes over; defaults and the sizes of the model are left out"""
     kinds = ("model", "positions", "optimizer", "run", *(("losses", "nothing") if step else ()))
     left_out = {"load", "finetune"} | (set() if step else WITHOUT_WEIGHTS)
     same, changed = [], []
@@ -96,13 +87,12 @@ def news(saved: Config, config: Config, step: int, taken=()) -> list[str]:
 def check_settings(record: dict, source, config: Config, *effects):
     """Raise UserError if `config` and the record differ in a setting with one of these effects (keys of EFFECTS)."""
     saved = from_record(record, source)
-    derived = {setting.name: setting.metadata["derived"] for setting in flag_settings(Config)}
     # derived settings come last, so that the message names the setting that the user changed, not one derived from it
-    for name in sorted(names_affecting(Config, *effects), key=lambda name: derived.get(name, False)):
-        if name not in record:
+    for setting in sorted(dataclasses.fields(Config), key=lambda setting: setting.metadata.get("derived", False)):
+        name = setting.name
+        if setting.metadata["affects"] not in effects or name not in record:
             continue
-        recorded, requested = getattr(saved, name), getattr(config, name)
-        is_text = name == "data_sha256"
+        recorded, requested, is_text = getattr(saved, name), getattr(config, name), name == "data_sha256"
         old, new = (f" (--data-path {each.data_path})" * is_text for each in (saved, config))
         require(recorded == requested, f"{source} was made with {'the text of ' * is_text}{name.replace('_', '-')} "
                 f"{recorded}{old}, but this run has {requested}{new}; go back to the old "

@@ -16,7 +16,6 @@ from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.settings.flags import flag_name, flag_settings
 from nanodomino.settings.presets import DEFAULT_LAYOUTS, FINETUNE_BATCH_SIZE, FINETUNE_LR_DIVISOR
 
-
 # The most forwards that all stages together may run in a step. Every rank lists them all, with their backwards, before
 # the first step. For this many that takes a few seconds and a few hundred megabytes.
 MAX_FORWARDS = 2**16
@@ -38,7 +37,7 @@ def with_defaults(given, world_size: int):
     heads, groups = c.num_attention_heads, c.num_query_groups or c.num_attention_heads
     default_tp, default_pp = 1, 1
     if c.tp is None and c.pp is None:
-        most, rest = divmod(world_size, c.ranks_beside_tp_and_pp)
+        most, rest = divmod(world_size, math.lcm(c.cp, c.ep))
         most = 1 if rest else most                             # a rule is broken: check_rules() says which
         ranks_per_replica = world_size // (c.dp * c.cp) if c.dp else 4 if most % 4 == 0 else most
         default_tp, default_pp = DEFAULT_LAYOUTS.get(ranks_per_replica, (1, 1))
@@ -77,12 +76,9 @@ def holds(need: str, config) -> bool:
 
 
 def check_needs(config, names):
-    """Raise UserError if a flag has no effect because another setting does not have the value that it needs.
-
-    names: the settings whose flags were given. Settings from a run, a preset or a --config file are not checked: the
-    user did not ask for them now, and they may have an effect in a later launch on another layout. Values that equal
-    the default, and --no-SETTING, are accepted too.
-    """
+    """Raise UserError if a flag has no effect because another setting does not have the value that it needs. names: the
+    settings whose flags were given. Settings from a run, a preset or a --config file are not checked, because they may
+    have an effect in a launch on another layout. A default and --no-SETTING are accepted, too."""
     for setting in flag_settings(config):
         value, default = getattr(config, setting.name), config.preset.get(setting.name, setting.default)
         if setting.name not in names or value is False or value == default:
@@ -123,44 +119,39 @@ def check_rules(c):
             f"{' x '.join(map(str, sizes.values()))} = {needed}; start {counted(needed, 'process')} with torchrun, or "
             f"change {', '.join('--' + axis for axis in ('tp', *c.inner_axes, 'pp', 'dp'))}")
     check_divisible("num-attention-heads", heads, "num-query-groups", groups, f"--num-query-groups {divisors(heads)}")
-    of_experts = ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size") if c.num_experts else ()
-    for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size", *of_experts):
-        size = getattr(c, name) or 0
+    for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size", "moe_ffn_hidden_size",
+                 "moe_shared_expert_intermediate_size"):
+        size = getattr(c, name) or 0                           # None without experts
         check_divisible(name.replace("_", "-"), size, "tensor-model-parallel-size", tp, f"--tp {divisors(size)}")
     require(not c.rope or 0 < rotary_size(c) <= c.kv_channels and rotary_size(c) % 2 == 0,
             f"RoPE must rotate an even number of channels from 2 to {c.kv_channels}, but rotary-percent "
             f"{c.rotary_percent:g} x kv-channels {c.kv_channels} is {rotary_size(c)}; "
             f"try --kv-channels {c.kv_channels + c.kv_channels % 2} --rotary-percent 1")
 
-    chunks = c.schedule_with_settings.chunks
-    require(c.virtual_stages in chunks,
-            f"virtual-stages must be from {chunks[0]} to {chunks[-1]} with schedule {c.schedule}, but is "
-            f"{c.virtual_stages}; try --virtual-stages {chunks[0]}, or another --schedule")
-    require(c.num_layers >= pp * c.virtual_stages,
-            f"num-layers {c.num_layers} must be at least pipeline-model-parallel-size {pp} x virtual-stages "
-            f"{c.virtual_stages}, or chunks would be empty; try --num-layers {pp * c.virtual_stages} or a smaller --pp")
-    batch = c.micro_batch_size * dp
-    check_divisible("global-batch-size", c.global_batch_size,
-                    f"micro-batch-size x data parallel = {c.micro_batch_size} x {dp} =", batch,
-                    f"--global-batch-size {-(-c.global_batch_size // batch) * batch}")
-    most = MAX_FORWARDS // (pp * c.virtual_stages)
-    require(c.microbatches <= most,
-            f"global-batch-size {c.global_batch_size} would be {c.microbatches} microbatches per replica, but a step "
-            f"may have at most {MAX_FORWARDS} / (pipeline-model-parallel-size {pp} x virtual-stages "
-            f"{c.virtual_stages}) = {most}; try --global-batch-size {most * batch} or a larger --micro-batch-size")
-    require(c.slices <= c.micro_batch_size,
-            f"slices {c.slices} must be at most micro-batch-size {c.micro_batch_size}, since each slice needs a "
-            f"sample; try --slices {c.micro_batch_size}, or --columns 2 to overlap within a slice")
+    v, micro, batch = c.virtual_stages, c.micro_batch_size, c.global_batch_size
+    possible, most = SCHEDULES[c.schedule].chunks, MAX_FORWARDS // (pp * v)
+    require(v in possible, f"virtual-stages must be from {possible[0]} to {possible[-1]} with schedule "
+            f"{c.schedule}, but is {v}; try --virtual-stages {possible[0]}, or another --schedule")
+    require(c.num_layers >= pp * v, f"num-layers {c.num_layers} must be at least pipeline-model-parallel-size {pp} "
+            f"x virtual-stages {v}, or chunks would be empty; try --num-layers {pp * v} or a smaller --pp")
+    check_divisible("global-batch-size", batch, f"micro-batch-size x data parallel = {micro} x {dp} =", micro * dp,
+                    f"--global-batch-size {-(-batch // (micro * dp)) * micro * dp}")
+    require(c.microbatches <= most, f"global-batch-size {batch} would be {c.microbatches} microbatches per replica, "
+            f"but a step may have at most {MAX_FORWARDS} / (pipeline-model-parallel-size {pp} x virtual-stages "
+            f"{v}) = {most}; try --global-batch-size {most * micro * dp} or a larger --micro-batch-size")
+    require(c.slices <= micro, f"slices {c.slices} must be at most micro-batch-size {micro}, since each slice needs a "
+            f"sample; try --slices {micro}, or --columns 2 to overlap within a slice")
     require(c.columns <= c.hidden_size, f"columns {c.columns} must be at most hidden-size {c.hidden_size}; try 2 or 4")
 
-    check_divisible("seq-length", c.seq_length, "2 cp (and by cp x tp with --sequence-parallel), here",
-                    c.seq_length_divisor,
-                    f"--seq-length {-(-c.seq_length // c.seq_length_divisor) * c.seq_length_divisor}")
+    length, parts, positions = c.seq_length, c.seq_length_divisor, c.max_position_embeddings
+    check_divisible("seq-length", length, "2 cp (and by cp x tp with --sequence-parallel), here", parts,
+                    f"--seq-length {-(-length // parts) * parts}")
     fixed = c.load and (not c.finetune or c.position_embedding_type == "learned_absolute")
-    require(c.seq_length <= c.max_position_embeddings,
-            f"seq-length {c.seq_length} must be at most max-position-embeddings {c.max_position_embeddings}; try "
-            + (f"--seq-length {c.max_position_embeddings}" + ", or add --finetune" * c.rope if fixed
-               else f"--max-position-embeddings {c.seq_length}"))
+    require(length <= positions, f"seq-length {length} must be at most max-position-embeddings {positions}; try "
+            + (f"--seq-length {positions}" + ", or add --finetune" * c.rope if fixed
+               else f"--max-position-embeddings {length}"))
+    require(c.mtp_num_layers < length, f"mtp-num-layers {c.mtp_num_layers} must be below seq-length {length}, or the "
+            f"last depth predicts nothing; try --mtp-num-layers {length - 1}")
     require(c.load or not c.finetune, "--finetune needs a checkpoint to take the weights from; add --load FOLDER")
     require(c.min_loss_scale <= c.initial_loss_scale, f"min-loss-scale {c.min_loss_scale:g} must be at most "
             f"initial-loss-scale {c.initial_loss_scale:g}; try --min-loss-scale {c.initial_loss_scale:g}")
@@ -172,9 +163,6 @@ def check_rules(c):
     if c.cp > 1 and c.cp_comm_type == "a2a":
         check_divisible("num-query-groups", groups, f"tp x cp = {tp} x {c.cp} =", tp * c.cp,
                         "--cp-comm-type all_gather, since with a2a every rank gets whole groups")
-    require(c.mtp_num_layers < c.seq_length,
-            f"mtp-num-layers {c.mtp_num_layers} must be below seq-length {c.seq_length}, or the last depth predicts "
-            f"nothing; try --mtp-num-layers {c.seq_length - 1}")
 
 
 def check_experts(c):
@@ -191,7 +179,6 @@ def check_experts(c):
 
 
 def check_fp8(c):
-    """Only GPUs limit the sizes of matrices."""
     require(c.dtype != "float64", "--fp8-format adds up in fp32, so --dtype must not be float64; try --bf16")
     require(c.num_layers > 2 or c.mtp_num_layers or not c.first_last_layers_bf16,
             f"num-layers {c.num_layers} must be at least 3 with --first-last-layers-bf16, or no layer multiplies in 8 "

@@ -1,6 +1,5 @@
 """The parts of an expert layer that other tests do not reach on a CPU."""
 
-import math
 
 import pytest
 import torch
@@ -13,10 +12,8 @@ from nanodomino.comm.trace import Trace
 from nanodomino.comm.world import StandIn, standing_for
 from nanodomino.domino import run_to_end
 from nanodomino.errors import UserError
-from nanodomino.mesh import meta_mesh
 from nanodomino.model import meta_stage
 from nanodomino.options import experts
-from nanodomino.options.router import Router
 
 
 def microbatch(config, training=True):
@@ -80,8 +77,8 @@ def test_the_rows_are_gathered_before_the_host_waits_for_their_numbers(monkeypat
             calls.append((function._opname, getattr(result, "shape", None)))
             return result
 
-    read = experts.RowCounts.read
-    monkeypatch.setattr(experts.RowCounts, "read", lambda *given: calls.append("the host waits") or read(*given))
+    read = experts.Dispatch.read
+    monkeypatch.setattr(experts.Dispatch, "read", lambda *given: calls.append("the host waits") or read(*given))
     with Calls():
         microbatch(config)
     assert ("index", (rows, config.hidden_size)) in calls[:calls.index("the host waits")]
@@ -104,19 +101,6 @@ def test_the_experts_hide_the_sum_of_choices_of_ranks_that_share_samples():
              and event.args.get("group") in (None, "cp")]
     launched = kinds.index("all_reduce")
     assert kinds[launched:kinds.index("wait", launched)].count("matmul") == 2
-
-
-@pytest.mark.table
-@pytest.mark.parametrize("function, pre_softmax, topk, weights", [
-    ("softmax", False, 2, [0.75, 0.25]), ("softmax", True, 1, [0.75]), ("softmax", True, 2, [0.75, 0.25]),
-    ("sigmoid", False, 1, [0.75]), ("sigmoid", False, 2, [0.6, 0.4])])
-def test_the_weights_of_the_chosen_experts(function, pre_softmax, topk, weights):
-    """A single expert's sigmoid stays; several are divided by their sum."""
-    config = tiny(1, num_experts=2, disable_bias_linear=True, moe_router_topk=topk,
-                  moe_router_score_function=function, moe_router_pre_softmax=pre_softmax)
-    router = Router(config, meta_mesh(1, 1, 1))
-    logits = torch.tensor([[[0.0, math.log(3)]]])
-    assert router.weights(logits, torch.tensor([[[1, 0][:topk]]])).flatten().tolist() == pytest.approx(weights)
 
 
 @pytest.mark.table

@@ -3,7 +3,6 @@ training steps."""
 
 from collections import Counter
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from support.fake_world import fake_world
 from support.harness import build, random_data, tiny
 
 from nanodomino.comm.trace import Trace
-from nanodomino.domino import Domino, run_to_end
+from nanodomino.domino import run_to_end
 from nanodomino.mesh import make_mesh
 from nanodomino.options.sequence_parallel import ShardedResidual
 
@@ -69,11 +68,11 @@ def test_the_tape_keeps_only_this_ranks_rows_of_the_word_embeddings():
 
 # ---- what runs between a launch and its wait
 
-def windows_of(config, staggered=Domino.staggered):
+def windows_of(config):
     """Return (kind, site, slice, matmuls of other slices while it is in flight) for each collective of a microbatch on
     rank 0, forward and backward."""
     found, launched = [], {}
-    with fake_world(0, config.world_size), mock.patch.object(Domino, "staggered", staggered):
+    with fake_world(0, config.world_size):
         _, _, _, stage = build(config, trace=Trace())
         launch, wait, events = stage.ops.launch, stage.ops.wait, stage.trace.events
 
@@ -125,16 +124,6 @@ def test_another_slices_matmul_hides_every_all_gather_and_reduce_scatter(slices,
                               ("all_gather", "embedding", slices - 1)}
     assert len(forward) == slices * (6 * 2 * columns + 1 + columns + 2)
     assert len(backward) == slices * (6 * 3 * columns + 2 * columns)
-
-
-@pytest.mark.parametrize("slices", [2, 3])
-def test_without_staggered_slices_collectives_are_exposed(slices):
-    """At a sublayer's first gather and last reduce-scatter, all other slices would wait too."""
-    forward, backward = windows_of(tiny(2, **FOUR, slices=slices), staggered=lambda self, piece, generator: generator)
-    for windows in (forward, backward):
-        assert {one for one in exposed(windows) if one[1].startswith("layers.1.")} == {
-            one for site in ("layers.1.attention", "layers.1.mlp")
-            for one in (("all_gather", site, 0), ("reduce_scatter", site, slices - 1))}
 
 
 def test_slices_of_a_replicated_stream_are_not_staggered():

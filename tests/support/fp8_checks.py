@@ -26,7 +26,7 @@ def normal(*shape, seed=0, dtype=torch.float32):
 
 
 def recipe_of(name, recipe, dtype=torch.float32) -> Fp8Recipe:
-    return Fp8Recipe.of(name, recipe, dtype, lambda function: function)
+    return Fp8Recipe(name, recipe, dtype, lambda function: function)
 
 
 def weight_of(tensor, recipe) -> Fp8Weight:
