@@ -32,12 +32,12 @@ from benchmarks.runner import BENCH, RandomTokens, bytes_text, config_of, gather
 from benchmarks.throughput import OurTraining
 from benchmarks.timeline import record
 from nanodomino.comm import collectives
+from nanodomino.comm.world import choose_kernels
 from nanodomino.errors import require
 from nanodomino.estimate.formulas import peak_memory
 from nanodomino.mesh import Mesh
 from nanodomino.options.fp8 import RECIPES
 from nanodomino.pictures.merged_trace import table
-from nanodomino.run.determinism import checksum, choose_kernels
 from nanodomino.settings.config import Config
 
 
@@ -96,7 +96,8 @@ def same_bits(run: Run, name: str, disturbances, **settings) -> list[float]:
             ours = built(run, deterministic_mode=True, **settings)
             for _ in range(3):
                 ours.step()
-        found.append((ours.losses, gathered([int(checksum(weight)) for weight in ours.model.parameters()])))
+        found.append((ours.losses, gathered([torch.hash_tensor(weight.detach()).item()
+                                            for weight in ours.model.parameters()])))
     require(all(one == found[0] for one in found), f"{name}: the losses {[losses for losses, _ in found]} or the "
             "weights of a rank differ, but each run must give the same bits")
     return ours.losses

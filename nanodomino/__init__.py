@@ -39,7 +39,7 @@ The tools, which the files above never import:
     huggingface/  families, tensors, convert: models from and to Hugging Face
     generate/     generation: text from a trained model
     estimate/     formulas, accounts, rank, stages: what a step takes, without data, memory or GPUs
-    run/          session, folder, report, failures, determinism
+    run/          session, folder, report, failures
     pictures/     merged_trace (what every rank did in a step), drawing: timeline and loss curve, by matplotlib
 
 A folder has no __init__.py of its own: this map takes the place of all of them.

@@ -1,26 +1,18 @@
 """The exception for a user's mistake, and how a command ends.
 
-    main returns                  its exit code
-    UserError                     prints "error: SENTENCE" on stderr; exit code 2, for a NotFinite 1
-    OSError, or no thread left    prints "error: PATH: REASON; ..." on stderr; exit code 1. No command needs to catch it
-    Ctrl-C                        prints nothing; exit code 130, the shell's code for a process that SIGINT ended
-    stdout is closed, or its      the work continues without output (but SIGPIPE ends generate). At the end a full disk
-    disk is full                  is an OSError; a reader that has seen enough, such as `| head -1`, is not
-
-Python may raise an OSError in any print, and again when it flushes its buffers at exit. TolerantFile catches both,
-because it replaces the raw file, to which the buffers write all output.
+    main returns         its exit code
+    UserError            prints "error: SENTENCE" on stderr; exit code 2, for a NotFinite 1
+    OSError              prints "error: PATH: REASON; ..." on stderr; exit code 1. No command needs to catch it
+    Ctrl-C               prints nothing; exit code 130, the shell's code for a process that SIGINT ended
+    a lost terminal      is ignored, and so is `| head -1`: the work continues without output
 """
 
 import io
-import os
 import signal
 import sys
 
 if sys.platform == "win32" or sys.version_info < (3, 10):      # here, because every other file imports this one first
     sys.exit("error: nanodomino needs Linux or macOS and Python 3.10 or later; on Windows, run it in WSL")
-
-LIMITS = {"Too many open files": "ulimit -n", "can't start new thread": "ulimit -u",       # as Python and gloo say
-          "Resource temporarily unavailable": "ulimit -u"}
 
 
 class UserError(Exception):
@@ -59,9 +51,6 @@ def sentence_and_code(error: Exception) -> tuple[str, int] | None:
     """Return the sentence to print for an error that is no bug of ours, and the exit code; None for another error."""
     if isinstance(error, UserError):
         return str(error), error.exit_code
-    for reason, limit in LIMITS.items():
-        if reason in str(error):
-            return f"the system refuses another file or thread ({reason}); raise the limit with {limit}", 1
     if not isinstance(error, OSError):
         return None
     path = f"{str(error.filename)[:200]}: " if error.filename is not None else ""
@@ -73,7 +62,6 @@ def run_command(main, *arguments):
     tolerate_lost_output()
     try:
         code = main(*arguments)
-        check_output()
     except Exception as error:
         if not (known := sentence_and_code(error)):
             raise
@@ -85,35 +73,18 @@ def run_command(main, *arguments):
 
 
 class TolerantFile(io.FileIO):
-    """A raw output file. After the first OSError, kept as `failure`, it discards everything that is written to it."""
-    failure = None
+    """A raw output file that discards what it can't write. Any print can raise an OSError, and so can Python when it
+    flushes its buffers at exit. Both write to the raw file in the end."""
 
     def write(self, data) -> int:
         try:
-            return len(data) if self.failure else super().write(data)
-        except OSError as error:
-            self.failure = error
+            return super().write(data)
+        except OSError:
             return len(data)
 
 
 def tolerate_lost_output():
-    """Ignore every OSError in writes to stdout and stderr. Print characters that the terminal cannot encode as
-    backslash escapes."""
+    """Make stdout and stderr ignore errors, and print characters that the terminal can't encode as escapes."""
     for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:                                     # the shell closed it: >&-
-            setattr(sys, name, open(os.devnull, "w"))
-            continue
-        try:
-            file = io.BufferedWriter(TolerantFile(stream.fileno(), "w", closefd=False))
-        except io.UnsupportedOperation:                        # in a notebook the stream is not a file
-            continue
-        setattr(sys, name, io.TextIOWrapper(file, stream.encoding, "backslashreplace", line_buffering=True))
-
-
-def check_output():
-    """Raise an OSError if standard output could not be written, for another reason than a reader that has gone."""
-    sys.stdout.flush()
-    failure = getattr(getattr(getattr(sys.stdout, "buffer", None), "raw", None), "failure", None)
-    if failure and not isinstance(failure, BrokenPipeError):
-        raise OSError(failure.errno, failure.strerror, "standard output")
+        file = io.BufferedWriter(TolerantFile(getattr(sys, name).fileno(), "w", closefd=False))
+        setattr(sys, name, io.TextIOWrapper(file, getattr(sys, name).encoding, "backslashreplace", line_buffering=True))

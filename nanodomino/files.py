@@ -1,13 +1,9 @@
 """Opens, writes and deletes files that may turn out not to be what their names say.
 
-Opening a named pipe waits for another program, and reading /dev/zero never ends. So only regular files of a limited
-size are read. A run may also come from someone else, and a symbolic link such as metrics.jsonl -> ~/.bashrc in its
-folder would lead what is written elsewhere. So all files are written in one of two ways:
-
-    open_regular_file(path, "ab")      extends or overwrites a file; refuses a link and a named pipe
-    write_file(path, data)             writes a new file and puts it in the place of whatever is there
-
-Each problem is an OSError, whose `strerror` is a phrase for an error message.
+Opening a named pipe waits for another program, and reading /dev/zero never ends. A run may also come from someone else,
+and a symbolic link such as metrics.jsonl -> ~/.bashrc in its folder would lead what is written elsewhere. So all files
+are opened by open_regular_file(), and whole files are written by write_file(). Each problem is an OSError, whose
+`strerror` is a phrase for an error message.
 """
 
 import errno
@@ -16,7 +12,6 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Iterable
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -27,37 +22,29 @@ LIMIT = 1 << 28          # bytes
 
 def open_regular_file(path, mode="rb", buffering=-1):
     """Open a regular file of bytes, or raise OSError. Reading follows a symbolic link; writing refuses one."""
-    return open(path, mode, buffering, opener=open_descriptor)
+    def descriptor(path, flags: int) -> int:
+        opened = os.open(path, flags | os.O_NONBLOCK | (0 if mode == "rb" else os.O_NOFOLLOW), 0o666)
+        if stat.S_ISREG(os.fstat(opened).st_mode):
+            return opened
+        os.close(opened)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+    return open(path, mode, buffering, opener=descriptor)
 
 
-def open_descriptor(path, flags: int) -> int:
-    """Return the descriptor of a regular file, as open_regular_file() explains. flags: see os.open()."""
-    writes = flags & (os.O_WRONLY | os.O_RDWR)
-    try:
-        descriptor = os.open(path, flags | os.O_NONBLOCK | (os.O_NOFOLLOW if writes else 0), 0o666)
-    except OSError as error:
-        if writes and error.errno in (errno.ELOOP, errno.ENXIO):          # a link; a pipe that nobody reads
-            raise OSError(errno.EINVAL, f"{os.path.basename(path)} is not a regular file", str(path)) from None
-        raise
-    if not stat.S_ISREG(mode := os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "Is a directory" if stat.S_ISDIR(mode) else "not a regular file", str(path))
-    return descriptor
-
-
-def read_file(path, limit=LIMIT) -> bytes:
-    """Return the bytes of a regular file. Raises OSError if there is none or it has more than `limit` bytes."""
+def read_file(path) -> bytes:
+    """Return the bytes of a regular file. Raises OSError if there is none or it has more than LIMIT bytes."""
     with open_regular_file(path) as file:
-        if (size := os.fstat(file.fileno()).st_size) > limit:
-            raise OSError(errno.EFBIG, f"it has {size:,} bytes, more than {limit:,}", str(path))
+        if (size := os.fstat(file.fileno()).st_size) > LIMIT:
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes, more than {LIMIT:,}", str(path))
         return file.read()
 
 
 def sha256(path) -> str:
     """Return the SHA-256 of a regular file in hexadecimal. Raises OSError. (hashlib.file_digest needs Python 3.11.)"""
+    digest = hashlib.sha256()
     with naming(path), open_regular_file(path) as file:
-        digest = hashlib.sha256()
-        while block := file.read(1 << 20):
+        for block in iter(lambda: file.read(1 << 20), b""):
             digest.update(block)
     return digest.hexdigest()
 
@@ -83,14 +70,14 @@ def read_json(path) -> dict:
     return values
 
 
-def write_file(path: Path, data: bytes | Iterable[bytes], flush=False):
-    """Write a whole file in the place of whatever is at `path`, so that a reader never sees half of it. data: bytes,
-    or parts of them. flush: wait until the data is on the disk."""
+def write_file(path: Path, data: bytes, flush=False):
+    """Write a whole file in the place of whatever is at `path`, so that a reader never sees half of it. flush: wait
+    until the data is on the disk."""
     temporary = path.with_name(f".{path.name}-{os.getpid()}")  # two processes may write the same file
     temporary.unlink(missing_ok=True)                          # left by a process that was killed
     try:
         with naming(path), open_regular_file(temporary, "xb") as file:
-            file.writelines([data] if isinstance(data, bytes) else data)
+            file.write(data)
             if flush:
                 file.flush()
                 os.fsync(file.fileno())
@@ -108,8 +95,6 @@ def make_folder(path: Path):
 
 def delete(path: Path):
     """Delete a folder, a file or a symbolic link, but not what the link points to. Ignores errors."""
-    if path.is_dir() and not path.is_symlink():                # rmtree() would wait for a named pipe
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            path.unlink()
+    with suppress(OSError):
+        path.unlink()                                          # first, because rmtree() would wait for a named pipe
+    shutil.rmtree(path, ignore_errors=True)

@@ -30,11 +30,12 @@ A single process is a world of size 1. It runs the same code, with groups of one
 
 import math
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from nanodomino.comm.world import TIMEOUT, collective_timeout, nccl_options
+from nanodomino.comm.world import TIMEOUT, nccl_options
 from nanodomino.errors import UserError, counted
 
 
@@ -131,7 +132,7 @@ def make_mesh(pp: int, dp: int, tp: int, device: torch.device, timeout: int = TI
                         f"{' x '.join(map(str, sizes.values()))} = {needed}; start {counted(needed, 'process')}, or "
                         "choose other sizes")
     mesh, rows = lay_out(dist.get_rank(), sizes, device, more_groups)
-    timeout = collective_timeout(timeout, device)
+    timeout = timedelta(seconds=timeout)
     for name, of_name in rows.items():
         # NCCL splits a communicator in one collective call, in which each rank names its row. So a group's name costs
         # one split, however many rows it has. If every row has a single rank, the group uses gloo: no split, no memory.

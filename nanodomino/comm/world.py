@@ -1,4 +1,4 @@
-"""Starts a process: reads what torchrun says, picks the device, joins the process group.
+"""Starts a process: reads what torchrun says, picks the device and its kernels, joins the process group.
 
 torchrun starts one process per GPU, or any number of processes on CPUs, and sets these environment variables in each:
 
@@ -6,23 +6,16 @@ torchrun starts one process per GPU, or any number of processes on CPUs, and set
     LOCAL_RANK, LOCAL_WORLD_SIZE    the same among the processes of this host
     MASTER_ADDR, MASTER_PORT        where all processes meet to exchange addresses
 
-Without these variables the process is a world of size 1. N processes that srun or mpirun starts would train N models,
-which read_launch_environment() refuses. NCCL connects GPUs, gloo connects CPUs.
+Without these variables the process is a world of size 1. NCCL connects GPUs, gloo connects CPUs.
 
-**The network interface.** gloo sends the other ranks an address to connect to. By default this is the address of the
-host's own name. On many systems that is 127.0.0.1, so each host tells the others to connect to themselves, and healthy
-ranks look dead. But the kernel can tell from which local address it would send to MASTER_ADDR. choose_interface() looks
-up the interface that has this address, and passes its name to gloo in GLOO_SOCKET_IFNAME.
-
-**Stand-ins.** Tensors on torch's meta device have shapes but no numbers. A dry run (estimate/) trains on them, and says
-with standing_for() which kind of device they stand for. So a machine without GPUs can run the code paths of a GPU.
+Tensors on torch's meta device have shapes but no numbers. A dry run (estimate/) trains on them, and says which device
+they stand for. So a machine without GPUs can run the code paths of a GPU.
 """
 
 import ctypes
 import os
 import socket
 import struct
-import sys
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -34,12 +27,7 @@ import torch.distributed as dist
 from nanodomino.errors import UserError, require
 
 TIMEOUT = 600            # seconds; the default of --timeout
-# The number of processes that srun, Open MPI, MPICH or MVAPICH has started. SLURM_NTASKS is not among them: sbatch and
-# salloc set it, too, and run their script or shell once.
-LAUNCHER_SIZES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-NCCL_GRACE = 60          # NCCL's timeout aborts the process, so it comes this many seconds after the Watchdog's
-SIOCGIFADDR = 0x8915     # from linux/sockios.h: get an interface's address
-UNUSED_ADDRESS = "192.0.2.1"     # no host has it (RFC 5737), so the kernel picks the route to other networks
+LAUNCHER_SIZES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")    # copies that srun or mpirun starts
 
 
 @dataclass(frozen=True)
@@ -53,28 +41,18 @@ class LaunchInfo:
 
 
 def read_launch_environment(environment=os.environ) -> LaunchInfo:
-    """Read torchrun's variables. Raises UserError if only some are set, if one is invalid, or if another launcher has
-    started several processes without them."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    if not any(environment.get(name) for name in names):
-        for name in LAUNCHER_SIZES:
-            count = environment.get(name, "1")
-            require(count == "1", f"{name} says that {count} copies of this program were started without torchrun, and "
-                    "each would run alone; start one torchrun per host instead (docs/running.md has a script for "
-                    f"SLURM), or unset {name} if each should run alone")
+    """Read torchrun's variables. Raises UserError if srun or mpirun has started copies that can't train together."""
+    hosts = environment.get("GROUP_WORLD_SIZE", "1")           # set by torchrun
+    for name in LAUNCHER_SIZES:
+        copies = environment.get(name, "1")
+        require(copies in ("1", hosts), f"{name} says that {copies} copies were started, which would train separate "
+                "models; start one torchrun per host, without --standalone (see docs/running.md for SLURM), or unset "
+                f"{name}")
+    if not environment.get("RANK"):
         return LaunchInfo()
-    found = {name: environment.get(name) or "(missing)" for name in (*names, "MASTER_PORT", "MASTER_ADDR")}
-    *numbers, port = (int(found[name]) if found[name].isdecimal() else -1 for name in (*names, "MASTER_PORT"))
-    rank, world_size, local_rank, local_world_size = numbers
-    require(0 <= rank < world_size and 0 <= local_rank < local_world_size and 0 < port < 65536
-            and environment.get("MASTER_ADDR"),
-            f"the environment has {', '.join(f'{name}={value}' for name, value in found.items())}, but RANK must be "
-            "below WORLD_SIZE, LOCAL_RANK below LOCAL_WORLD_SIZE, MASTER_PORT from 1 to 65535, and all must be set; "
-            "start with torchrun, which sets them all; to run one process, unset them all")
-    return LaunchInfo(*numbers, launched=True)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    return LaunchInfo(*(int(environment[name]) for name in names), launched=True)
 
-
-# ---- the device
 
 @dataclass(frozen=True)
 class StandIn:
@@ -130,13 +108,11 @@ def find_device(config, launch: LaunchInfo) -> torch.device:
     if config.device == "cpu" or (config.device == "auto" and gpus == 0):
         return torch.device("cpu")
     require(gpus > 0, "--device cuda needs a GPU that torch can see, and there is none; try --device cpu")
-    require(not (config.trace and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"),
-            "--trace would slow down what it measures, because CUDA_DEVICE_MAX_CONNECTIONS is 1: with one hardware "
-            "queue, no matmul starts before the collective whose end is being recorded; unset the variable")
+    require(not (config.trace and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"), "--trace would slow down what "
+            "it measures, because CUDA_DEVICE_MAX_CONNECTIONS is 1; unset the variable")
     sees_only_its_own = gpus == 1 and os.environ.get("CUDA_VISIBLE_DEVICES")   # as SLURM does with one GPU per task
-    require(launch.local_world_size <= gpus or sees_only_its_own,
-            f"{launch.local_world_size} processes on this host need as many GPUs, and there "
-            f"are {gpus}; start with torchrun --nproc_per_node {gpus}, or try --device cpu")
+    require(launch.local_world_size <= gpus or sees_only_its_own, f"{launch.local_world_size} processes on this host "
+            f"need as many GPUs, and there are {gpus}; try torchrun --nproc_per_node {gpus}, or --device cpu")
     device = torch.device("cuda", 0 if sees_only_its_own else launch.local_rank)
     config.check_device(device)
     return device
@@ -147,27 +123,28 @@ def keep_freed_memory():
     blocks to the kernel, which must clear each of their pages again in the next step. That took a quarter of a step
     with hidden size 512 and batch 8 x 256 on two cores (0.89 s instead of 0.66 s)."""
     M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4                      # from malloc.h
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):          # glibc's
         libc.mallopt(M_MMAP_MAX, 0)                            # take large blocks from the heap, too
         libc.mallopt(M_TRIM_THRESHOLD, -1)                     # never shrink the heap
 
 
-# ---- the process group
+def choose_kernels(config, device: torch.device):
+    """Tell torch which kernels it may choose. Call this before the first matmul: cuBLAS reads its variable only once.
 
-def check_own_gpu(uuid: str, launch: LaunchInfo, store: dist.Store):
-    """Raise UserError on every rank if two ranks have the same GPU, which NCCL does not support."""
-    store.set(f"gpu of rank {launch.rank}", uuid)
-    uuids = [store.get(f"gpu of rank {rank}").decode() for rank in range(launch.world_size)]
-    for one in uuids:
-        ranks = [str(rank) for rank, other in enumerate(uuids) if other == one]
-        require(len(ranks) == 1, f"each process needs its own GPU, but ranks {' and '.join(ranks)} share one; start as "
-                "many processes as there are GPUs, or give each process its own CUDA_VISIBLE_DEVICES")
+    A kernel whose thread blocks add to the same number in no fixed order may round differently each time it runs.
+    Torch's strict mode replaces such kernels, or raises an error where it has no other. Its warn-only mode would keep
+    the backward of fused attention. cuDNN's attention can return NaN in its backward if there is an attention bias
+    (github.com/pytorch/pytorch/issues/196678). The compiler may benchmark kernels on each rank separately, but the
+    tensor-parallel ranks must not choose different ones."""
+    torch.backends.cuda.enable_cudnn_sdp(not (config.deterministic_mode or config.uses_attention_bias))
+    if config.deterministic_mode:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")      # 8 buffers of 4096 KiB
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False      # else each torch.empty() launches a kernel
+    if config.compile and config.tp > 1:
+        from torch._inductor import config as inductor                   # imported here: it loads the whole compiler
 
-
-def collective_timeout(timeout: int, device: torch.device) -> timedelta:
-    """Return a process group's timeout, given --timeout in seconds. On CPUs a collective raises an error after this
-    time. On GPUs NCCL would abort the process, so NCCL waits longer, and run/failures.py can report the error first."""
-    return timedelta(seconds=timeout + (NCCL_GRACE if device.type == "cuda" else 0))
+        inductor.deterministic = True
 
 
 def nccl_options(timeout: timedelta, thread_blocks=None) -> dict:
@@ -175,82 +152,59 @@ def nccl_options(timeout: timedelta, thread_blocks=None) -> dict:
     Kernels that run at the same time get the rest.
 
     The group gets a high-priority CUDA stream. Otherwise its operations could wait for matmuls launched after them.
-    Megatron-LM sets CUDA_DEVICE_MAX_CONNECTIONS=1 instead: with one hardware queue, kernels start in the order of their
-    launches. But then a matmul waits for all collectives launched before it to start, and of two collectives in a row,
-    the second starts only when the first has ended."""
+    Megatron-LM sets CUDA_DEVICE_MAX_CONNECTIONS=1 instead. Then kernels start in the order of their launches, and a
+    matmul waits for all collectives launched before it to start."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout                                 # otherwise new_group() warns that it replaces a default
-    if thread_blocks:
-        options.config.max_ctas = thread_blocks
+    options.config.max_ctas = thread_blocks or options.config.max_ctas
     return dict(backend="nccl", pg_options=options)
 
 
-def address_towards(host: str) -> str:
-    """Return the local address from which this host would send to `host`. Connecting a UDP socket sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
-        return probe.getsockname()[0]
+def choose_interface(master_addr: str):
+    """Set GLOO_SOCKET_IFNAME to the interface towards the other hosts, unless the user has set it.
 
-
-def interface_of(address: str) -> str | None:
-    """Return the name of the interface that has this address, for example "eth0", or None."""
+    gloo tells the other ranks to connect to the address of the host's own name. On many systems that is 127.0.0.1,
+    where each host reaches only itself. But the kernel can tell from which address it would send to MASTER_ADDR."""
     import fcntl                                               # not on Windows, where errors.py says so
 
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((master_addr, 9))                        # UDP sends nothing; an unknown host is gloo's to report
+        if probe.getsockname()[0].startswith("127."):          # this host is MASTER_ADDR itself
+            probe.connect(("192.0.2.1", 9))                    # no host has this address (RFC 5737)
         for _, name in socket.if_nameindex():
             with suppress(OSError):                            # raised for an interface that has no address
-                answer = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(answer[20:24]) == address:
-                    return name
-    return None
-
-
-def choose_interface(master_addr: str):
-    """Set GLOO_SOCKET_IFNAME to the interface towards the other hosts, if there is one. A user's own value stays."""
-    with suppress(OSError):                                    # unknown host or no route: gloo will report it
-        address = address_towards(master_addr)
-        if address.startswith("127."):                         # this host is MASTER_ADDR itself
-            address = address_towards(UNUSED_ADDRESS)
-        if name := interface_of(address):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+                answer = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))      # SIOCGIFADDR: its address
+                if socket.inet_ntoa(answer[20:24]) == probe.getsockname()[0]:
+                    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def start_world(launch: LaunchInfo, device: torch.device, timeout: int = TIMEOUT):
     """Initialize the default process group. Without a launcher it has a single member. Raises UserError if the
     processes cannot connect. timeout: seconds that a collective may take."""
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # Collectives of several groups are in flight at once. If two ranks started them in different orders, each could
-        # occupy its GPU and wait for the other. With this variable, NCCL starts them in the order of their launches.
+        # If two ranks started the collectives of several groups in different orders, each could occupy its GPU and wait
+        # for the other. With this variable, NCCL starts them in the order of their launches.
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     else:
         keep_freed_memory()
     if launch.world_size > launch.local_world_size:            # there are several hosts
-        choose_interface(os.environ.get("MASTER_ADDR", ""))
-    # on GPU hosts gloo too: checkpoints communicate from the CPU while training continues
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        choose_interface(address)
     store = dist.HashStore()
     try:
         if launch.launched:
-            store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size,
-                                               timeout=timedelta(seconds=timeout)))
+            found = dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timedelta(seconds=timeout))
             # after a restart, torchrun's store still has the addresses of the dead processes
-            store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        if device.type == "cuda":
-            check_own_gpu(str(torch.cuda.get_device_properties(device).uuid), launch, store)
-        dist.init_process_group(backend, rank=launch.rank, world_size=launch.world_size, store=store,
-                                timeout=collective_timeout(timeout, device),
+            store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", next(found)[0])
+        # on GPU hosts gloo too: checkpoints communicate from the CPU while training continues
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", rank=launch.rank,
+                                world_size=launch.world_size, store=store, timeout=timedelta(seconds=timeout),
                                 device_id=device if device.type == "cuda" else None)
-    except RuntimeError as error:
-        require("Unable to find address for" not in str(error), f"gloo can't use the network interface of "
-                f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME')}, which does not exist or has no address; "
-                f"unset it, or name one of {', '.join(name for _, name in socket.if_nameindex())}")
-        if isinstance(error, dist.DistNetworkError | dist.DistStoreError):     # port in use, host unknown, rank missing
-            raise UserError(f"the {launch.world_size} processes cannot connect at MASTER_ADDR "
-                            f"{os.environ.get('MASTER_ADDR')}, MASTER_PORT {os.environ.get('MASTER_PORT')} "
-                            f"({str(error).splitlines()[0]}); choose a free port on a host that every process can "
-                            f"reach, and start all {launch.world_size} processes") from None
-        raise
+    except (dist.DistNetworkError, dist.DistStoreError) as error:        # port in use, host unknown, rank missing
+        raise UserError(f"the {launch.world_size} processes cannot connect at MASTER_ADDR {address}, MASTER_PORT "
+                        f"{port} ({str(error).splitlines()[0]}); choose a free port on a host that every process can "
+                        f"reach, and start all {launch.world_size} processes") from None
 
 
 def from_rank_0(value):

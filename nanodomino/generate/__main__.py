@@ -22,12 +22,11 @@ from nanodomino.checkpoint.load import config_of, find_checkpoint, load_weights,
 from nanodomino.comm.world import LaunchInfo, find_device, from_rank_0, start_world
 from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.corpus.tokenizers import Tokenizer, build_tokenizer, text_of
-from nanodomino.errors import NotFinite, UserError, check_output, counted, require
+from nanodomino.errors import NotFinite, UserError, counted, require
 from nanodomino.files import read_file
 from nanodomino.generate.generation import generate
 from nanodomino.mesh import Mesh, make_mesh
 from nanodomino.model import GPT
-from nanodomino.run.determinism import choose_threads
 from nanodomino.run.failures import run_rank
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import Parser, check_range, flag_name
@@ -169,7 +168,6 @@ def main(arguments: list[str], launch: LaunchInfo) -> int:
     device = find_device(config, launch)
 
     start_world(launch, device, config.timeout)
-    choose_threads(device, quiet=launch.rank > 0)
     mesh = make_mesh(1, 1, tp, device)
     model = GPT(config, mesh, initialize=False)
     load_weights(from_rank_0(checkpoint), model)
@@ -184,7 +182,6 @@ def main(arguments: list[str], launch: LaunchInfo) -> int:
                                         else f"give another checkpoint than {checkpoint}")) from None
     dist.barrier()
     dist.destroy_process_group()
-    check_output()
     return 0
 
 

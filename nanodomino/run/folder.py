@@ -11,7 +11,6 @@ import dataclasses
 import fcntl
 import itertools
 import os
-import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,8 @@ from pathlib import Path
 from nanodomino.checkpoint.format import read_manifest
 from nanodomino.checkpoint.load import checkpoints_of, find_checkpoint, newest_intact_checkpoint, recorded_settings
 from nanodomino.checkpoint.save import clear_leftovers
-from nanodomino.errors import UserError, counted, require
-from nanodomino.files import make_folder, open_descriptor
+from nanodomino.errors import UserError, require
+from nanodomino.files import make_folder, open_regular_file
 from nanodomino.settings.config import Config
 from nanodomino.settings.records import check_record, check_settings, news, taken_over
 
@@ -38,41 +37,41 @@ class Run:
 
 def open_run(config: Config) -> Run:
     """Find or make the folder of this run, lock it, and find the checkpoint to start from. Called by rank 0 only.
-    Raises UserError if the folder cannot be used, or if the settings do not fit the run or the checkpoint."""
+    Raises UserError."""
     run_dir = Path(config.run_dir or "runs")
     require(config.run_dir or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0",
             "torchrun's --max-restarts needs --run-dir, or a restart would start a new run; add --run-dir FOLDER")
-    if config.run_dir is None or not os.path.exists(run_dir):
-        find_checkpoint_to_load(config)                        # a mistake should show before a folder is made
+    begun = config.run_dir and checkpoints_of(run_dir)
+    to_load = None if begun else find_checkpoint_to_load(config)         # a mistake should show before a folder is made
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        if config.run_dir is None:
-            run_dir = numbered_folder(run_dir, config.model)
-        check_is_run(run_dir)
+        for number in itertools.count(1) if config.run_dir is None else ():
+            with suppress(FileExistsError):                    # several runs may start at once
+                (numbered := run_dir / f"{config.model}-{number:03d}").mkdir()
+                run_dir = numbered
+                break
+        names = sorted(path.name for path in run_dir.iterdir() if not path.name.startswith("."))
+        require(not names or "lock" in names or recorded_settings(run_dir) or checkpoints_of(run_dir),
+                f"--run-dir {run_dir} holds no run, but other files ({', '.join(names[:3])}"
+                f"{' ...' * (len(names) > 3)}); choose a new or an empty folder")
         lock_folder(run_dir)
         make_folder(run_dir / "checkpoints")
         clear_leftovers(run_dir)
-        with tempfile.TemporaryFile(dir=run_dir) as file:
-            file.write(bytes(1 << 16))                         # the disk may be full
         checkpoint = newest_intact_checkpoint(run_dir)
     except OSError as error:
         raise UserError(f"--run-dir {run_dir} can't be written to ({error.strerror}); choose another folder") from None
-    if checkpoint:
-        manifest = read_manifest(checkpoint)
-        record = manifest["config"]
-        # The same flags again are fine: torchrun restarts a launch with them, and a job's script repeats them.
-        require(not config.load or (config.load, config.finetune) == (record.get("load"), record.get("finetune")),
-                f"--run-dir {run_dir} holds a run that has done {counted(manifest['step'], 'step')} and continues "
-                f"only from its own checkpoints, not from --load {config.load}; leave --load and --finetune out to "
-                "continue it, or give another --run-dir to start a new run")
-        check_settings(record, checkpoint, config, "model", "positions", "optimizer", "run")
-        return starts_from(checkpoint, config, run_dir)
-    if record := recorded_settings(run_dir):                   # killed before its first checkpoint
-        check_settings(record, f"--run-dir {run_dir}", config, "model", "positions", "optimizer", "run")
-    require(not checkpoints_of(run_dir), f"--run-dir {run_dir} holds only damaged checkpoints, so its run can't be "
-            "resumed; restore a checkpoint, or move the folder away to start over")
-    checkpoint = find_checkpoint_to_load(config)
-    return starts_from(checkpoint, config, run_dir, loaded=True) if checkpoint else Run(run_dir)
+    record = read_manifest(checkpoint)["config"] if checkpoint else recorded_settings(run_dir)
+    if record:                                                 # also of a run that was killed before its first save
+        check_settings(record, checkpoint or f"--run-dir {run_dir}", config, "model", "positions", "optimizer", "run")
+    if not begun:
+        return starts_from(to_load, config, run_dir, loaded=True) if to_load else Run(run_dir)
+    require(checkpoint, f"--run-dir {run_dir} holds only damaged checkpoints, so its run can't be resumed; restore a "
+            "checkpoint, or move the folder away to start over")
+    # The same flags again are fine: torchrun restarts a launch with them, and a job's script repeats them.
+    require(not config.load or (config.load, config.finetune) == (record.get("load"), record.get("finetune")),
+            f"--run-dir {run_dir} holds a run, which continues only from its own checkpoints; leave --load and "
+            "--finetune out to continue it, or give another --run-dir to start a new run")
+    return starts_from(checkpoint, config, run_dir)
 
 
 def starts_from(checkpoint: Path, config: Config, run_dir: Path, loaded=False) -> Run:
@@ -87,14 +86,6 @@ def starts_from(checkpoint: Path, config: Config, run_dir: Path, loaded=False) -
              f"rate {config.lr:g}{why}"] if weights_only else [f"loaded from {checkpoint}"] * loaded
     taken = taken_over(record, config.finetune) if loaded else ()
     return Run(run_dir, checkpoint, weights_only, config.sample_offset, (*start, *news(saved, config, step, taken)))
-
-
-def check_is_run(run_dir: Path):
-    """Raise UserError unless the folder is empty or holds a run. Hidden files do not count."""
-    names = sorted(path.name for path in run_dir.iterdir() if not path.name.startswith("."))
-    is_run = "lock" in names or recorded_settings(run_dir) or checkpoints_of(run_dir)
-    require(is_run or not names, f"--run-dir {run_dir} holds no run, but other files "
-            f"({', '.join(names[:3])}{' ...' * (len(names) > 3)}); choose a new or an empty folder")
 
 
 def find_checkpoint_to_load(config: Config) -> Path | None:
@@ -112,24 +103,16 @@ def find_checkpoint_to_load(config: Config) -> Path | None:
 
 
 def lock_folder(run_dir: Path):
-    """Lock a folder, so that only one run uses it at a time. Raises UserError if a live run has locked it. The file
-    `lock` is never closed, since that would release the lock. The system releases it when this process ends, even if it
-    is killed. After kill -9 of torchrun, its ranks may live on and hold the lock."""
-    descriptor = open_descriptor(run_dir / "lock", os.O_CREAT | os.O_RDWR)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"--run-dir {run_dir} is in use by process {os.pread(descriptor, 20, 0).decode() or '?'}, "
-                        "which is still training in it; end that process first, or choose another folder") from None
-    except OSError:
-        return                                                 # a file system without locks
-    os.truncate(descriptor, 0)
-    os.write(descriptor, str(os.getpid()).encode())
-
-
-def numbered_folder(parent: Path, name: str) -> Path:
-    """Make and return the folder parent/NAME-NUMBER with the first free number. Safe if several runs do so at once."""
-    for number in itertools.count(1):
-        with suppress(FileExistsError):
-            (folder := parent / f"{name}-{number:03d}").mkdir()
-            return folder
+    """Lock a folder until this process ends, so that only one run uses it. Raises UserError if a live run has locked
+    it, such as ranks that live on after kill -9 of torchrun. Raises OSError if the disk is full."""
+    with open_regular_file(run_dir / "lock", "a+b") as file:
+        try:
+            fcntl.flock(os.dup(file.fileno()), fcntl.LOCK_EX | fcntl.LOCK_NB)       # held by the copy, never closed
+        except BlockingIOError:
+            file.seek(0)
+            raise UserError(f"--run-dir {run_dir} is in use by process {file.read(20).decode().strip()}, which is "
+                            "still training in it; end that process first, or choose another folder") from None
+        except OSError:
+            pass                                               # a file system without locks
+        file.truncate(0)
+        file.write(str(os.getpid()).encode().ljust(1 << 16))   # on a full disk, an empty file could be made

@@ -6,20 +6,18 @@
               perplexity = exp(loss), bits per byte of the scored text, and how many tokens of the split were scored
     curve     loss.svg, drawn at each checkpoint and at the end; with --tensorboard-dir also TensorBoard's curves
 
-MFU is model FLOPs utilization: tokens per second x FLOPs per token / peak FLOP/s of all devices (flops_per_token in
-estimate/formulas.py).
+MFU is model FLOPs utilization: tokens per second x FLOPs per token / peak FLOP/s of all devices.
 """
 
 import dataclasses
-import itertools
 import json
 import math
-import os
 import sys
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from nanodomino.corpus.prepared_folder import Corpus
@@ -29,7 +27,6 @@ from nanodomino.estimate.formulas import (active_parameter_count, find_peak_flop
 from nanodomino.files import open_regular_file, write_file
 from nanodomino.mesh import Mesh
 from nanodomino.pictures.drawing import loss_curve, svg
-from nanodomino.run.determinism import tf32_in_words
 from nanodomino.schedules import simulation
 from nanodomino.schedules.simulation import stage_layers
 from nanodomino.settings.config import Config
@@ -39,77 +36,70 @@ FEW_EPOCHS = 4           # up to 4 epochs, repeated text is almost as good as ne
 
 class Report:
     """Prints and stores the progress of a run, if `enabled`, as on rank 0. Otherwise no method does anything.
-    first_step: the number of steps done before this launch. news: see Run."""
+    first_step: the number of steps done before this launch. news: see Run. memory: how much is needed, in words."""
 
     def __init__(self, config: Config, corpus: Corpus, mesh: Mesh, run_dir: Path, first_step: int, enabled: bool,
-                 news=()):
+                 news=(), memory=""):
         self.config, self.corpus, self.mesh, self.run_dir, self.enabled = config, corpus, mesh, run_dir, enabled
         self.peak_flops = find_peak_flops(config, mesh.device)
         self.tokens_per_step = config.global_batch_size * config.seq_length
         self.entropies = f"(unigram {corpus.unigram_entropy:.2f}, bigram {corpus.bigram_entropy:.2f})"
-        self.first_step, self.metrics, self.tensorboard = first_step, None, None
+        self.first_step, self.metrics, self.tensorboard, self.unwritable = first_step, None, None, set()
         if enabled:
             if first_step < config.train_iters or not (run_dir / "config.json").exists():
                 settings = json.dumps(dataclasses.asdict(config), indent=2) + "\n"           # stored for later launches
                 write_file(run_dir / "config.json", settings.encode())
-            outdated = ("test_loss",)
-            if first_step >= config.train_iters:               # the run only scores its weights again, or not even that
-                outdated = ("test_loss", "valid_loss") if config.eval_iters else ()
-            remove_outdated(path := run_dir / "metrics.jsonl", first_step, outdated)
-            self.metrics = MetricsFile(path, self.say)
+            outdated = {"test_loss", "valid_loss"} if first_step >= config.train_iters else {"test_loss"}
+            self.metrics = continue_metrics(run_dir / "metrics.jsonl", first_step,
+                                            outdated if config.eval_iters else set())
             if config.tensorboard_dir:                         # needs the package tensorboard
                 from torch.utils.tensorboard import SummaryWriter
 
                 # event files can only be extended; purge_step hides the points of older files that are redone
                 self.tensorboard = SummaryWriter(config.tensorboard_dir, purge_step=first_step + 1)
-            self.describe(news)
+            self.describe(news, memory)
         self.bar = tqdm(total=config.train_iters, initial=first_step, desc="train", unit="step", dynamic_ncols=True,
                         disable=None if enabled else True)
-        if enabled and self.metrics.empty:
+        if enabled and not self.metrics.tell():
             self.record(step=first_step, unigram_entropy=corpus.unigram_entropy, bigram_entropy=corpus.bigram_entropy,
                         tokenizer=corpus.tokenizer_name)
 
-    def describe(self, news):
+    def describe(self, news, memory: str):
         """Print the model, the batch, the rank grid, the schedule, and what a checkpoint brings or finds changed."""
-        config, mesh, first_step = self.config, self.mesh, self.first_step
+        config, mesh, done = self.config, self.mesh, self.first_step
         count, active = parameter_count(config), active_parameter_count(config)
+        without_tf32 = (mesh.device.type == "cuda" and config.dtype == "float32"
+                        and torch.get_float32_matmul_precision() == "highest")
         print(f"nanodomino: model {config.model}, {count:,} parameters{f' ({active:,} active)' * (active < count)}, "
               f"{config.dtype} on {mesh.device.type}; {self.corpus.tokens['train']:,} training tokens from "
               f"{self.corpus.path}")
         print(f"global batch {config.global_batch_size} x {config.seq_length} tokens = "
               f"{counted(config.microbatches, 'microbatch')} of {config.micro_batch_size} on "
-              f"{'each of ' * (config.dp > 1)}{counted(config.dp, 'replica')}; slices {config.slices}, "
-              f"columns {config.columns}, ZeRO stage {config.zero_stage}"
-              + config.in_words + tf32_in_words(config, mesh.device))
+              f"{'each of ' * (config.dp > 1)}{counted(config.dp, 'replica')}; slices {config.slices}, columns "
+              f"{config.columns}, ZeRO stage {config.zero_stage}{config.in_words}" + without_tf32 * (
+                  ", fp32 matmuls without TF32 (--bf16 is many times as fast)"))
         print(what_hides_what(config))
         for split in ("valid", "test"):
             if config.eval_iters and self.corpus.tokens[split] <= config.seq_length:
-                print(f"the {split} split holds no sample of {config.seq_length} tokens, so it will have no loss; "
-                      "prepare more text, or a larger split with data/prepare.py --split")
+                print(f"the {split} split holds no sample of {config.seq_length} tokens, so it will have no loss")
         print(mesh.picture([describe_stage(config, stage) for stage in range(mesh.pp)]))
-        print(simulation.picture(config.schedule_with_settings, mesh.pp, config.microbatches, config.virtual_stages),
-              flush=True)
-        state = f"resuming after step {first_step} of {config.train_iters}" * (first_step > 0)
+        print(simulation.picture(config.schedule_with_settings, mesh.pp, config.microbatches, config.virtual_stages))
+        state = f"resuming after step {done} of {config.train_iters}" * (done > 0)
         if config.train_iters == 0:
             state = "evaluating without training, because --train-iters is 0"
-        elif first_step >= config.train_iters:
-            state = (f"this run has already done {counted(first_step, 'step')}, and --train-iters is "
-                     f"{config.train_iters}; raise --train-iters to continue, or start a new run from these weights "
-                     "with --load FOLDER --finetune")
+        elif done >= config.train_iters:
+            state = (f"this run has already done {counted(done, 'step')}, and --train-iters is {config.train_iters}; "
+                     "raise it to continue, or start a new run from these weights with --load FOLDER --finetune")
         if state or news:
             print("; ".join(filter(None, (state, *news))), flush=True)
-
-    def estimate(self, memory: str):
-        """Say how many epochs the run trains and how much memory it needs. Warn of many epochs. memory: in words."""
-        steps, windows = self.config.train_iters, max(self.corpus.tokens["train"] - 1, 1) // self.config.seq_length
-        epochs = self.config.consumed_train_samples(steps) / max(windows, 1)
-        digits = ".0f" if epochs >= 10 else ".2g"
-        self.say(f"{counted(steps, 'step')} = {epochs:{digits}} epochs of this text; {memory}")
-        if epochs > FEW_EPOCHS:
-            enough = max(FEW_EPOCHS * windows // self.config.global_batch_size, 1)
-            fewer = f"--train-iters {enough}, " * (enough > self.first_step)
-            self.say(f"warning: after about {FEW_EPOCHS} epochs a model gains little from the same text and begins to "
-                     f"memorize it; try {fewer}a smaller --global-batch-size or more text")
+        steps, windows = config.train_iters, max((self.corpus.tokens["train"] - 1) // config.seq_length, 1)
+        epochs = config.consumed_train_samples(steps) / windows
+        if done < steps:
+            print(f"{counted(steps, 'step')} = {format(epochs, '.0f' if epochs >= 10 else '.2g')} epochs of this text; "
+                  f"{memory}", flush=True)
+        if done < steps and epochs > FEW_EPOCHS:
+            print(f"warning: after about {FEW_EPOCHS} epochs a model gains little from the same text and begins to "
+                  "memorize it; try a smaller --train-iters or --global-batch-size, or more text", flush=True)
 
     def say(self, line: str):
         """Print a line above the bar."""
@@ -117,21 +107,25 @@ class Report:
             self.bar.write(line, file=sys.stdout)
             sys.stdout.flush()
 
+    def attempt(self, name: str, write, *arguments):
+        """Call write(*arguments). A failure, such as a full disk, is one warning and does not end training."""
+        try:
+            write(*arguments)
+        except Exception as error:
+            if name not in self.unwritable:
+                self.say(f"warning: {name} can't be written ({error}); training continues")
+            self.unwritable.add(name)
+
     def record(self, **values):
         """Append a line to metrics.jsonl. JSON has no infinity and no NaN, so they become null."""
         values = {name: None if isinstance(value, float) and not math.isfinite(value) else value
                   for name, value in values.items()}
         if self.metrics:
-            self.metrics.add(values)
-        try:
-            if self.tensorboard:
-                for name, value in values.items():
-                    if name != "step" and isinstance(value, (int, float)):
-                        self.tensorboard.add_scalar(name, value, values["step"])
-                self.tensorboard.flush()
-        except Exception as error:                             # such as a full disk, which must not end training
-            self.tensorboard = None
-            self.say(f"warning: --tensorboard-dir can't be written ({error}); training continues")
+            self.attempt("metrics.jsonl", self.metrics.write, json.dumps(values).encode() + b"\n")
+        if self.tensorboard:
+            for name in [name for name, value in values.items() if isinstance(value, (int, float)) and name != "step"]:
+                self.attempt("--tensorboard-dir", self.tensorboard.add_scalar, name, values[name], values["step"])
+            self.attempt("--tensorboard-dir", self.tensorboard.flush)
 
     def step(self, step: int, result, learning_rate: float, seconds: float):
         """Report a finished step. result: its StepResult; seconds: the time it took."""
@@ -182,10 +176,8 @@ class Report:
         if not find_spec("matplotlib"):
             self.say("the loss curve is not drawn, because matplotlib is not installed; after pip install matplotlib, "
                      f"python -m nanodomino.pictures {self.run_dir} draws it")
-        lost = [name for name in ("config.json", "metrics.jsonl", "checkpoints") if not (self.run_dir / name).exists()]
         self.say(f"{step} of {max(step, self.config.train_iters)} steps done, {seconds:.1f} s, peak memory of rank 0 "
-                 f"{peak_memory(self.mesh.device) / 2**20:,.0f} MiB, everything in {self.run_dir}"
-                 + f", except {' and '.join(lost)}, which another program has deleted or moved" * bool(lost))
+                 f"{peak_memory(self.mesh.device) / 2**20:,.0f} MiB, everything in {self.run_dir}")
 
 
 def describe_stage(config: Config, stage: int) -> str:
@@ -193,10 +185,9 @@ def describe_stage(config: Config, stage: int) -> str:
     placement, chunks, behind_head = config.placement, [], config.behind_head
     for virtual_stage in (placement.virtual_stage(stage, chunk) for chunk in range(placement.chunks)):
         layers = stage_layers(config.num_layers, virtual_stage, placement.last + 1, behind_head.layers)
-        chunks.append(("embedding, " if virtual_stage == 0 else "")
-                      + (f"layers {layers[0]} to {layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}")
-                      + (f", head{behind_head.in_words and ', '}{behind_head.in_words}"
-                         if virtual_stage == placement.last else ""))
+        held = f"layers {layers[0]} to {layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}"
+        ends = ["head", *filter(None, [behind_head.in_words])] if virtual_stage == placement.last else []
+        chunks.append(", ".join([*["embedding"] * (virtual_stage == 0), held, *ends]))
     return "; ".join(chunks)
 
 
@@ -206,66 +197,29 @@ def what_hides_what(config: Config) -> str:
     sent = " and ".join([reduce] * (config.tp > 1) + [*dict.fromkeys(config.sent_by_branches)])
     if not sent:
         return "overlap: without tensor parallelism a layer sends nothing, so there is nothing to hide"
-    halves = [action.halves for row in config.timetable.rows for action in row]
-    only = f" (only the {reduce})" * (sent != reduce)
-    hidden_by = [work for applies, work in (
-        (config.slices == 2, "the other slice's compute"), (config.slices > 2, "the other slices' compute"),
-        (any(len(half) > 1 for half in halves), "another microbatch's compute"),
-        (config.columns > 1 and config.tp > 1, f"the matmul of the next columns{only}")) if applies]
-    weight_gradients = all(half.kind != "weight_backward" for group in halves for half in group)
-    begin = f"overlap: each {'slice' if config.slices > 1 else 'layer'}'s {sent} is hidden by "
-    if not hidden_by:
-        return (begin + "nothing in forward" + " and by weight gradients in backward" * weight_gradients
-                + "; try" + " --micro-batch-size 2" * (config.micro_batch_size == 1) + " --slices 2"
-                + ", or --columns 2" * (config.tp > 1))
-    return begin + " and ".join(hidden_by) + ", in backward also by weight gradients" * weight_gradients
+    groups = [action.halves for row in config.timetable.rows for action in row]
+    hidden_by = (["the compute of another slice"] * (config.slices > 1)
+                 + ["the compute of another microbatch"] * any(len(halves) > 1 for halves in groups)
+                 + ["the matmul of the next columns" + f" (only the {reduce})" * (sent != reduce)]
+                 * (config.columns > 1 and config.tp > 1))
+    split = any(half.kind == "weight_backward" for halves in groups for half in halves)
+    advice = "; try --slices 2" + ", or --columns 2" * (config.tp > 1)
+    return (f"overlap: each {'slice' if config.slices > 1 else 'layer'}'s {sent} is hidden by "
+            + (" and ".join(hidden_by) or "nothing in forward") + ", in backward also by weight gradients" * (not split)
+            + advice * (not hidden_by))
 
 
-# ---- metrics.jsonl
-
-class MetricsFile:
-    """Appends lines to metrics.jsonl; while the disk is full, they wait in memory. say(line): prints a warning."""
-
-    def __init__(self, path: Path, say):
-        self.say, self.unwritten = say, b""
-        self.file = open_regular_file(path, "ab", 0)
-        self.empty = not os.fstat(self.file.fileno()).st_size
-
-    def add(self, values: dict):
-        """Append a line, or keep it for the next call if that fails."""
-        first, self.unwritten = not self.unwritten, self.unwritten + json.dumps(values).encode() + b"\n"
-        try:
-            while self.unwritten:                              # write() can store a part and return its size
-                self.unwritten = self.unwritten[self.file.write(self.unwritten):]
-        except OSError as error:
-            if first:
-                self.say(f"warning: metrics.jsonl can't be written: {error}; training continues")
-
-
-def remove_outdated(path: Path, first_step: int, outdated=("test_loss",), say=print):
-    """Leave only the lines in metrics.jsonl that a run with `first_step` steps done continues. A killed run may have
-    written lines of steps after its last checkpoint, and half a line at the end. outdated: the losses of step
-    `first_step` that the run will score again. A run that starts over keeps its old file under another name."""
-    with open_regular_file(path, "a+b") as file:               # makes the file if there is none
-        file.seek(0)
-        lines = file.readlines()
-    if not first_step and len(lines) > 1:                      # else it was killed before its first step
-        copy = next(name for number in itertools.count(1)
-                    if not os.path.lexists(name := path.with_name(f"metrics-{number:03d}.jsonl")))
-        path.rename(copy)
-        say(f"this run starts over from step 0; the metrics of its previous start are in {copy}")
-    current = []
+def continue_metrics(path: Path, first_step: int, outdated: set):
+    """Open metrics.jsonl to append lines. Keep the lines that a run with `first_step` steps done continues. A killed
+    run may have written lines of later steps, and half a line at the end. outdated: the losses of step `first_step`
+    that the run will score again."""
+    lines, kept = [], []
+    with suppress(FileNotFoundError), open_regular_file(path) as file:
+        lines = file.read().split(b"\n")[:-1] if first_step else []
     for line in lines:
-        if first_step and current_values(line, first_step, outdated):
-            current.append(line)
-    if len(current) < len(lines):
-        write_file(path, current)
-
-
-def current_values(line: bytes, first_step: int, outdated=()) -> dict | None:
-    """Return the values of a complete line of a step up to first_step; None for other lines and for outdated losses."""
-    with suppress(ValueError, KeyError, TypeError, RecursionError):
-        values = json.loads(line, parse_int=float)             # an int of 400 digits would not become a float later
-        if line.endswith(b"\n") and values["step"] <= first_step:
-            return None if values["step"] == first_step and values.keys() & {*outdated} else values
-    return None
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
+            values = json.loads(line, parse_int=float)         # int() refuses a number of 5000 digits
+            if values["step"] < first_step or values["step"] == first_step and not values.keys() & outdated:
+                kept.append(line + b"\n")
+    write_file(path, b"".join(kept))
+    return open_regular_file(path, "ab", buffering=0)

@@ -1,18 +1,12 @@
 """Does everything around the training loop: what comes before the first step, and what happens between two steps.
 
-open_session() turns a command line into a Session: it checks settings, data, memory and the run's folder, then connects
-the ranks. Checks that need no other rank come first, so that most mistakes end the run before any rank communicates.
-
-Each setting comes from the first of these sources that has it:
+open_session() turns a command line into a Session. Checks that need no other rank come first, so that most mistakes end
+the run before any rank communicates. Each setting comes from the first of these sources that has it:
 
     flags  >  --config FILE  >  config.json of the resumed run  >  what --load takes over  >  defaults
 
 So `train.py --run-dir runs/mine` alone resumes a run as it was. Some settings must not change when a run is resumed
 (EFFECTS in settings/flags.py). folder.py checks them, once it has found the checkpoint.
-
-The Session then does what train.py's loop asks for besides training: reports, checkpoints, timelines, a sample. Read on
-in folder.py (a run's folder, and the checkpoint to resume from), report.py (the terminal, metrics.jsonl, TensorBoard,
-loss.svg), failures.py (how a rank starts, stops and fails), determinism.py (why a run repeats bit by bit).
 """
 
 import argparse
@@ -20,8 +14,8 @@ import dataclasses
 import gc
 import math
 import signal
-import socket
 import time
+from collections import defaultdict
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,16 +28,16 @@ from nanodomino.checkpoint.format import step_of
 from nanodomino.checkpoint.load import newest_finite_checkpoint, recorded_settings, restore
 from nanodomino.checkpoint.save import Saver
 from nanodomino.comm.trace import Trace
-from nanodomino.comm.world import LaunchInfo, find_device, from_rank_0, start_world
+from nanodomino.comm.world import LaunchInfo, choose_kernels, find_device, from_rank_0, start_world
 from nanodomino.corpus.prepared_folder import Corpus, load_corpus
 from nanodomino.errors import NotFinite, UserError, counted, require
 from nanodomino.estimate.stages import require_memory
 from nanodomino.files import read_json
 from nanodomino.generate.generation import generate
 from nanodomino.mesh import Mesh, make_mesh
-from nanodomino.run.determinism import choose_kernels, choose_threads, drift_warning
-from nanodomino.run.failures import StopSignal, Watchdog
-from nanodomino.run.folder import Run, open_run
+from nanodomino.model import GPT
+from nanodomino.run.failures import Watchdog
+from nanodomino.run.folder import open_run
 from nanodomino.run.report import Report
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import Parser, add_flags, expand_home, flag_settings, names_affecting
@@ -54,10 +48,8 @@ from nanodomino.pictures.drawing import draw_timeline
 PROMPT_TOKENS = 32       # length of the prompt, taken from the validation text, for the sample at the end
 
 
-# ---- before the first step
-
 def command_line_parser() -> Parser:
-    """Return the parser of train.py. Flags that are not given are absent from its result."""
+    """Return the parser of train.py, whose result lacks flags that are not given."""
     parser = Parser("python train.py", description="Pre-train a GPT over tensor x pipeline x data parallel processes.",
                     usage="train.py [flags], alone or under torchrun", allow_abbrev=False,
                     argument_default=argparse.SUPPRESS)
@@ -66,8 +58,7 @@ def command_line_parser() -> Parser:
 
 
 def from_command_line(arguments: list[str], world_size: int) -> Config:
-    """Return the resolved Config of a command line. Raises UserError for an unknown flag, for a bad value or file, and
-    for settings that contradict each other."""
+    """Return the resolved Config of a command line. Raises UserError."""
     flags = vars(command_line_parser().parse_args(arguments))
     requested = read_settings(Path(flags["config"])) | flags if "config" in flags else flags
     run = recorded_settings(Path(requested["run_dir"])) if requested.get("run_dir") else None
@@ -90,8 +81,7 @@ def from_command_line(arguments: list[str], world_size: int) -> Config:
 
 def read_settings(path: Path) -> dict:
     """Return the settings in a JSON file. null restores a default, even if the run remembers another value. The program
-    writes `given` into a run's config.json. In a file without it, a user has given all the settings. Raises
-    UserError."""
+    writes `given` into a run's config.json. In a file without it, a user has given all settings. Raises UserError."""
     record = {name: expand_home(value) for name, value in check_record(read_json(path), f"--config {path}").items()}
     unset = {setting.name: setting.default for setting in flag_settings(Config)
              if setting.name in record and record[setting.name] is None}
@@ -102,78 +92,61 @@ def read_settings(path: Path) -> dict:
 def find_corpus(config: Config, launch: LaunchInfo) -> Corpus:
     """Load the prepared data. If the default data is missing, the first process of each host prepares it first."""
     folder = Path(config.data_path or DEFAULT_CORPUS)
-    if config.data_path is None and not folder.exists():
-        if launch.local_rank == 0:
-            prepare_default_corpus(folder)
-        waited = 0.0
-        while not folder.exists():
-            require(waited < 600, f"{folder} was not prepared within 10 minutes; run python data/prepare.py first")
-            time.sleep(0.2)
-            waited += 0.2
+    if not config.data_path and not folder.exists() and launch.local_rank == 0:
+        prepare_default_corpus(folder)
+    for _ in range(0 if config.data_path or folder.exists() else 3000):      # for ten minutes at most
+        time.sleep(0 if folder.exists() else 0.2)
     return load_corpus(folder)
-
-
-def check_agreement(config: Config) -> list[str]:
-    """Return the name of each rank's host. Raise UserError if settings or data of a rank differ from rank 0's. They can
-    differ if each host starts its ranks with its own command. Only paths may differ."""
-    mine = dataclasses.asdict(dataclasses.replace(config, data_path=None, run_dir=None, load=None, config=None,
-                                                  tensorboard_dir=None))
-    theirs = from_rank_0(mine)
-    ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (socket.gethostname(), [name for name in mine if mine[name] != theirs[name]]))
-    for rank, (_, names) in enumerate(ranks):
-        require(not names, f"rank {rank} has a different {', '.join(names)} than rank 0; give all hosts the "
-                "same flags and data")
-    return [host for host, _ in ranks]
 
 
 @contextmanager
 def open_session(arguments: list[str], launch: LaunchInfo, program):
-    """Check settings, data and device, then start the process groups and yield a Session. Raises UserError. program:
-    the module train.py, whose dataset_builder reads the data, and whose train_step is run dry to estimate memory."""
-    config = from_command_line(arguments, launch.world_size)
-    device = find_device(config, launch)
-    corpus = find_corpus(config, launch)
-    if launch.local_rank == 0:                                 # one process of each host, since this may read all data
-        check_unchanged(corpus)
-    config = dataclasses.replace(config.with_vocabulary(corpus.vocab_size).with_device(device),
-                                 data_path=str(corpus.path.resolve()), data_sha256=corpus.sha256["train"])
-    datasets = program.dataset_builder(config, corpus, device)
-    if config.sample_tokens:
-        corpus.tokenizer()                                     # a failure should show now, not at the end
-    require(not config.tensorboard_dir or find_spec("tensorboard"), "--tensorboard-dir needs the tensorboard package; "
-            "pip install -r requirements-extra.txt, or leave the flag out")
-    run, memory = None, ""
-    if launch.rank == 0:
-        memory = require_memory(program, config, device, launch.local_world_size)
-        run = open_run(config)
-        if run.checkpoint:
-            corpus.check_tokenizer_of(run.checkpoint)
-
-    choose_kernels(config, device)
-    start_world(launch, device, config.timeout)
-    mesh = make_mesh(config.pp, config.dp, config.tp, device, config.timeout, **config.mesh_options,
-                     thread_blocks=config.thread_blocks)
-    hosts = check_agreement(config)
-    run = from_rank_0(run)
-    config = dataclasses.replace(config, cpu_threads=choose_threads(
-        device, from_rank_0(recorded_settings(run.folder)), quiet=launch.rank > 0), sample_offset=run.sample_offset)
-    with Watchdog(launch, mesh, config.timeout, hosts) as watchdog:
-        yield Session(config, corpus, datasets, mesh, run, watchdog, memory)
+    """Yield a Session, and leave the process groups after it. Raises UserError. program: see Session."""
+    session = Session(arguments, launch, program)
+    with session.watchdog:
+        yield session
         dist.barrier()                                         # so that none disconnects while another communicates
     dist.destroy_process_group()
 
 
 class Session:
     """Holds what a run has besides model and optimizer. done: the number of finished steps; step: the latest to start.
-    memory: how much memory the run needs, in words; "" except on rank 0."""
+    program: the module train.py, whose dataset_builder reads the data, and whose train_step is run dry to estimate
+    memory."""
 
-    def __init__(self, config: Config, corpus: Corpus, datasets: dict, mesh: Mesh, run: Run, watchdog: Watchdog,
-                 memory: str):
-        self.config, self.corpus, self.datasets, self.mesh, self.run = config, corpus, datasets, mesh, run
-        self.watchdog, self.memory, self.signals, self.on_action = watchdog, memory, None, watchdog.mark
+    def __init__(self, arguments: list[str], launch: LaunchInfo, program):
+        config = from_command_line(arguments, launch.world_size)
+        device = find_device(config, launch)
+        self.corpus = corpus = find_corpus(config, launch)
+        if launch.local_rank == 0:                             # one process of each host, since this may read all data
+            check_unchanged(corpus)
+        config = dataclasses.replace(config.with_vocabulary(corpus.vocab_size).with_device(device),
+                                     data_path=str(corpus.path.resolve()), data_sha256=corpus.sha256["train"])
+        self.datasets = program.dataset_builder(config, corpus, device)
+        if config.sample_tokens:
+            corpus.tokenizer()                                 # a failure should show now, not at the end
+        require(not config.tensorboard_dir or find_spec("tensorboard"), "--tensorboard-dir needs the tensorboard "
+                "package; pip install -r requirements-extra.txt, or leave the flag out")
+        run, self.memory = None, ""                            # memory: how much the run needs, in words
+        if launch.rank == 0:
+            self.memory = require_memory(program, config, device, launch.local_world_size)
+            run = open_run(config)
+            if run.checkpoint:
+                corpus.check_tokenizer_of(run.checkpoint)
+
+        choose_kernels(config, device)
+        start_world(launch, device, config.timeout)
+        self.mesh = make_mesh(config.pp, config.dp, config.tp, device, config.timeout, **config.mesh_options,
+                              thread_blocks=config.thread_blocks)
+        same = dataclasses.replace(config, data_path=None, run_dir=None, load=None, config=None, tensorboard_dir=None)
+        require(same == from_rank_0(same), f"rank {launch.rank} has other settings or data than rank 0; give all hosts "
+                "the same flags and data")
+        self.run = run = from_rank_0(run)
+        self.config = dataclasses.replace(config, sample_offset=run.sample_offset)
         self.starts_from_weights = run.weights_only            # of another run, without its optimizer state
-        self.trace = Trace(mesh.device, recording=False)
+        self.trace = Trace(device, recording=False)
+        self.watchdog = Watchdog(launch, device, config.timeout)
+        self.on_action = self.watchdog.mark
         self.done = self.step = 0
         self.loss, self.last_good = 0.0, -1    # of the latest step; the weights after step last_good had a finite loss
         self.stopped = self.stopped_by_signal = False
@@ -185,35 +158,29 @@ class Session:
             self.done = restore(run.checkpoint, model, optimizer, self.mesh, run.weights_only)
             self.last_good = (step_of(run.checkpoint) or 0) - optimizer.skipped_in_a_row - 1
         self.saver = Saver(run.folder, self.mesh, config.keep_last, config.timeout)
-        self.report = Report(config, self.corpus, self.mesh, run.folder, self.done, dist.get_rank() == 0, run.news)
-        if self.done < config.train_iters:
-            self.report.estimate(self.memory)
-        if config.traced_steps and config.traced_steps[-1] <= self.done:
-            self.report.say(f"nothing is left to trace: this run has done {counted(self.done, 'step')}, and --trace is "
-                            f"{config.trace}")
-
-    # ---- between two steps
+        self.report = Report(config, self.corpus, self.mesh, run.folder, self.done, dist.get_rank() == 0, run.news,
+                             self.memory)
 
     def steps(self):
         """Yield the number of each step until the run ends or is asked to stop."""
-        self.signals, self.start_time = StopSignal(self.report.say), time.perf_counter()
+        self.watchdog.say, self.watchdog.to_save, self.start_time = self.report.say, True, time.perf_counter()
         if self.mesh.device.type == "cuda":                    # a long garbage collection would let the GPU run dry
             gc.freeze()
         while self.done < self.config.train_iters and not self.stopped:
             if failure := self.saver.failure():
                 self.report.say(f"warning: {failure}; training continues")
-            self.step, self.step_start = self.done + 1, time.perf_counter()
-            self.watchdog.context.update(step=self.step, signals=self.signals)
+            self.step = self.watchdog.step = self.done + 1
+            self.step_start = time.perf_counter()
             self.trace.recording = self.step in self.config.traced_steps
             yield self.step
         self.saver.wait()
         if failure := self.saver.failure():                    # fatal, since no later checkpoint follows
             raise UserError(f"{failure}; free some disk space and start again to resume from the last checkpoint")
-        self.signals.all_saved = True                          # from now on the first signal ends the process
+        self.watchdog.to_save = False                          # everything is saved
 
     def stop_requested(self) -> bool:
         """Return whether this rank has received a signal to stop."""
-        return self.signals.number > 0
+        return self.watchdog.signal > 0
 
     def after_step(self, result, learning_rate: float, optimizer):
         """Report a finished step, draw its timeline, and decide whether to stop. Raises UserError if too many steps in
@@ -230,20 +197,18 @@ class Session:
                                   f"loss or gradient that is not finite; {optimizer.loss_scale.advice()}")
 
     def not_finite(self, problem: str) -> NotFinite:
-        """Return an error with the command that goes on from the last good checkpoint. All ranks call this together
-        and get the same error. A checkpoint is good if its weights are finite and the loss of the next step was finite.
-        If this launch has trained no step, only checkpoints before the loaded one are searched."""
-        self.saver.wait()                                      # wait for a checkpoint that is still being written
+        """Return an error with the command that goes on from the last good checkpoint, whose weights are finite and
+        gave a finite loss, of this run or, before its first step, of the loaded one. All ranks call this together."""
+        self.saver.wait()                                      # a checkpoint may still be being written
         self.report.draw_curve()
+        self.watchdog.watching = False                         # rank 0 may read large checkpoints for long
         config, loaded = self.config, None if self.step else self.run.checkpoint
-        self.watchdog.finished.set()                           # rank 0 may read large checkpoints for long
         folder = loaded.absolute().parent.parent if loaded else self.run.folder
         good = from_rank_0(newest_finite_checkpoint(folder, self.last_good) if dist.get_rank() == 0 else None)
-        flags = "--finetune" if config.finetune and not self.step else f"--train-iters {config.train_iters}"
-        flags += f" --lr {config.lr / 2:g}" * (self.step > 0)
+        lr = min(config.lr / 10, config.preset["lr"])
         return NotFinite(problem + (
-            f"go on from the last good checkpoint: {'python' if config.world_size == 1 else 'torchrun ...'} train.py "
-            f"--load {good} {flags}" if good else f"start again with a smaller --lr than {config.lr:g}"))
+            f"go on from the last good checkpoint with train.py --load {good} --train-iters {config.train_iters} --lr "
+            f"{lr:g}" if good else f"start again with a smaller --lr than {config.lr:g}"))
 
     def time_to(self, interval: int) -> bool:
         """Return whether the finished step is the last one or a multiple of `interval`."""
@@ -254,10 +219,8 @@ class Session:
         during training, its first batches."""
         if split in self.datasets and self.config.eval_iters:
             whole = not 0 < self.done < self.config.train_iters
-            self.report.bar.set_description(f"scoring {split}")          # may take long
             loss, tokens, windows = evaluate(self.datasets[split], whole)
             self.report.losses(self.done, split, loss, tokens, windows)
-            self.report.bar.set_description("train")
             if whole and not math.isfinite(loss):
                 raise self.not_finite(f"the {split} loss of step {self.done} is {loss}; ")
 
@@ -268,48 +231,65 @@ class Session:
         dist.all_reduce(bad := ends.isfinite().logical_not().sum())      # an int64 on all ranks, whatever their dtypes
         if bad > 0:
             raise self.not_finite(f"the weights after step {self.done} are not finite and were not saved; ")
-        if warning := drift_warning(model, optimizer, self.mesh):
+        if warning := drift_warning(model, self.mesh):
             self.report.say(f"warning: {warning}")
         self.saver.save(self.done, model, optimizer, self.config)
         self.report.draw_curve()
-
-    # ---- the end
 
     def end_early(self) -> int:
         """Report a run that was asked to stop. Returns the exit code."""
         self.report.end(self.done, time.perf_counter() - self.start_time)
         self.report.say(f"stopped early after saving the checkpoint of step {self.done}; --run-dir {self.run.folder} "
                         "resumes from it")
-        return 128 + (self.signals.number or signal.SIGTERM) if self.stopped_by_signal else 0
+        return 128 + (self.watchdog.signal or signal.SIGTERM) if self.stopped_by_signal else 0
 
     def end(self, model) -> int:
         """Report the end of the run and print a sample. Returns the exit code."""
         self.report.end(self.done, time.perf_counter() - self.start_time)
-        self.watchdog.finished.set()                           # the other replicas may wait long for the sample
-        problem = None if math.isfinite(self.loss) else f"the loss of step {self.done} is {self.loss}"
-        if self.config.sample_tokens and not problem:
+        self.watchdog.watching = False                         # the other replicas may wait long for the sample
+        if not math.isfinite(self.loss):
+            raise self.not_finite(f"the loss of step {self.done} is {self.loss}; ")
+        if self.config.sample_tokens:
             dataset = self.datasets.get("valid", self.datasets["train"])
-            problem = write_sample(model, self.config, self.corpus, dataset, self.mesh)
-        if problem := from_rank_0(problem):
-            raise self.not_finite(f"{problem}; ")
+            write_sample(model, self.config, self.corpus, dataset, self.mesh)
         return 0
 
 
 def write_sample(model, config: Config, corpus: Corpus, dataset, mesh: Mesh):
     """Let the first replica continue the first tokens of a split, and print the text. If an option spreads a replica's
-    weights over several ranks of the dp group, these generate the same text. Returns an error's text if the logits are
-    not finite."""
+    weights over several ranks of the dp group, these generate the same text. Raises NotFinite."""
     _, index = mesh.axis("dp")
     if index < max([1, *(mesh.axis(name)[0] for name in config.groups_that_generate_together)]):
         prompt = dataset.batch(0, 0, 0, 1, 1, 1, shuffle=False).tokens[0, :PROMPT_TOKENS].tolist()
-        try:
-            tokens = generate(model, mesh, prompt, config.sample_tokens, corpus.vocab_size, config.temperature,
-                              config.top_k, config.seed, end_of_text=corpus.end_of_text)
-        except NotFinite as error:
-            return str(error)
-        if index > 0:
-            return
-        tokenizer = corpus.tokenizer()
-        print(f"---- a sample (temperature {config.temperature}, top-k {config.top_k}); the "
-              f"first {len(prompt)} tokens are the prompt\n"
-              f"{tokenizer.decode(prompt)}|{tokenizer.decode(tokens[len(prompt):])}\n----", flush=True)
+        tokens = generate(model, mesh, prompt, config.sample_tokens, corpus.vocab_size, config.temperature,
+                          config.top_k, config.seed, end_of_text=corpus.end_of_text)
+        if index == 0:
+            decode = corpus.tokenizer().decode
+            print(f"---- a sample (temperature {config.temperature}, top-k {config.top_k}); the "
+                  f"first {len(prompt)} tokens are the prompt\n"
+                  f"{decode(prompt)}|{decode(tokens[len(prompt):])}\n----", flush=True)
+
+
+def drift_warning(model: GPT, mesh: Mesh) -> str:
+    """Return a warning that names parameters whose copies differ in a bit; "" if all copies are equal. All ranks must
+    call this together, and get the same text.
+
+    Every parameter has a copy on each replica (dp), an expert only on replicas that hold it. A parameter that is not
+    sharded has a copy on each tensor-parallel rank too (tp), a tied embedding one on the first and one on the last
+    stage. No loss shows if they differ. They stay equal because
+
+        over dp        with ZeRO, one owner updates each part and all-gathers it      equal by construction
+                       without, each replica applies the same gradients               equal if kernels are deterministic
+        two stages     both add the same two gradients                                equal if addition is deterministic
+        over tp        each rank computes the same gradient from the same numbers     equal if kernels are deterministic
+    """
+    own = {(name, *(mesh.axis(axis)[1] for axis in weight.spec.kind.shards)): torch.hash_tensor(weight.detach()).item()
+           for name, weight in model.named_parameters()}       # {(name, shard): hash}
+    everyone, found = [None] * dist.get_world_size(), defaultdict(set)
+    dist.all_gather_object(everyone, own)
+    for copy, value in (item for hashes in everyone for item in hashes.items()):
+        found[copy].add(value)
+    drifted = sorted({name for (name, *_), hashes in found.items() if len(hashes) > 1})
+    return (f"copies of {counted(len(drifted), 'parameter')} have drifted apart ({', '.join(drifted[:3])}), so the "
+            "ranks train slightly different models; a run resumed from this checkpoint has equal copies again; try "
+            "--deterministic-mode or --no-compile") if drifted else ""

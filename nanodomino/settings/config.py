@@ -233,7 +233,6 @@ class Config(Choices):
     # These fields are not flags. The program fills them in and stores them in config.json.
     given: tuple[str, ...] = field(default=(), metadata=dict(affects="launch"))     # see flags.py
     world_size: int = field(default=1, metadata=dict(affects="nothing"))
-    cpu_threads: int = field(default=None, metadata=dict(affects="nothing"))
     data_sha256: str = field(default=None, metadata=dict(affects="run"))    # the SHA-256 of train.bin
     sample_offset: int = field(default=0, metadata=dict(affects="launch"))  # see consumed_train_samples()
     trained_positions: int = field(default=None, metadata=dict(affects="nothing"))      # see context_length

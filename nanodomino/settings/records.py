@@ -18,8 +18,8 @@ def check_record(record: dict, source) -> dict:
     """Return the settings of a record. Raises UserError if a name is not known, as of a later version's setting, or if
     a value has the wrong type. source: the name of the record's file, for messages."""
     known = {setting.name: setting for setting in dataclasses.fields(Config)}
-    idle = ("without_effect", *record.get("without_effect", ()))       # older versions listed settings without effect
-    record = {name: value for name, value in record.items() if name in known or name not in idle}
+    gone = ("cpu_threads", "without_effect", *record.get("without_effect", ()))        # only older versions wrote these
+    record = {name: value for name, value in record.items() if name in known or name not in gone}
     unknown = sorted(record.keys() - known.keys())
     fix = ("use the version that wrote them" if "given" in record else       # the program writes `given`, users do not
            "correct the names, or convert a Hugging Face model with `python -m nanodomino.huggingface import`")

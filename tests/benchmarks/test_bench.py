@@ -12,6 +12,7 @@ import pytest
 import torch
 from support import ROOT
 from support.benchmark import ask, here, within
+from support.fork_server import default_signals
 from support.harness import tiny
 
 from benchmarks import collectives, throughput
@@ -233,11 +234,11 @@ def test_nothing_is_left_of_the_wire(wire, ends):
     """The next start removes the namespaces of a killed process."""
     process = subprocess.Popen([sys.executable, "-c", HOLD], cwd=ROOT, stdout=subprocess.PIPE,
                                stderr=subprocess.DEVNULL,
-                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+                               preexec_fn=default_signals)
     assert process.stdout.readline() == b"up\n"
     assert len([name for name in namespaces() if f"-{process.pid}-" in name]) == 3
     process.send_signal(getattr(signal, ends))
-    assert process.wait(20) != 0
+    assert process.wait(300) != 0
     if ends == "SIGKILL":
         with wire("1gbit", 1):
             pass

@@ -228,7 +228,7 @@ def test_a_model_that_has_diverged_is_refused_with_the_last_good_checkpoint(fork
             ("nanodomino.generate", "--temperature 0", [{}], f"use the last good checkpoint: --load {good}"),
             ("nanodomino.generate", "", launcher_environments(2), f"use the last good checkpoint: --load {good}"),
             ("train.py", "--train-iters 0 --eval-iters 1 --device cpu", [{}],
-             f"go on from the last good checkpoint: python train.py --load {good} --train-iters 0")):
+             f"go on from the last good checkpoint with train.py --load {good} --train-iters 0 --lr 0.004")):
         words = ["--load", str(wrong), *flags.split()]
         ended = fork_server.launch(module, [(words, place) for place in places], folder, PATIENCE)
         assert ended.code == 1 and ended.output.endswith(f"; {advice}\n"), ended.output

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-import torch
 from support.fork_server import LAUNCHER, launcher_environments
 from support.runs import TINY, make_corpus
 
@@ -41,7 +40,7 @@ from nanodomino.settings.config import Config
 from nanodomino.settings.flags import flag_name, flag_settings
 
 
-LIMIT = 60              # seconds until all processes of a row have ended; on an idle machine it takes 5
+LIMIT = 300             # seconds until the processes of a row count as stuck; on an idle machine they take 5
 STEP = "run/checkpoints/step-00000002"
 META, MANIFEST, SHARD = "data/meta.json", f"{STEP}/manifest.json", f"{STEP}/rank-00000.safetensors"
 COMMANDS = {"train.py": train.main, "nanodomino.generate": nanodomino.generate.__main__.main,
@@ -199,28 +198,25 @@ def shorten(split: str, tokens: int):
     return change
 
 
-def flip(name: str, after=None):
-    """Flip one bit, in the middle of a file or after these bytes."""
+def flip(name: str):
+    """Flip one bit, in the middle of a file."""
     def change(folder):
         content = bytearray((folder / name).read_bytes())
-        content[content.index(after) + len(after) if after else len(content) // 2] ^= 1
+        content[len(content) // 2] ^= 1
         (folder / name).write_bytes(content)
     return change
 
 
-def forge(change=leave, **changes):
-    """Change a checkpoint and its manifest (config: settings to change; None: remove), and correct the checksums."""
-    def forged(folder):
-        change(folder)
-        path = folder / STEP / "manifest.json"
-        manifest = json.loads(path.read_text())
-        files = {name: sha256(folder / STEP / name) for name in manifest["files"]}
-        manifest |= dict(files=files) | changes | dict(config=manifest["config"] | changes.get("config", {}))
-        path.write_text(manifest_text({name: value for name, value in manifest.items() if value is not None}))
-    return forged
+def forge(**settings):
+    """Change settings in a checkpoint's manifest, and correct its checksum."""
+    def change(folder):
+        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest["config"] |= settings
+        (folder / MANIFEST).write_text(manifest_text(manifest))
+    return change
 
 
-PREPARE_AGAIN, ANOTHER, TORCHRUN = "prepare the text again", "use another", "start with torchrun, which sets"
+PREPARE_AGAIN = "prepare the text again"
 TABLE += [Bad("--sample-tokens 5", says, damage, f"with {what}") for what, damage, *says in [
     ("no data folder", remove("data"), "there is no data folder data", "prepare.py --input TEXT --output data"),
     ("a file for a folder", write("data", b"text"), "there is no data folder data", "data/prepare.py --input TEXT"),
@@ -233,13 +229,9 @@ TABLE += [Bad("--sample-tokens 5", says, damage, f"with {what}") for what, damag
 TABLE += [Bad("--run-dir run", ["data/valid.bin has changed since it was prepared", PREPARE_AGAIN],
               flip("data/valid.bin"), "with a changed text", processes=(1,))]                # rank 0 of a host looks
 TABLE += [Bad(f"--load {STEP}", says, damage, f"with {what}") for what, damage, *says in [
-    ("no manifest", remove(MANIFEST), "manifest.json is damaged or can't be read (No such file", ANOTHER),
-    ("a flipped bit in its manifest", flip(MANIFEST, after=b'"num_layers": '), "manifest.json is damaged", ANOTHER),
-    ("a later format", forge(format="nanodomino-checkpoint-9"), "has format 'nanodomino-checkpoint-9'",
-     "use the version that wrote it"),
-    ("a number among names", forge(config=dict(given=[1])), "gives [1] as given", "of type list of names; correct it"),
-    ("settings of a later version", forge(config=dict(rotary=True)), "this version does not know (rotary)",
-     "use the version that wrote them"), ("a flipped bit", flip(SHARD), "damaged", ANOTHER)]]
+    ("a number among names", forge(given=[1]), "gives [1] as given", "of type list of names; correct it"),
+    ("settings of a later version", forge(rotary=True), "this version does not know (rotary)",
+     "use the version that wrote them"), ("a flipped bit", flip(SHARD), "damaged", "use another")]]
 TABLE += [Bad(flags, says, damage, what) for flags, what, damage, *says in [
     ("--load data/meta.json", "", leave, "data/meta.json is no folder to load from"),
     ("--load " + "a" * 5000, "", leave, "aaa: File name too long", "choose another file or folder"),
@@ -265,7 +257,7 @@ TABLE += [Bad("--config text.txt", says, write("text.txt", text), f"with {text[:
 TABLE += [Bad("--load run" + flags, says, damage, what, "nanodomino.generate") for flags, what, damage, *says in [
     (" --data-path data", "with a larger tokenizer", change_meta(vocab_size=300),
      "tokenizer of data has 300 tokens, but the model has only 257", "give the data folder that the model was trained"),
-    ("", "without its training text", forge(config=dict(data_path="moved/data")),
+    ("", "without its training text", forge(data_path="moved/data"),
      "the tokenizer is stored with the training data, but the folder moved/data no longer exists",
      "new path as --data-path")]]
 
@@ -377,16 +369,6 @@ def test_no_value_may_be_negative_infinite_empty_or_of_another_type(type, values
             assert shown in str(error.value), error.value
 
 
-@pytest.mark.parametrize("gpus, n, flags, says", [
-    (0, 1, "--device cuda", ("--device cuda needs a GPU", "there is none", "try --device cpu")),
-    (3, 4, "--device auto", ("4 processes on this host", "there are 3", "--nproc_per_node 3", "--device cpu"))])
-def test_two_ranks_never_share_a_gpu(refuse, monkeypatch, gpus, n, flags, says):
-    """NCCL would hang."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    sentence = refuse(flags, n)
-    assert all(part in sentence for part in says), sentence
-
-
 def test_a_missing_package_is_found_before_anything_starts(refuse, monkeypatch):
     monkeypatch.setattr(session, "find_spec", lambda name: None)
     assert "--tensorboard-dir needs the tensorboard package; pip install -r req" in refuse("--tensorboard-dir board")
@@ -397,36 +379,21 @@ def test_a_missing_package_is_found_before_anything_starts(refuse, monkeypatch):
 LAUNCHED = dict(zip(LAUNCHER, ("1", "4", "1", "4", "localhost", "29500"), strict=True))
 
 
-@pytest.mark.parametrize("changes, says", [
-    (dict(MASTER_ADDR=""), ("MASTER_ADDR=(missing), but RANK must be below WORLD_SIZE", TORCHRUN)),
-    (dict(WORLD_SIZE=None, LOCAL_WORLD_SIZE=None), ("has RANK=1, WORLD_SIZE=(missing)", "LOCAL_WORLD_SIZE=(missing)")),
-    (dict(RANK="-1"), ("RANK=-1, ", TORCHRUN)),
-    (dict(RANK="²"), ("RANK=², ", TORCHRUN)),                        # a digit for str.isdigit(), but not for int()
-    (dict(MASTER_PORT="99999"), ("MASTER_PORT=99999, ", "MASTER_PORT from 1 to 65535", TORCHRUN)),
-    (dict(RANK="4"), ("RANK=4, WORLD_SIZE=4", TORCHRUN)),
-    (dict(LOCAL_RANK="7"), ("LOCAL_RANK=7, LOCAL_WORLD_SIZE=4", "LOCAL_RANK below LOCAL_WORLD_SIZE", TORCHRUN)),
-    *[(dict.fromkeys(LAUNCHED) | {name: "2"}, (f"{name} says that 2 copies of this program", "start one torchrun per"))
-      for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")]], ids=str)
-def test_an_incomplete_launch_environment_is_refused(changes, says):
-    """A cluster or a shell left it. If the rest were guessed, every rank could believe to be rank 0."""
-    environment = {name: value for name, value in {**LAUNCHED, **changes}.items() if value is not None}
-    with pytest.raises(UserError) as caught:
-        read_launch_environment(environment)
-    assert all(part in str(caught.value) for part in says), str(caught.value)
-
-
-def test_a_complete_launch_environment_and_none_at_all_are_accepted():
-    """srun starts torchrun on each host, or a single process; sbatch and salloc set only the other variables."""
-    assert read_launch_environment(LAUNCHED | dict(SLURM_STEP_NUM_TASKS="2")) == LaunchInfo(1, 4, 1, 4, launched=True)
+def test_copies_that_would_train_separate_models_are_refused():
+    """`srun python train.py`, and `srun torchrun --standalone`, whose world has one host. But srun may start one
+    torchrun per host, or a single process; sbatch and salloc set only the other variables."""
+    for environment in (dict(SLURM_STEP_NUM_TASKS="2"), dict(PMI_SIZE="2"),
+                        LAUNCHED | dict(SLURM_STEP_NUM_TASKS="4", GROUP_WORLD_SIZE="1")):
+        with pytest.raises(UserError, match="copies were started, .*; start one torchrun per host, without --standal"):
+            read_launch_environment(environment)
+    two_hosts = LAUNCHED | dict(SLURM_STEP_NUM_TASKS="2", GROUP_WORLD_SIZE="2")
+    assert read_launch_environment(two_hosts) == LaunchInfo(1, 4, 1, 4, launched=True)
     assert read_launch_environment(dict(SLURM_NTASKS="4", SLURM_PROCID="0", PMI_SIZE="1")) == LaunchInfo()
-    assert read_launch_environment({}) == read_launch_environment(dict(MASTER_ADDR="localhost")) == LaunchInfo()
 
 
 @pytest.mark.parametrize("rank, error, waits, start", [
     (0, UserError("heads 3; try 4"), False, "error: heads 3; try 4\n"),
     (0, OSError(5, "bad disk", "data"), False, "error: data: bad disk; fix that, or choose another file or folder\n"),
-    (0, RuntimeError("[enforce fail at gloo/device.cc:186] rv != -1. Too many open files"), False,
-     "error: the system refuses another file or thread (Too many open files); raise the limit with ulimit -n\n"),
     (3, UserError("heads 3; try 4"), True, "error: heads 3; try 4\n"),
     (2, ValueError("mine"), False, "rank 2 failed: ValueError: mine\n"),
     (2, RuntimeError("Connection closed by peer"), True, "rank 2 lost its peers: ")], ids=str)
@@ -451,13 +418,10 @@ PROCESS_TABLE = [
         lambda folder: (write("data/train.bin", 22894 * b"\xff")(folder), change_meta()(folder)),
         "with tokens outside the vocabulary", processes=(4,)),
     Bad("nonsense", ["there is no question 'nonsense'", "try one of overlap"], command="bench.py", processes=(1,)),
-    Bad("--timeout 1", ["has RANK=(missing), WORLD_SIZE={n}"], environment=dict(RANK=None)),
     Bad("--timeout 1", ["MASTER_PORT {port}", "choose a free port"], environment=dict(MASTER_PORT="{port}")),
     Bad("--timeout 1 --tp 1 --pp {more} --num-layers 5",
         ["the {more} processes cannot connect", "and start all {more}"], environment=dict(WORLD_SIZE="{more}")),
-    Bad("--timeout 9", ["GLOO_SOCKET_IFNAME=dead0, which does not exist", "unset it, or name one of lo"],
-        environment=dict(GLOO_SOCKET_IFNAME="dead0")),
-    Bad("--seed {rank} --data-path data-{rank}", ["rank 1 has a different seed than rank 0", "give all hosts the same"],
+    Bad("--seed {rank} --data-path data-{rank}", ["rank 1 has other settings or data than rank 0", "give all hosts"],
         lambda folder: [shutil.copytree(folder / "data", folder / f"data-{rank}") for rank in range(4)],
         "but equal data", processes=(4,))]
 
@@ -487,11 +451,3 @@ def test_good_input_ends_with_exit_code_0_and_one_answer(fork_server, intact, co
     environments = launcher_environments(n) if n > 1 else [{}]
     ended = fork_server.launch(command, [(shlex.split(flags), place) for place in environments], intact, LIMIT)
     assert (ended.code, ended.output.count(says)) == (0, 1) and "error" not in ended.output, ended.output
-
-
-def test_one_process_prints_one_sentence_and_makes_no_folder(fork_server, tmp_path):
-    folder = tmp_path / "empty"
-    folder.mkdir()
-    ended = fork_server.launch("train.py", [(["--slices", "0"], {})], folder, LIMIT)
-    assert (ended.code, ended.output) == (2, "error: --slices must be at least 1 and at most 256, but is 0\n")
-    assert not list(folder.iterdir())

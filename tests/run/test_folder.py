@@ -17,7 +17,6 @@ from nanodomino.errors import UserError, sentence_and_code
 from nanodomino.files import LIMIT, read_json
 from nanodomino.generate.__main__ import command_line as generate
 from nanodomino.run.folder import open_run
-from nanodomino.run.report import remove_outdated
 from nanodomino.run.session import from_command_line
 from nanodomino.settings.config import Config
 
@@ -74,7 +73,6 @@ def test_what_a_killed_run_left_behind_is_deleted_at_the_next_start(open_folder,
 
 def test_without_run_dir_the_next_free_number_is_taken_and_torchrun_may_not_restart(open_folder, tmp_path, monkeypatch):
     """A restart could not find its folder."""
-    monkeypatch.setattr("nanodomino.run.folder.lock_folder", lambda run_dir: None)   # they live in one process here
     assert [open_folder().folder.as_posix() for _ in range(2)] == ["runs/nano-001", "runs/nano-002"]
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     with pytest.raises(UserError, match="--max-restarts needs --run-dir, or .*; add --run-dir FOLDER"):
@@ -102,17 +100,13 @@ def test_a_begun_run_refuses_other_weights_to_start_from(pool, tmp_path):
     """It would ignore them, and would rotate the checkpoints away that the user wanted to start from."""
     make_corpus(tmp_path)
     old, new = tmp_path / "old", tmp_path / "new"
-    train_in_pool(pool, tmp_path, "--run-dir", old, "--train-iters", 2, "--save-interval", 1)
-    for load in (old, old / "checkpoints" / "step-00000001"):
-        ended = train_in_pool(pool, tmp_path, "--run-dir", old, "--load", load, "--finetune", "--train-iters", 3)
-        assert (
-            f"error: --run-dir {old} holds a run that has done 2 steps and continues only from its own checkpoints, "
-            f"not from --load {load}; leave --load and --finetune out to continue it, or give another "
-            "--run-dir to start a new run\n") in ended.output, ended
-    assert saved_steps(old) == [2, 1]
+    train_in_pool(pool, tmp_path, "--run-dir", old, "--train-iters", 2)
+    ended = train_in_pool(pool, tmp_path, "--run-dir", old, "--load", old, "--finetune", "--train-iters", 3)
+    assert (f"error: --run-dir {old} holds a run, which continues only from its own checkpoints; leave --load and "
+            "--finetune out to continue it, or give another --run-dir to start a new run\n") in ended.output, ended
     assert train_in_pool(pool, tmp_path, "--run-dir", new, "--load", old, "--finetune", "--train-iters", 1).code == 0
     ended = train_in_pool(pool, tmp_path, "--run-dir", new, "--no-finetune", "--train-iters", 3)
-    assert "holds a run that has done 1 step" in ended.output, ended
+    assert "continues only from its own checkpoints" in ended.output, ended
 
 
 READERS = {"--config": lambda path: from_command_line(["--config", path], 1),
@@ -126,7 +120,7 @@ def alarm():
     def end(*_):
         raise TimeoutError
     previous = signal.signal(signal.SIGALRM, end)
-    signal.alarm(20)
+    signal.alarm(300)
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, previous)
@@ -171,13 +165,10 @@ def unharmed(folder: Path):
 
 
 @pytest.mark.parametrize("plant", [os.mkfifo, link_to_precious, link_to_nowhere])
-def test_files_that_a_run_extends_are_refused_if_they_are_pipes_or_links(tmp_path, plant):
-    for name in ("lock", "metrics.jsonl"):
-        plant(tmp_path / name)
-    with pytest.raises(UserError, match=r"can't be written to \(.*not a regular file\)"):
+def test_a_lock_that_is_a_pipe_or_a_link_is_refused(tmp_path, plant):
+    plant(tmp_path / "lock")
+    with pytest.raises(UserError, match=r"can't be written to \((not a regular file|Too many levels of symbolic li)"):
         open_run(Config(run_dir=str(tmp_path)).resolve(1))
-    with pytest.raises(OSError, match="not a regular file"):
-        remove_outdated(tmp_path / "metrics.jsonl", 0)
     unharmed(tmp_path)
 
 
@@ -198,6 +189,7 @@ def test_a_run_replaces_pipes_and_links_and_never_writes_through_them(pool, tmp_
     needs("matplotlib")
     make_corpus(tmp_path)
     names = ["loss.svg", "trace-00000002.svg", "trace-00000002.json", "config.json", ".config.json",
+             *["metrics.jsonl"] * (plant in (link_to_precious, link_to_nowhere)),
              "checkpoints/.step-00000002.unfinished", "checkpoints/.step-00000001.discarded"]
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "lock").touch()

@@ -1,4 +1,4 @@
-"""What a run prints before the first step, within a slow step and when it is stopped; metrics.jsonl.
+"""What a run prints before the first step and in a step; metrics.jsonl.
 
 TensorBoard shows the points of metrics.jsonl, also after a restart, and never ends a run.
 """
@@ -8,8 +8,6 @@ import math
 import os
 import re
 import shutil
-import signal
-import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -26,8 +24,7 @@ from nanodomino.errors import UserError
 from nanodomino.estimate.formulas import flops_per_token, parameter_count
 from nanodomino.estimate.stages import require_memory
 from nanodomino.model import meta_stage
-from nanodomino.run.failures import StopSignal, stop_signals
-from nanodomino.run.report import describe_stage, remove_outdated, what_hides_what
+from nanodomino.run.report import continue_metrics, describe_stage, what_hides_what
 from nanodomino.settings.config import Config
 from nanodomino.settings.presets import PRESETS
 from nanodomino.zero import StepResult
@@ -60,14 +57,13 @@ EP2 = dict(num_experts=4, disable_bias_linear=True, expert_model_parallel_size=2
 
 @pytest.mark.parametrize("changes, words", [
     (dict(tensor_model_parallel_size=1, data_parallel_size=2), "a layer sends nothing, so there is nothing to hide"),
-    (dict(slices=2), "each slice's all-reduce is hidden by the other slice's compute, in backward also by weight"),
-    (dict(slices=3, sequence_parallel=True), "each slice's gather and reduce is hidden by the other slices' compute"),
+    (dict(slices=2), "each slice's all-reduce is hidden by the compute of another slice, in backward"),
+    (dict(slices=3, sequence_parallel=True), "each slice's gather and reduce is hidden by the compute of another"),
     (dict(micro_batch_size=1), "each layer's all-reduce is hidden by the matmul of the next columns, in backward also"),
-    (dict(slices=1, schedule="paired"), "hidden by another microbatch's compute, in backward"),
-    (dict(slices=1), "nothing in forward and by weight gradients in backward; try --slices 2, or --columns 2"),
+    (dict(slices=1, schedule="paired"), "hidden by the compute of another microbatch, in backward"),
+    (dict(slices=1), "nothing in forward, in backward also by weight gradients; try --slices 2, or --columns 2"),
     (dict(slices=1, schedule="zb-v"), "all-reduce is hidden by nothing in forward; try --slices 2, or --columns 2"),
-    (dict(slices=1, columns=1, micro_batch_size=1), "try --micro-batch-size 2 --slices 2, or --columns 2"),
-    (EP2 | dict(columns=2), "hidden by nothing in forward and by weight gradients in backward; try --slices 2"),
+    (EP2 | dict(columns=2), "hidden by nothing in forward, in backward also by weight gradients; try --slices 2"),
     (EP2 | dict(tensor_model_parallel_size=2, columns=2, slices=1), "of the next columns (only the all-reduce), in")])
 def test_the_start_says_what_hides_what(changes, words):
     changes = dict(tensor_model_parallel_size=2) | changes
@@ -77,17 +73,12 @@ def test_the_start_says_what_hides_what(changes, words):
 
 def test_epochs_and_memory_are_announced(report, capsys):
     """5 steps of 24 samples; the text has 124 samples, or 3."""
-    shown = report()
-    capsys.readouterr()
-    shown.estimate("it is small")
-    assert capsys.readouterr().out == "5 steps = 0.97 epochs of this text; it is small\n"
-    report(train=25).estimate("it is small")
+    report(memory="it is small")
+    assert capsys.readouterr().out.endswith("\n5 steps = 0.97 epochs of this text; it is small\n")
+    report(train=25, memory="it is small")
     said = capsys.readouterr().out
     assert "5 steps = 40 epochs of this text; it is small" in said and "\nwarning: after about 4 epochs" in said
-    assert "try --train-iters 1, a smaller --global-batch-size or more text" in said
-    (resumed := report(train=25)).first_step = 2
-    resumed.estimate("it is small")
-    assert "try a smaller --global-batch-size or more text" in capsys.readouterr().out, "as many steps are done"
+    assert "try a smaller --train-iters or --global-batch-size, or more text" in said
 
 
 def test_perplexity_and_bits_per_byte_are_reported(report, tmp_path, capsys):
@@ -128,20 +119,14 @@ def test_every_number_of_a_step_is_recorded_printed_and_drawn(report, tmp_path, 
 
 
 def test_the_losses_of_depths_are_reported(report, tmp_path, capsys):
-    """Each is a mean over the tokens that the depth counts. With experts, their numbers follow."""
-    for experts in ({}, dict(num_experts=2, disable_bias_linear=True)):
-        config = tiny(1, num_layers=2, mtp_num_layers=2, log_interval=1, **experts)
-        (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
-        counts = [60.0, 20.0, 70.0, 10.0] + (4 * [30.0, 10.0, 0.0] if experts else [])
-        report(config).step(1, result_of(counts), 0.1, seconds=1.0)
-        said = capsys.readouterr().out
-        assert "layers 0 to 1, head, 2 depths of multi-token prediction" in said
-        assert " | mtp 1 loss 3.0000 | mtp 2 loss 7.0000" in said
-        line = metrics(tmp_path)[-1]
-        assert (line["mtp_1_loss"], line["mtp_2_loss"]) == (3.0, 7.0)
-        if experts:
-            assert set(line["expert_load"]) == {"layers.0", "layers.1", "mtp.0.layer", "mtp.1.layer"}
-            assert line["busiest_expert"] == 1.5
+    """Each is a mean over the tokens that the depth counts. The numbers of experts follow."""
+    config = tiny(1, num_layers=2, mtp_num_layers=2, log_interval=1, num_experts=2, disable_bias_linear=True)
+    report(config).step(1, result_of([60.0, 20.0, 70.0, 10.0] + 4 * [30.0, 10.0, 0.0]), 0.1, seconds=1.0)
+    said, line = capsys.readouterr().out, metrics(tmp_path)[-1]
+    assert "layers 0 to 1, head, 2 depths of multi-token prediction" in said
+    assert " | mtp 1 loss 3.0000 | mtp 2 loss 7.0000" in said
+    assert (line["mtp_1_loss"], line["mtp_2_loss"], line["busiest_expert"]) == (3.0, 7.0, 1.5)
+    assert set(line["expert_load"]) == {"layers.0", "layers.1", "mtp.0.layer", "mtp.1.layer"}
 
 
 def test_the_load_of_experts_is_reported(report, tmp_path, capsys):
@@ -179,40 +164,6 @@ def test_a_run_whose_dry_run_fails_starts_without_an_estimate(monkeypatch):
     assert words == "no estimate of its memory (the dry run does not know the FLOPs of torch's new_mm)"
 
 
-@pytest.mark.parametrize("number, again", [(signal.SIGINT, "press Ctrl-C"), (signal.SIGTERM, "send SIGTERM"),
-                                           (signal.SIGHUP, "send SIGHUP")])
-def test_a_stop_signal_is_acknowledged_within_the_step(number, again, monkeypatch):
-    """By the thread that listens to signals. A second signal ends the process, but torchrun's copy of the first does
-    not: it arrives at once. After the last step the first signal does."""
-    said, kept = [], {each: signal.signal(each, signal.SIG_DFL)
-                      for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    try:
-        signals = StopSignal(said.append)
-        signal.raise_signal(number)
-        end = time.monotonic() + 60
-        while not said and time.monotonic() < end:
-            time.sleep(0.01)
-        assert signals.number == number
-        assert said == [f"stopping after this step with a checkpoint; {again} again to stop at once"]
-        codes = []
-        monkeypatch.setattr(os, "_exit", codes.append)
-        signals.received_at = time.monotonic()
-        signals.handle(number)
-        assert not codes and len(said) == 1
-        signals.received_at -= 2.1
-        signals.handle(number)
-        assert codes == [128 + number]
-        signals.number, signals.received_at, signals.all_saved = 0, 0.0, True        # in the final evaluation
-        signals.handle(number)
-        assert codes == 2 * [128 + number]
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)           # as `nohup` does
-        assert stop_signals() == [signal.SIGTERM, signal.SIGINT]
-    finally:
-        signal.set_wakeup_fd(-1)
-        for each, handler in kept.items():
-            signal.signal(each, handler)
-
-
 @pytest.mark.parametrize("model", PRESETS)
 def test_up_to_eight_processes_have_a_default_layout(model):
     """The default tp divides the query groups, such as the 3 of smollm2-135m and the 25 of gpt2-xl."""
@@ -233,67 +184,32 @@ def lines_of(*steps) -> list[bytes]:
     return [b'{"step": %d, "loss": 1.0}\n' % step for step in steps]
 
 
-def reopened(tmp_path, first_step, *lines) -> tuple[list[bytes], str]:
-    """(the lines that remain, what was printed)"""
-    said, path = [], tmp_path / "metrics.jsonl"
-    path.write_bytes(b"".join(lines))
-    remove_outdated(path, first_step, say=said.append)
-    return path.read_bytes().splitlines(keepends=True), " ".join(said)
-
-
 @pytest.mark.parametrize("cut", [
-    b'{"step": 5, "lo', b'{"step": 5, "loss": 1.0}', b"\0\0", b"\n", b"[1]\n", b'{"step": 5, "test_loss": 1.0}\n',
-    b'{"step": "two"}\n', b"[" * 99999 + b"\n"], ids=len)
+    b'{"step": 5, "lo', b'{"step": 5, "loss": 1.0}', b"\0\0", b'{"step": 5, "test_loss": 1.0}\n',
+    b"[" * 99999 + b"\n"], ids=len)
 def test_lines_that_a_resumed_run_will_redo_or_that_cannot_be_read_are_cut(tmp_path, cut):
-    """An incomplete line of a killed run; the test loss of what was the last step."""
-    middle = [cut] if cut.endswith(b"\n") else []
-    assert reopened(tmp_path, 5, *lines_of(0, 1), *middle, *lines_of(5, 6), cut) == (lines_of(0, 1, 5), "")
-    assert reopened(tmp_path, 0, *lines_of(0)) == ([], "")
+    """An incomplete line of a killed run. A run that starts over has no lines."""
+    path, middle = tmp_path / "metrics.jsonl", [cut] if cut.endswith(b"\n") else []
+    path.write_bytes(b"".join([*lines_of(0, 1), *middle, *lines_of(5, 6), cut]))
+    file = continue_metrics(path, 5, {"test_loss"})
+    file.write(b"{}\n")
+    assert path.read_bytes() == b"".join([*lines_of(0, 1, 5), b"{}\n"])
+    assert not continue_metrics(path, 0, set()).tell()
 
 
-def test_a_file_without_outdated_lines_is_left_as_it_is(tmp_path):
-    """A finished run with --eval-iters 0 keeps the losses that it does not score again."""
-    (path := tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\n{"step": 5, "test_loss": 1.0}\n')
-    inode = path.stat().st_ino
-    remove_outdated(path, 5, outdated=())
-    assert path.stat().st_ino == inode
-    remove_outdated(path, 5)
-    assert path.read_bytes() == b'{"step": 0}\n'
-
-
-def test_the_end_says_what_another_program_has_deleted(report, tmp_path, capsys):
+def test_a_full_disk_is_one_warning(report, tmp_path, capsys):
+    """Also for TensorBoard, and whatever else goes wrong there."""
     shown = report()
-    (tmp_path / "checkpoints").mkdir(exist_ok=True)
-    (tmp_path / "metrics.jsonl").unlink()
-    shown.end(3, 1.0)
-    assert f"everything in {tmp_path}, except metrics.jsonl, which another program" in capsys.readouterr().out
-
-
-def test_a_run_that_starts_over_keeps_the_metrics_of_its_previous_start(tmp_path):
-    """Its checkpoints may only have been moved away."""
-    for number in (1, 2):
-        left, said = reopened(tmp_path, 0, *lines_of(0, number))
-        kept = tmp_path / f"metrics-00{number}.jsonl"
-        assert left == [] and kept.read_bytes() == b"".join(lines_of(0, number))
-        assert said == f"this run starts over from step 0; the metrics of its previous start are in {kept}"
-
-
-def test_a_partly_written_line_is_completed_later(report, tmp_path, capsys):
-    """write() to a nearly full disk stores what fits and returns its size; only the next write fails."""
-    shown, room = report(), [12, 0, 0, 5]
-    metrics, write = shown.metrics, shown.metrics.file.write
-
-    def nearly_full(data):
-        fits = room.pop(0) if room else len(data)
-        if not fits:
-            raise OSError(28, "No space left on device")
-        return write(data[:fits])
-
-    metrics.file = SimpleNamespace(write=nearly_full, fileno=metrics.file.fileno)
-    for step in range(1, 7):
+    kept, shown.metrics = shown.metrics, open("/dev/full", "wb", buffering=0)
+    shown.tensorboard = SimpleNamespace(add_scalar=lambda *_: os.stat("/nowhere"), flush=lambda: None)
+    for step in (1, 2):
         shown.record(step=step, loss=1.0)
-    assert (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)[1:] == lines_of(*range(1, 7))
-    assert capsys.readouterr().out.count("metrics.jsonl can't be written") == 1
+    shown.metrics = kept
+    shown.record(step=3, loss=1.0)
+    assert (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)[1:] == lines_of(3)
+    said = capsys.readouterr().out
+    assert said.count("metrics.jsonl can't be written ([Errno 28] No space left") == 1
+    assert said.count("--tensorboard-dir can't be written ([Errno 2] No such file") == 1
 
 
 def shown(folder):
@@ -329,13 +245,3 @@ def test_tensorboard_shows_every_number_of_metrics_and_hides_the_points_of_steps
     shutil.rmtree(board)
     train_in_pool(pool, tmp_path, *flags, "--train-iters", 9, world_size=2)
     assert saved_steps(run)[0] == 9 and not board.exists()
-
-
-def test_a_failure_is_one_warning(tmp_path, capsys):
-    needs("tensorboard")
-    report = report_without_a_run(tmp_path, tiny(1, tensorboard_dir=str(tmp_path / "board")))
-    report.tensorboard.add_scalar = lambda *_: os.stat("/nowhere")
-    for step in (1, 2):
-        report.record(step=step, loss=1.0)
-    assert capsys.readouterr().out.count("--tensorboard-dir can't be written ([Errno 2] No such file") == 1
-    assert (tmp_path / "metrics.jsonl").read_text().count("loss") == 2

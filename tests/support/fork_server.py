@@ -149,6 +149,12 @@ def environment_without_launcher() -> dict:
     return {"GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"} | environment
 
 
+def default_signals():
+    """Handle signals as a process of a shell does, even if the tests were started with `nohup`."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def launcher_environments(processes: int) -> list[dict]:
     """Return the environment variables that a launcher gives to each rank on this host."""
     from benchmarks.runner import reserve_port
@@ -213,6 +219,7 @@ def become(command: str, flags: list[str], environment: dict, folder: str, log: 
     """Turn this fork into `python COMMAND FLAGS` and exit with its code."""
     os.environ.update(environment)
     os.chdir(folder)
+    default_signals()
     screen = os.open(log, os.O_WRONLY | os.O_APPEND)
     for stream, descriptor in enumerate((os.open(os.devnull, os.O_RDONLY), screen, screen)):
         os.dup2(descriptor, stream)

@@ -69,10 +69,10 @@ def corpus_without_files(path, **tokens) -> Corpus:
     return corpus
 
 
-def report_without_a_run(folder, config=None, device="cpu", **tokens) -> Report:
+def report_without_a_run(folder, config=None, device="cpu", memory="", **tokens) -> Report:
     """Return rank 0's Report for a run in this folder. tokens: see corpus_without_files()."""
     place = SimpleNamespace(device=torch.device(device), pp=1, picture=" ".join)
-    return Report(config or tiny(1), corpus_without_files(folder, **tokens), place, folder, 0, enabled=True)
+    return Report(config or tiny(1), corpus_without_files(folder, **tokens), place, folder, 0, True, (), memory)
 
 
 # {field of Sizes: setting of an option}

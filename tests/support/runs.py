@@ -4,7 +4,7 @@
     Job(folder, corpus, run_dir, *flags)   in processes of its own, which a test may signal and kill
 
 In the pool, the run uses the worker's process group and sets its own time-out on it. The file `lock` is made but not
-locked, and the signal handlers are replaced, because they would last as long as the worker.
+locked, and no signal handlers are set, because they would last as long as the worker.
 """
 
 import contextlib
@@ -17,14 +17,14 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from support import ROOT
-from support.fork_server import Ended, ForkServer, Running, environment_without_launcher, launcher_environments
+from support.fork_server import (Ended, ForkServer, Running, default_signals, environment_without_launcher,
+                                 launcher_environments)
 from support.pool import Pool
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
@@ -38,9 +38,7 @@ from nanodomino.run import folder as run_folder, session
 
 
 
-
-
-PATIENCE = 90           # seconds until a launch counts as stuck
+PATIENCE = 300          # seconds until a launch counts as stuck, also on a machine with other work
 TINY = ("--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 8 "
         "--hidden-dropout 0.1 --attention-dropout 0.1 --eval-iters 1 --eval-interval 7 --sample-tokens 0 "
         "--device cpu").split()
@@ -80,8 +78,8 @@ def main_on_rank(flags: list[str], bad_steps=()) -> Ended:
         _set_pg_timeout(timedelta(seconds=timeout), dist.group.WORLD)
 
     with (mock.patch.object(train, "get_batch", poisoned),
-          mock.patch.multiple(session, start_world=start_world,
-                              StopSignal=lambda say: SimpleNamespace(number=0, received_at=0.0)),
+          mock.patch.object(session, "start_world", start_world),
+          mock.patch.object(session.Watchdog, "__enter__", lambda watchdog: watchdog),
           mock.patch.object(run_folder, "lock_folder", lambda run_dir: (run_dir / "lock").touch()),
           contextlib.redirect_stdout(screen)):
         try:
@@ -102,7 +100,7 @@ def torchrun(folder: Path, log: Path, processes: int, *words, restarts=0) -> sub
                                                       "PLACES": str(log.with_suffix(".ranks"))}
     with open(log, "w") as file:
         return subprocess.Popen([*map(str, command)], env=environment, cwd=folder, stdout=file,
-                                stderr=subprocess.STDOUT)
+                                stderr=subprocess.STDOUT, preexec_fn=default_signals)
 
 
 def wait_until(condition, seconds=PATIENCE, pause=0.02):
