@@ -33,9 +33,9 @@ from benchmarks.runner import (CONFIG_FLAGS, GPT2, RandomTokens, Times, about, a
                                describe, join, ratio_text, ratios, require_same_work, table)
 from nanodomino.checkpoint.format import slices
 from nanodomino.domino import Domino
-from nanodomino.errors import import_optional, require
+from nanodomino.errors import require
 from nanodomino.estimate.formulas import find_peak_flops, flops_per_token, parameter_count
-from nanodomino.huggingface.families import family_of, write_config
+from nanodomino.huggingface.families import FAMILIES, import_transformers, write_config
 from nanodomino.huggingface.tensors import map_tensors
 from nanodomino.zero import ZeroOptimizer
 
@@ -151,18 +151,16 @@ def plain(config, ours) -> MeanLoss:
 def transformers(config, ours) -> MeanLoss:
     """Return Transformers' model of the same family with the weights of `ours`. Raises UserError without the package.
     """
-    transformers = import_optional("transformers", "--against transformers")
+    configuration = write_config(config, "float32")
     weights, theirs = dict(ours.named_parameters()), {}
-    for mapping in map_tensors(config, family_of(config).modules):
+    for mapping in map_tensors(config, FAMILIES[configuration.model_type].modules):
         whole = weights[mapping.name].detach().float().view(mapping.shape)
         part = whole[slices(mapping.box, (0,) * whole.dim())].view(mapping.size)
         parts = mapping.to_hf(part, config)
         theirs |= {name: part.clone() for name, part in zip(mapping.hf_shapes, parts)}
-    record = write_config(config, config.dtype)
     # from_pretrained instead of load_state_dict: it joins the tensors of the experts
-    model, problems = getattr(transformers, record["architectures"][0]).from_pretrained(
-        None, config=transformers.AutoConfig.for_model(**record | {"torch_dtype": None}), dtype=torch.float32,
-        state_dict=theirs, output_loading_info=True)
+    model, problems = getattr(import_transformers(), configuration.architectures[0]).from_pretrained(
+        None, config=configuration, dtype=torch.float32, state_dict=theirs, output_loading_info=True)
     require(not any(problems.values()), f"Transformers can't load what nanodomino exports ({problems}); this is a bug")
     return MeanLoss(model.train(), lambda model, tokens: model(tokens, use_cache=False).logits)
 

@@ -18,6 +18,8 @@ def main(arguments: list[str]):
     importing.add_argument("folder", metavar="DIR", type=Path, help="the folder with config.json and the weights")
     importing.add_argument("--output", metavar="CHECKPOINT", type=Path, required=True,
                            help="the checkpoint to write, for --load of train.py and of nanodomino.generate")
+    importing.add_argument("--no-check", action="store_true", help="skip the comparison of a few logits with those of "
+                           "Transformers, for a model too large for the memory: it needs 8 bytes per weight")
     exporting = commands.add_parser("export", help="write a folder that Transformers loads", allow_abbrev=False)
     exporting.add_argument("folder", metavar="CHECKPOINT", type=Path,
                            help="a checkpoint, or the folder of a run, whose newest intact checkpoint is exported")
@@ -25,7 +27,7 @@ def main(arguments: list[str]):
     exporting.add_argument("--dtype", choices=DTYPES,
                            help="dtype of the weights (default: the dtype of the run or of the imported model)")
     flags = parser.parse_args(arguments)
-    print(import_model(flags.folder, flags.output) if flags.command == "import"
+    print(import_model(flags.folder, flags.output, not flags.no_check) if flags.command == "import"
           else export_model(flags.folder, flags.out, flags.dtype))
 
 

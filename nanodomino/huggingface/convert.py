@@ -8,20 +8,18 @@
     DIR/model.safetensors       {name: tensor}                                          tensors.py
     DIR/tokenizer.json ...      the tokenizer's files, copied in both directions
 
-A large model has several weight files, and model.safetensors.index.json with {"weight_map": {name: file}}.
-
 **The same bits.** Every 16-bit number can be represented in fp32, so import loses nothing. Export uses the dtype of the
-imported model by default, so it restores the original bits. Import pads the vocabulary with rows of zeros, which export
-leaves out.
+imported model by default. Import pads the vocabulary with rows of zeros, which export leaves out.
 
-**Little memory.** Import and export read, convert and write one parameter at a time.
+**Proof.** Import runs the same tokens through Transformers' model and through ours, one after the other, and refuses a
+model if the logits differ. Apart from that, import and export hold one parameter at a time in memory.
 
-**No code.** safetensors files hold only numbers. A file written by torch.save, such as pytorch_model.bin, can run code
-when it is loaded, so it is never read.
+**No code.** safetensors files hold only numbers. Loading pytorch_model.bin can run code, so it is never read.
 """
 
 import dataclasses
 import json
+import math
 import os
 import re
 from contextlib import contextmanager
@@ -29,46 +27,44 @@ from functools import partial, reduce
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from nanodomino.checkpoint.format import (FORMAT, STORED_DTYPES, SUFFIX, Index, StoredTensor, read_header, read_tensor,
-                                          stored_name, write_manifest, write_tensors)
-from nanodomino.checkpoint.load import find_checkpoint, open_weights
-from nanodomino.settings.config import Config
+from nanodomino.checkpoint.format import (FORMAT, SUFFIX, Index, read_header, read_tensor, stored_name, write_manifest,
+                                          write_tensors)
+from nanodomino.checkpoint.load import find_checkpoint, full_weights, open_weights
 from nanodomino.corpus.tokenizers import FILES
-from nanodomino.errors import UserError, counted, require
+from nanodomino.errors import counted, require
 from nanodomino.files import delete, read_json, write_file
-from nanodomino.huggingface.families import Family, family_of, family_of_json, read_config, write_config
+from nanodomino.huggingface.families import (FAMILIES, attempt, import_transformers, load_configuration, read_config,
+                                             write_config)
 from nanodomino.huggingface.tensors import TensorMapping, element_count, map_tensors
-from nanodomino.settings.presets import DTYPES
+from nanodomino.mesh import meta_mesh
+from nanodomino.model import GPT
+from nanodomino.settings.config import Config
 from nanodomino.settings.flags import flag_name
+from nanodomino.settings.presets import DTYPES
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 *TOKENIZER_FILES, GENERATION = FILES
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+SHARD = f"rank-00000{SUFFIX}"
+BUFFERS = re.compile(r".*\.(attn\.(masked_)?bias|rotary_emb\.inv_freq)")    # in old files; they are not weights
 
 
 @contextmanager
 def new_folder(final: Path):
-    """Yield a hidden folder that is renamed to `final` if the block succeeds, and deleted if it fails.
-    Raises UserError if `final` exists or can't be written."""
+    """Yield a hidden folder that is renamed to `final` if the block succeeds, and deleted if it fails. Raises OSError,
+    and UserError if `final` exists."""
     require(not os.path.lexists(final), f"{final} already exists, and nothing is overwritten; choose another name, or "
             "move it away")
-    absolute = final.absolute()
-    temporary = absolute.with_name(f".{absolute.name}.unfinished")
+    temporary = final.absolute().with_name(f".{final.absolute().name}.unfinished")
+    delete(temporary)                                          # left by a process that was killed
+    temporary.mkdir(parents=True)
     try:
-        delete(temporary)                                      # left by a process that was killed
-        temporary.mkdir(parents=True)
         yield temporary
         temporary.rename(final)
-    except OSError as error:
-        raise UserError(f"{final} can't be written ({error.strerror}); free some space, or choose another "
-                        "folder") from None
     finally:
         delete(temporary)
-
-
-def write_json(path: Path, values: dict):
-    write_file(path, (json.dumps(values, indent=2) + "\n").encode())
 
 
 def copy_tokenizer(source: Path, target: Path) -> str:
@@ -81,53 +77,29 @@ def copy_tokenizer(source: Path, target: Path) -> str:
 
 # ---- import
 
-def open_weight_files(folder: Path) -> dict[str, StoredTensor]:
-    """Return {name of a tensor: where it is stored} for all tensors in a folder. Only headers are read. Without an
-    index, the files of a large model are model-*.safetensors. Raises UserError."""
-    whole, index, found = folder / WEIGHTS, folder / INDEX, {}
-    paths = [whole] if whole.exists() else sorted(folder.glob("model-*.safetensors"))
-    if not whole.exists() and index.exists():
-        names = read_json(index).get("weight_map")
-        require(isinstance(names, dict), f"{index} has no weight_map {{tensor: file}}; download it again")
-        paths = [folder / name for name in sorted(set(map(str, names.values())))]
-    require(paths, f"{folder} has neither {WEIGHTS} nor model-00001-of-*.safetensors; give a folder in the format that "
-            "save_pretrained(DIR) writes")
-    for path in paths:
-        for name, stored in read_header(path).items():
-            require(name not in found, f"{name[:80]} is in {path} and in another file; download the folder again")
-            found[name] = stored
-    return found
-
-
-def match_tensors(mappings: list[TensorMapping], family: Family, config: Config, folder: Path) -> tuple[dict, set]:
-    """Return {Hugging Face name: function that loads this tensor} for all tensors of the model, and their dtypes.
-    Raises UserError if a tensor is missing or unknown, or has the wrong shape or dtype."""
-    needed = {name: list(shape) for mapping in mappings for name, shape in mapping.hf_shapes.items()}
-    (embedding, *_), found, dtypes = mappings[0].hf_shapes, {}, set()
-    for hf_name, stored in open_weight_files(folder).items():
-        shape, dtype = list(stored.shape), stored.dtype
-        name = hf_name if hf_name.startswith((family.prefix, "lm_head.")) else family.prefix + hf_name
-        if re.fullmatch(family.ignored_tensors, name):
-            continue
-        if name == "lm_head.weight" and config.tied:           # some writers store the tied matrix twice
-            needed[name] = needed[embedding]
-        require(name in needed and name not in found,
-                f"{folder} holds {hf_name[:80]}, which a {family.architecture} with this config.json does not "
-                "have; import a model whose files belong together")
-        require(shape == needed[name], f"{hf_name} in {folder} has shape {shape}, but config.json implies "
-                f"{needed[name]}; import a model whose files belong together")
-        require(isinstance(dtype, torch.dtype), f"{hf_name} in {folder} has type {dtype}, but weights must be of type "
-                f"{', '.join(STORED_DTYPES.values())}; import a model that is not quantized")
-        found[name] = partial(read_tensor, stored)
-        dtypes.add(dtype)
-    missing = [name for name in needed if name not in found]
-    require(not missing, f"{folder} lacks {', '.join(missing[:3])}{' and others' if len(missing) > 3 else ''}, which a "
-            f"{family.architecture} with this config.json has; download the folder again")
-    copy = found.pop("lm_head.weight", None) if config.tied else None
-    require(copy is None or torch.equal(copy(), found[embedding]()),
-            f"{folder} has tie_word_embeddings true, but its lm_head.weight differs from its {embedding}; set "
-            "tie_word_embeddings to false in its config.json if the model has a separate head, else download it again")
-    return found, dtypes
+def open_tensors(folder: Path, needed: dict, tied: bool) -> tuple[dict, torch.dtype]:
+    """Return {name: function that loads this tensor} for all tensors in a folder, and a dtype that holds them all. Only
+    headers are read. needed: {name: shape} of all tensors of the model. Raises UserError if the folder has others, or
+    other shapes or dtypes."""
+    (embedding, *_), found = needed, {}
+    prefix = embedding.partition(".")[0] + "."                 # of all names but lm_head's; some files leave it out
+    files = {WEIGHTS} if (folder / WEIGHTS).exists() else attempt(       # a large model has several files
+        f"{folder} has neither {WEIGHTS} nor a list of weight files", lambda: {
+            *read_json(folder / INDEX)["weight_map"].values()})
+    for file in sorted(files):
+        found |= {name if name.startswith((prefix, "lm_head.")) else prefix + name: stored
+                  for name, stored in read_header(folder / file).items() if not BUFFERS.fullmatch(name)}
+    if tied:                                                   # some writers store the tied matrix twice
+        found.pop("lm_head.weight", None)
+    for verb, names in (("lacks", needed.keys() - found.keys()), ("has", found.keys() - needed.keys())):
+        require(not names, f"{folder} {verb} {', '.join(sorted(names))[:200]}, unlike nanodomino's model with this "
+                "config.json; import another model, or download the folder again")
+    for name, stored in found.items():
+        require(stored.shape == tuple(needed[name]) and stored.dtype in DTYPES.values(), f"{name} in {folder} has "
+                f"shape {list(stored.shape)} and type {stored.dtype}, but config.json implies {list(needed[name])}, "
+                f"and nanodomino knows {', '.join(DTYPES)}; import another model")
+    return {name: partial(read_tensor, stored) for name, stored in found.items()}, reduce(
+        torch.promote_types, {stored.dtype for stored in found.values()})
 
 
 def convert_from_hf(mapping: TensorMapping, found: dict, config: Config, dtype: torch.dtype) -> torch.Tensor:
@@ -136,29 +108,80 @@ def convert_from_hf(mapping: TensorMapping, found: dict, config: Config, dtype: 
     return mapping.from_hf(parts, config).contiguous().view(mapping.box.size)
 
 
-def import_model(folder: Path, output: Path) -> str:
-    """Import the model in `folder` as the checkpoint `output`, and return a line about the result. Raises UserError."""
-    values = read_json(folder / "config.json")
-    family = family_of_json(values, folder / "config.json")
-    config = read_config(values, folder / "config.json")
+def import_model(folder: Path, output: Path, check=True) -> str:
+    """Import the model in `folder` as the checkpoint `output`, and return a line about the result. check: compare its
+    logits with those of Transformers. Raises UserError."""
+    configuration = load_configuration(folder)
+    family, config = FAMILIES[configuration.model_type], read_config(configuration, folder / "config.json")
     mappings = map_tensors(config, family.modules)
-    found, dtypes = match_tensors(mappings, family, config, folder)
-    dtype = reduce(torch.promote_types, dtypes)
-    dtype_name = str(dtype).removeprefix("torch.")
-    config = dataclasses.replace(config, dtype=dtype_name)
+    found, dtype = open_tensors(folder, {name: one.hf_shapes[name] for one in mappings for name in one.hf_shapes},
+                                config.tied)
+    needed, free = 8 * element_count(mappings), free_memory()
+    require(not check or needed < free, f"a comparison with Transformers needs {needed / 1e9:.1f} GB of memory, but "
+            f"only {free / 1e9:.1f} GB are free; free some, or give --no-check")
+    config = dataclasses.replace(config, dtype=str(dtype).removeprefix("torch."))
     wide = torch.promote_types(dtype, torch.float32)           # the dtype of a run's master weights
     with new_folder(output) as temporary:
         types = {stored_name(f"weight.{one.name}", one.box.offset): (wide, one.box.size) for one in mappings}
-        file = f"rank-00000{SUFFIX}"
-        digest = write_tensors(temporary / file, types, (convert_from_hf(one, found, config, wide) for one in mappings))
+        digest = write_tensors(temporary / SHARD, types, (
+            convert_from_hf(one, found, config, wide) for one in mappings))
         copied = copy_tokenizer(folder, temporary)
-        special = {name: values[name] for name in SPECIAL_TOKENS if values.get(name) is not None}
+        special = {name: value for name, value in read_json(folder / "config.json").items()
+                   if name in SPECIAL_TOKENS and value is not None}
         if special and not (temporary / GENERATION).exists():  # a checkpoint has no other place for these ids
-            write_json(temporary / GENERATION, special)
+            write_file(temporary / GENERATION, json.dumps(special, indent=2).encode())
         write_manifest(temporary, dict(format=FORMAT, step=0, adam_steps=0, skipped_in_a_row=0, loss_scale=None,
-                                       config=dataclasses.asdict(config)), {file: digest}, "import it again")
+                                       config=dataclasses.asdict(config)), {SHARD: digest}, "import it again")
+        proof = compare(folder, temporary) if check else ""
     return (f"{output}: {family.architecture}, {len(mappings)} tensors, {element_count(mappings):,} elements in "
-            f"{dtype_name}, {copied}")
+            f"{config.dtype}, {copied}{proof}")
+
+
+def free_memory() -> float:
+    """Return the bytes of memory that are available, or infinity: only Linux says."""
+    path = Path("/proc/meminfo")
+    return 1024 * int(re.search(r"MemAvailable: *(\d+)", path.read_text())[1]) if path.exists() else math.inf
+
+
+@torch.no_grad()
+def compare(folder: Path, checkpoint: Path, samples=5, length=32, window=4) -> str:
+    """Compare the logits of a checkpoint with those of Transformers. Return words about the largest difference. Raises
+    UserError if they differ by more than rounding.
+
+    A wrong reading of config.json must show in a few tokens. So the distance between neighbours grows from one position
+    to a third of all positions, where a wrong base or scaling of RoPE turns q and k most. A sliding window is shortened
+    in both models. Both compute in fp64, but Transformers rounds norms and routers to fp32. That can change the choice
+    between two experts, so the median of the samples counts.
+    """
+    configuration = load_configuration(folder)
+    if getattr(configuration, "sliding_window", None):
+        configuration.sliding_window = min(configuration.sliding_window, window)
+    config = dataclasses.replace(read_config(configuration, folder), dtype="float64")
+    tokens = torch.randint(config.vocab_size, (samples, min(length, config.max_position_embeddings)),
+                           generator=torch.Generator().manual_seed(0))
+    spread = torch.logspace(0, math.log2(config.max_position_embeddings), tokens.size(1), 2, dtype=torch.float64)
+    positions = (spread.round().long() - 1).expand_as(tokens)
+
+    model = attempt(f"Transformers can't load {folder}", import_transformers().AutoModelForCausalLM.from_pretrained,
+                    folder, config=configuration, dtype=torch.float64, local_files_only=True, use_safetensors=True,
+                    trust_remote_code=False, experts_implementation="eager").eval()
+    theirs = model(tokens, position_ids=positions, attention_mask=torch.ones_like(tokens), use_cache=False).logits
+    del model                                                  # before ours needs as much memory
+    mesh = meta_mesh(1, 1, 1)
+    groups = dict.fromkeys(mesh.rows, dist.ProcessGroup(0, 1))           # groups of one member never communicate
+    model = GPT(config, dataclasses.replace(mesh, device=torch.device("cpu"), groups=groups), parallel_output=False,
+                initialize=False)
+    weights = full_weights(checkpoint)
+    for name, weight in model.named_parameters():
+        weight.copy_(weights.pop(name))
+    ours = model(tokens, positions)
+    differences = (ours - theirs).abs().flatten(1) / theirs.abs().max()
+    sample = differences.amax(1).median(0).indices
+    largest, place = differences[sample].max(0)
+    require(largest < 1e-4, f"{folder} can't be imported, because the logit of the same token is "
+            f"{theirs[sample].flatten()[place]:.6g} in Transformers and {ours[sample].flatten()[place]:.6g} in "
+            "nanodomino; import another model")
+    return f", logits equal to Transformers' up to {largest:.0e}"
 
 
 # ---- export
@@ -199,8 +222,8 @@ def export_model(folder: Path, out: Path, dtype_name: str | None = None, max_byt
     if masks:
         left_out += f"; trained with {' and '.join(masks)}, so give Transformers one document at a time"
     dtype_name = dtype_name or config.dtype
-    dtype, family, values = DTYPES[dtype_name], family_of(config), write_config(config, dtype_name)
-    mappings = map_tensors(config, family.modules)
+    dtype, configuration = DTYPES[dtype_name], write_config(config, dtype_name)
+    mappings = map_tensors(config, FAMILIES[configuration.model_type].modules)
     files = split_into_files(mappings, dtype, max_bytes)
     names = [WEIGHTS] if len(files) == 1 else [f"model-{number:05d}-of-{len(files):05d}.safetensors"
                                                for number in range(1, len(files) + 1)]
@@ -212,23 +235,24 @@ def export_model(folder: Path, out: Path, dtype_name: str | None = None, max_byt
                 part for one in mappings_of_file for part in convert_to_hf(one, index, config, dtype).values()))
             weight_map |= dict.fromkeys(types, name)
         if len(files) > 1:
-            write_json(temporary / INDEX, dict(metadata=dict(total_size=element_count(mappings) * dtype.itemsize),
-                                               weight_map=weight_map))
+            content = dict(metadata=dict(total_size=element_count(mappings) * dtype.itemsize), weight_map=weight_map)
+            write_file(temporary / INDEX, json.dumps(content, indent=2).encode())
         imported = any((checkpoint / name).is_file() for name in TOKENIZER_FILES)       # else take the data folder's
         source = checkpoint if imported or not config.data_path else Path(config.data_path)
         copied = copy_tokenizer(source, temporary)
-        write_json(temporary / "config.json", values | special_tokens(temporary, source / "meta.json"))
-    return (f"{out}: {family.architecture}, {counted(len(names), 'weight file')}, "
+        configuration.update(special_tokens(temporary, source / "meta.json"))
+        configuration.save_pretrained(temporary)
+    return (f"{out}: {configuration.architectures[0]}, {counted(len(files), 'weight file')}, "
             f"{element_count(mappings):,} elements in {dtype_name}, {copied}{left_out}")
 
 
 def special_tokens(folder: Path, meta: Path) -> dict:
-    """Return the ids of the special tokens, {name: id}. An unknown id is None: if it were left out, Transformers
-    would assume an id that this vocabulary may not have. The end-of-text in `meta`, the data's meta.json if there is
-    one, is what generate uses, so it replaces another one, also in the generation_config.json of `folder`."""
+    """Return {name: id} of the special tokens. An unknown id is None, or Transformers would assume one. The end-of-text
+    in `meta`, the data's meta.json if there is one, is what generate uses. So it replaces another one, also in the
+    generation_config.json of `folder`."""
     stored = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
     old, end = stored.get("eos_token_id"), read_json(meta).get("end_of_text") if meta.is_file() else None
     if end is not None and end not in (old if isinstance(old, list) else [old]):
         stored |= dict(eos_token_id=end)
-        write_json(folder / GENERATION, stored)
+        write_file(folder / GENERATION, json.dumps(stored, indent=2).encode())
     return {name: stored.get(name) for name in SPECIAL_TOKENS}

@@ -23,7 +23,7 @@ def saved(transformers, tmp_path_factory):
 
     def saved(name):
         if name not in made:
-            model_type, sizes, _ = MODELS[name]
+            model_type, sizes = MODELS[name]
             torch.manual_seed(0)
             configuration = transformers.AutoConfig.for_model(model_type, **sizes)
             model = transformers.AutoModelForCausalLM.from_config(configuration).double().eval()

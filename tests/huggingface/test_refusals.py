@@ -1,193 +1,146 @@
 """What can't be imported or exported exactly is refused in one sentence, and leaves nothing behind."""
 
-import json
+import dataclasses
 import os
-import shutil
-from pathlib import Path
+import sys
 
 import pytest
 import torch
-from support.huggingface import LENGTH, LLAMA3, change_config, change_tensors, same_bits, weights_of
+from support.huggingface import LLAMA3, change_config, change_tensors
 
 from nanodomino.errors import UserError
-from nanodomino.huggingface import convert, families
+from nanodomino.huggingface import convert
 from nanodomino.huggingface.__main__ import main
 from nanodomino.huggingface.convert import INDEX, export_model, import_model
 from nanodomino.huggingface.families import read_config, write_config
 from nanodomino.settings.config import Config
 
 
-def assert_import_refused(folder, tmp_path, message, names=""):
+def assert_import_refused(folder, tmp_path, message):
     with pytest.raises(UserError, match=message) as error:
         import_model(folder, tmp_path / "imported")
-    assert names in str(error.value) and "\n" not in str(error.value) and not list(tmp_path.glob("*imported*"))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 1000 and not list(tmp_path.glob("*imported*"))
 
+
+# ---- the proof
+
+PROOF = r"the logit of the same token is \S+ in Transformers and \S+ in nanodomino; import another model"
+MISREAD = [      # (model, another reading of its config.json)
+    ("gpt2", dict(layernorm_epsilon=1e-3)), ("llama", dict(layernorm_epsilon=1e-5)), ("llama", dict(rotary_base=1e6)),
+    ("llama interpolated", dict(rotary_seq_len_interpolation_factor=3.1)), ("llama 3.1", dict(use_rope_scaling=False)),
+    ("llama 3.1", dict(rope_scaling_factor=9.0)), ("mistral with a window", dict(window_size=4)),
+    ("mistral with a window", dict(window_size=None)), ("qwen2 with a window", dict(full_attention_layers=0)),
+    ("qwen2 with a window", dict(full_attention_layers=2)), ("qwen3-moe", dict(moe_router_pre_softmax=True)),
+    ("mixtral", dict(moe_router_topk=1, moe_router_pre_softmax=True))]
+
+
+@pytest.mark.parametrize("model, wrong", MISREAD, ids=[f"{model} {wrong}" for model, wrong in MISREAD])
+def test_a_wrong_reading_of_an_entry_shows_in_the_logits(saved, tmp_path, monkeypatch, model, wrong):
+    """Rounding makes differences of 1e-6."""
+    monkeypatch.setattr(convert, "read_config", lambda *args: dataclasses.replace(read_config(*args), **wrong))
+    assert_import_refused(saved(model)[1], tmp_path, PROOF)
+
+
+@pytest.mark.parametrize("model, changes", [
+    ("gpt2", dict(scale_attn_weights=False)), ("gpt2", dict(scale_attn_by_inverse_layer_idx=True)),
+    ("llama", dict(hidden_act="gelu")), ("qwen2 with a window", dict(layer_types=[
+        "sliding_attention", "full_attention", "sliding_attention"]))])
+def test_an_entry_that_nanodomino_does_not_know_is_found_by_its_effect(folder, tmp_path, model, changes):
+    changed = folder(model)
+    change_config(changed, **changes)
+    assert_import_refused(changed, tmp_path, PROOF)
+    assert "logits" not in import_model(changed, tmp_path / "unchecked", check=False)
+    change_config(changed, **dict.fromkeys(changes, ...), some_other_entry=2.0, attention_dropout=0.5)
+    assert "logits equal to Transformers' up to" in import_model(changed, tmp_path / "imported"), "no effect"
+
+
+def test_the_proof_needs_memory_for_one_model_in_fp64(saved, tmp_path, monkeypatch):
+    elements = 94_800
+    monkeypatch.setattr(convert, "free_memory", lambda: 8 * elements)
+    assert_import_refused(saved("llama")[1], tmp_path, "needs 0.0 GB of memory, but only 0.0 GB are free; free some")
+    monkeypatch.setattr(convert, "free_memory", lambda: 8 * elements + 1)
+    import_model(saved("llama")[1], tmp_path / "imported")
+
+
+# ---- config.json
 
 ROPE = "original_max_position_embeddings"
-ONLY, WHOLE, POSITIVE = "but nanodomino supports only", ", but it must be a positive whole number", "must be a positive"
-UNKNOWN = "which may change the logits and which nanodomino does not know; import another model, or remove the entry"
-FULL = ["full_attention"] * 2
+REFUSED, COMPUTE = r"Transformers can't read .*config.json \(", "but nanodomino would compute"
 CONFIGS = [      # (model, changes of config.json, error)
-    ("gpt2", dict(activation_function="gelu"), f'activation_function "gelu", {ONLY} "gelu_new" or "gelu_pytorch_tanh"'),
-    ("gpt2", dict(scale_attn_weights=False), f"has scale_attn_weights false, {ONLY} true"),
-    ("gpt2", dict(n_layer=0), f"has n_layer 0{WHOLE}; correct it"),
-    ("gpt2", dict(hidden_size=32), "has n_embd 48 and hidden_size 32, which mean the same; correct it"),
-    ("gpt2", dict(layer_norm_epsilon=-1.0), f"has layer_norm_epsilon -1.0, but it {POSITIVE} number"),
-    ("gpt2", dict(tie_word_embeddings=False), "lacks lm_head.weight, which a GPT2LMHeadModel with this config.json"),
-    ("gpt2", dict(model_type="gemma3"), 'a model of type "gemma3", but only gpt2, llama, mistral, .* can be imported'),
-    ("gpt2", dict(model_type=...), "a model of type null, but only gpt2, llama"),
-    ("llama", dict(prefix_scale=2.0), f"has prefix_scale 2.0, {UNKNOWN}"),
-    ("llama", dict(attention_bias=True), "has attention_bias true and mlp_bias false, but nanodomino has biases"),
-    ("llama", dict(num_key_value_heads=3), "model: num-attention-heads 4 must be divisible by num-query-groups 3"),
-    ("llama", dict(partial_rotary_factor=0.5), "has partial_rotary_factor 0.5, but"),
-    ("llama", dict(rope_scaling=dict(type="yarn", factor=4.0)), f'has rope_type "yarn", {ONLY} "default" or "linear"'),
-    ("llama", dict(rope_scaling=dict(rope_type="linear")), f"has factor null, but it {POSITIVE} number"),
-    ("llama", dict(rope_scaling=LLAMA3 | dict(low_freq_factor=2.0)), f"has low_freq_factor 2.0, {ONLY} 1"),
-    ("llama", dict(rope_scaling=LLAMA3 | {ROPE: 4096}), f"has {ROPE} 4096, {ONLY} 8192"),
-    ("llama", {"rope_scaling": LLAMA3, ROPE: 4096}, f"has {ROPE} 4096, {ONLY} null or 8192"),
-    ("llama", dict(rope_parameters=dict(rope_type="default", attention_factor=2.0)), f"_factor 2.0, {UNKNOWN}"),
-    ("mistral", dict(sliding_window=1), "has sliding_window 1 and max_window_layers 0, but they must be whole numbers"),
-    ("qwen2", dict(layer_types=FULL + ["sliding_attention"]), "and sliding_window null, but nanodomino"),
-    ("qwen2", dict(use_sliding_window=True, sliding_window=4, layer_types=["sliding_attention"] + FULL),
-     "supports only windows in all layers from some layer on; import another model"),
-    ("qwen3-moe", dict(decoder_sparse_step=2), f"has decoder_sparse_step 2, {ONLY} 1; import another model"),
-    ("qwen3-moe", dict(mlp_only_layers=[0]), rf"has mlp_only_layers \[0\], {UNKNOWN}"),
+    ("gpt2", dict(activation_function="gelu"), f"has activation_function gelu, {COMPUTE} gelu_new; import another"),
+    ("gpt2", dict(n_layer=0), r"an impossible model \(.*num-layers must be at least 1.*\); correct it, or use another"),
+    ("gpt2", dict(n_head=5), r"an impossible model \(.*hidden-size 48 must be divisible by num-attention-heads 5"),
+    ("gpt2", dict(tie_word_embeddings=False), "lacks lm_head.weight, unlike nanodomino's model with this config.json"),
+    ("gpt2", dict(model_type="gemma3"), "config.json describes a model of type gemma3, but only gpt2, llama, mistral"),
+    ("llama with biases", dict(mlp_bias=False), "has model.layers.0.mlp.down_proj.bias, .*, unlike nanodomino"),
+    ("llama", dict(num_key_value_heads=3), "num-attention-heads 4 must be divisible by num-query-groups 3"),
+    ("llama", dict(partial_rotary_factor=0.5), f"'partial_rotary_factor': 0.5.*, {COMPUTE}"),
+    ("llama", dict(rope_scaling=dict(type="yarn", factor=4.0)), f"'rope_type': 'yarn'.*, {COMPUTE} .*'default'"),
+    ("llama", dict(rope_scaling=dict(type="dynamic", factor=4.0)), f"'rope_type': 'dynamic'.*, {COMPUTE} .*'default'"),
+    ("llama", {"rope_scaling": LLAMA3, ROPE: 4096}, PROOF),
+    ("llama", dict(rope_parameters=dict(rope_type="default", attention_factor=2.0)), f"_factor': 2.0.*, {COMPUTE}"),
+    ("llama", dict(rope_parameters=dict(rope_type="linear", factor="x")), f"{REFUSED}|an impossible model"),
+    ("mistral", dict(sliding_window=1), "an impossible model .*window-size must be at least 1"),
+    ("qwen2", dict(layer_types=["sliding_window"] * 3), REFUSED), ("qwen3-moe", dict(mlp_only_layers=[0]), PROOF),
+    # wrong types
+    *(("llama", {entry: value}, f"{REFUSED}|an impossible model|a model of type") for entry, value in (
+        ("hidden_size", None), ("hidden_size", "48"), ("vocab_size", [300]), ("num_attention_heads", -4),
+        ("rms_norm_eps", {}), ("rope_parameters", [1]), ("rope_parameters", "x"), ("max_position_embeddings", 2.5),
+        ("tie_word_embeddings", "\ud800"), ("head_dim", 10**40), ("model_type", ["llama"]))),
 ]
 
 
 @pytest.mark.parametrize("model, changes, message", CONFIGS,
-                         ids=[f"{model} {' '.join(changes)}" for model, changes, _ in CONFIGS])
-def test_a_config_json_that_changes_the_model_is_refused(folder, tmp_path, model, changes, message):
+                         ids=[f"{model} {ascii(changes)[:60]}" for model, changes, _ in CONFIGS])
+def test_a_config_json_that_nanodomino_can_not_follow_is_refused(folder, tmp_path, model, changes, message):
     changed = folder(model)
     change_config(changed, **changes)
-    assert_import_refused(changed, tmp_path, message, "config.json")
+    assert_import_refused(changed, tmp_path, message)
 
 
-def test_a_sliding_window_may_be_as_long_as_the_longest_sequence(saved):
-    values = json.loads((saved("mistral")[1] / "config.json").read_text())
-    for window, expected in ((LENGTH, None), (LENGTH - 1, LENGTH - 2), (..., None)):
-        given = {name: value for name, value in (values | dict(sliding_window=window)).items() if value is not ...}
-        assert read_config(given, "config.json").window_size == expected
-    assert read_config(given | dict(max_position_embeddings=8192), "config.json").window_size == 4095    # the default
+# ---- weight files
 
-
-NAME = "transformer.h.1.mlp.c_fc.weight"
+NAME, PART = "transformer.h.1.mlp.c_fc.weight", "model-00002-of-00003.safetensors"
 TENSORS = [      # (change of the tensors, error)
-    (lambda tensors, name: tensors.pop(name), r"lacks {name}, which a \w+ with this config.json has; download the f"),
-    (lambda tensors, name: tensors.update({name: tensors[name][1:].clone()}),
-     r"{name} in .* has shape \[\d+, \d+\], but config.json implies \[\d+, \d+\]"),
-    (lambda tensors, name: tensors.update({"score.weight": torch.ones(2, 48)}), "holds score.weight, which a .*"),
-    (lambda tensors, name: tensors.update({name.partition(".")[2]: tensors[name].clone()}),
-     "holds .*, which a .* does not have"),                    # with and without the prefix
-    (lambda tensors, name: tensors.update({name: tensors[name].to(torch.int8)}),
-     "{name} in .* has type I8, but weights must be of type F64, F32, F16, BF16"),
+    (lambda tensors: tensors.pop(NAME), f"lacks {NAME}, unlike nanodomino's model with this config.json; import"),
+    (lambda tensors: tensors.update({NAME: tensors[NAME][1:].clone()}),
+     rf"{NAME} in .* has shape \[\d+, \d+\] and type torch.float64, but config.json implies \[\d+, \d+\]"),
+    (lambda tensors: tensors.update({"score.weight": torch.ones(2, 48)}), "has transformer.score.weight, unlike"),
+    (lambda tensors: tensors.update({NAME: tensors[NAME].to(torch.int8)}), f"{NAME} in .* type I8, but"),
 ]
 
 
 @pytest.mark.parametrize("change, message", TENSORS, ids=[message[:40] for _, message in TENSORS])
 def test_a_missing_unknown_or_wrong_tensor_is_named(folder, tmp_path, change, message):
     changed = folder("gpt2")
-    change_tensors(changed, lambda tensors: change(tensors, NAME))
-    assert_import_refused(changed, tmp_path, message.format(name=NAME))
+    change_tensors(changed, change)
+    assert_import_refused(changed, tmp_path, message)
 
 
-def split_weights(folder: Path, parts=3) -> Path:
-    """Split the weights of a folder into several files."""
-    from safetensors.torch import load_file, save_file
-    tensors = list(load_file(folder / "model.safetensors").items())
-    for part in range(parts):
-        save_file(dict(tensors[part::parts]), folder / PART.format(part + 1))
-    (folder / "model.safetensors").unlink()
-    return folder
-
-
-PART = "model-{:05d}-of-00003.safetensors"
 FILES = [        # (change of a folder with three weight files, error)
     (lambda folder: (folder / "config.json").unlink(), "config.json can't be read .No such file.*; give another"),
     (lambda folder: (folder / "config.json").write_text("{"), "config.json can't be read .*; give another file"),
-    (lambda folder: (folder / "config.json").write_text("[]"), "config.json must hold one JSON object"),
-    (lambda folder: [path.unlink() for path in folder.glob("model*")], "has neither model.safetensors nor model-00001"),
-    (lambda folder: (folder / PART.format(2)).unlink(), "lacks .* and others, which a .*; download the folder again"),
-    (lambda folder: os.truncate(folder / PART.format(2), 5000), "00002-of-.* is damaged or can't be read"),
-    (lambda folder: (folder / INDEX).write_text('{"weight_map": []}'), "has no weight_map .*; download it again"),
-    (lambda folder: shutil.copy(folder / PART.format(2), folder / PART.format(3)), "is in .*-00003-.* and in another"),
+    (lambda folder: (folder / INDEX).unlink(), "neither model.safetensors nor a list of weight files .*No such file"),
+    (lambda folder: (folder / INDEX).write_text('{"weight_map": []}'), "nor a list of weight files .*; correct it"),
+    (lambda folder: (folder / PART).unlink(), "00002-of-.* can't be read .No such file"),
+    (lambda folder: os.truncate(folder / PART, 5000), "00002-of-.* is damaged or can't be read"),
 ]
 
 
 @pytest.mark.parametrize("change, message", FILES, ids=[message[:40] for _, message in FILES])
-def test_a_damaged_folder_is_refused(folder, tmp_path, change, message):
-    changed = split_weights(folder("gpt2"))
-    change(changed)
-    assert_import_refused(changed, tmp_path, message)
-
-
-def test_the_index_says_which_files_hold_the_weights(saved, folder, tmp_path):
-    """They may have any names, and another file that looks like one of them, such as a second copy, is not read."""
-    from safetensors.torch import load_file
-    changed, names = split_weights(folder("gpt2")), {}
-    shutil.copy(changed / PART.format(1), changed / "model-00009.safetensors")
-    for part in range(1, 4):
-        path = (changed / PART.format(part)).rename(changed / f"weights.{part}.safetensors")
-        names |= dict.fromkeys(load_file(path), path.name)
-    (changed / INDEX).write_text(json.dumps({"weight_map": names}))
-    for source, name in ((saved("gpt2")[1], "whole"), (changed, "split")):
-        import_model(source, tmp_path / name)
-    assert same_bits(weights_of(tmp_path / "split"), weights_of(tmp_path / "whole"))
-
-
-# ---- wrong types
-
-WRONG = [None, True, -1, 10**9, 10**40, 1e308, float("nan"), "", "x", "\ud800", [], [1], [[]], {}, {"content": 1}]
-
-
-def places(value, above=()):
-    """Yield the path to each value in a JSON object, as a tuple of keys."""
-    for key, below in value.items() if isinstance(value, dict) else ():
-        yield (*above, key)
-        yield from places(below, (*above, key))
-
-
-def with_value(record, place: tuple, value):
-    """Return a copy of a JSON object with another value at this place."""
-    if not place:
-        return value
-    copied = record.copy()
-    copied[place[0]] = with_value(record[place[0]], place[1:], value)
-    return copied
-
-
-@pytest.mark.parametrize("model", ["llama 3.1", *(
-    pytest.param(model, marks=pytest.mark.exhaustive) for model in ("gpt2", "mistral", "qwen3", "qwen3-moe"))])
-def test_a_wrong_type_anywhere_in_config_json_gives_one_sentence(saved, model):
-    """read_config() must succeed, or raise UserError with a short line."""
-    values = json.loads((saved(model)[1] / "config.json").read_text())
-    record = values | dict(rope_scaling={"type": "linear", "factor": 2.0})
-    for place in places(record):
-        for value in WRONG:
-            try:
-                read_config(with_value(record, place, value), "config.json")
-            except UserError as error:
-                assert "\n" not in str(error) and len(str(error)) < 1000
-            except BaseException as error:
-                raise AssertionError(f"config.json with {value!r} at {place}") from error
+def test_a_damaged_folder_is_refused(saved, tmp_path, change, message):
+    import_model(saved("gpt2")[1], tmp_path / "whole", check=False)
+    export_model(tmp_path / "whole", tmp_path / "split", None, 250_000)
+    change(tmp_path / "split")
+    assert_import_refused(tmp_path / "split", tmp_path, message)
 
 
 # ---- output
 
-def test_nothing_is_overwritten_and_names_must_fit(saved, tmp_path):
-    (tmp_path / "file").touch()
-    import_model(saved("gpt2")[1], tmp_path / "runs" / "imported")
-    for act in (lambda out: import_model(saved("gpt2")[1], out),
-                lambda out: export_model(tmp_path / "runs" / "imported", out, None, 1)):
-        with pytest.raises(UserError, match="file already exists, and nothing is overwritten; choose another name"):
-            act(tmp_path / "file")
-    with pytest.raises(UserError, match=r"can't be written \(Not a directory\); free some space, or choose"):
-        import_model(saved("gpt2")[1], tmp_path / "file" / "imported")
-
-
 @pytest.mark.parametrize("name", ["convert_from_hf", "convert_to_hf"])
 def test_output_is_complete_or_absent(saved, tmp_path, monkeypatch, name):
-    """A full disk in the middle leaves no folder; the next attempt removes what a killed process left, and succeeds."""
+    """A full disk in the middle leaves no folder; the next attempt removes what a killed process left, and succeeds.
+    Nothing is overwritten."""
     import_model(saved("gpt2")[1], tmp_path / "imported")
     function, calls, out = getattr(convert, name), [], tmp_path / "out"
 
@@ -206,11 +159,13 @@ def test_output_is_complete_or_absent(saved, tmp_path, monkeypatch, name):
     (tmp_path / ".out.unfinished" / "left").write_text("")
     with monkeypatch.context() as patch:
         patch.setattr(convert, name, fail)
-        with pytest.raises(UserError, match=r"out can't be written \(No space left on device\); free some space"):
+        with pytest.raises(OSError, match="No space left on device"):
             act()
     assert len(calls) == 9 and not list(tmp_path.glob("*out*"))
     act()
     assert out.exists() and not (out / "left").exists()
+    with pytest.raises(UserError, match="out already exists, and nothing is overwritten; choose another name"):
+        act()
 
 
 # ---- export
@@ -218,24 +173,17 @@ def test_output_is_complete_or_absent(saved, tmp_path, monkeypatch, name):
 @pytest.mark.parametrize("choices, message", [
     (dict(normalization="RMSNorm"), "GPT2LMHeadModel needs normalization LayerNorm, not RMSNorm; export another model"),
     (dict(kv_channels=8), "GPT2LMHeadModel needs kv-channels 4, not 8"),
-    (dict(num_attention_heads=3, kv_channels=5), "GPT2LMHeadModel needs kv-channels None, not 5"),
+    (dict(num_attention_heads=3, kv_channels=5), "can have these sizes; export another model"),
     (dict(model="nano-llama", rotary_percent=0.5), "LlamaForCausalLM needs rotary-percent 1.0, not 0.5"),
     (dict(model="nano-llama", qk_layernorm=True, add_qkv_bias=True), "needs .*, not True"),
-    (dict(model="nano-llama", use_rope_scaling=True, rotary_seq_len_interpolation_factor=2.0), "only one rope scaling"),
+    (dict(model="nano-llama", use_rope_scaling=True, rotary_seq_len_interpolation_factor=2.0),
+     "LlamaForCausalLM needs rotary-seq-len-interpolation-factor 1.0, not 2.0"),
     (dict(model="nano-moe", moe_shared_expert_intermediate_size=8),
      "nearest: MixtralForCausalLM needs moe-shared-expert-intermediate-size None, not 8")])
-def test_a_model_that_no_family_fits_is_not_exported(choices, message):
+def test_a_model_that_no_family_fits_is_not_exported(transformers, choices, message):
     config = Config(**dict(num_layers=2, hidden_size=16, num_attention_heads=4) | choices)
     with pytest.raises(UserError, match=message):
         write_config(config.resolve(1).with_vocabulary(257), "float32")
-
-
-def test_a_model_with_a_setting_that_no_family_names_is_not_exported(monkeypatch):
-    """Such as a new boolean, without which the exported model would compute something else."""
-    monkeypatch.setattr(families, "TRANSLATED", families.TRANSLATED - {"use_rope_scaling"})
-    config = Config(model="nano-llama", use_rope_scaling=True).resolve(1).with_vocabulary(257)
-    with pytest.raises(UserError, match="LlamaForCausalLM needs use-rope-scaling .*, not True; export another"):
-        write_config(config, "float32")
 
 
 def test_a_value_above_the_maximum_of_the_dtype_is_named(folder, tmp_path):
@@ -254,10 +202,18 @@ def test_a_value_above_the_maximum_of_the_dtype_is_named(folder, tmp_path):
     ("import DIR", "--output"), ("export DIR", "arguments are required: DIR"), ("export DIR OUT --dtype int8", "int8"),
     ("import DIR --output X --dtype float16", "unrecognized arguments: --dtype float16; "),
     ("export nowhere OUT", "nowhere is no folder to load from"),
-    (f"import {__file__} --output OUT", r"refusals.py/config.json can't be read \(Not a directory\); give another"),
     ("import nowhere --output OUT", r"nowhere/config.json can't be read \(No such file or directory\); give another")])
-def test_a_mistyped_command_is_refused_in_one_sentence(transformers, tmp_path, monkeypatch, arguments, message):
+def test_a_mistyped_command_is_refused_in_one_sentence(tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=message) as error:
         main(arguments.split())
     assert "\n" not in str(error.value) and not os.listdir(tmp_path)
+
+
+def test_without_transformers_it_says_what_to_install(saved, tmp_path, monkeypatch):
+    import_model(saved("gpt2")[1], tmp_path / "imported")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for arguments in (["import", str(saved("gpt2")[1]), "--output", str(tmp_path / "out")],
+                      ["export", str(tmp_path / "imported"), str(tmp_path / "out")]):
+        with pytest.raises(UserError, match="needs the package transformers, .*; pip install -r requirements"):
+            main(arguments)

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -311,8 +312,9 @@ def test_the_context_of_learned_positions_is_all_that_the_weights_were_trained_w
         (run := tmp_path / f"new{number}").mkdir()
         (run / "config.json").write_text(json.dumps(dataclasses.asdict(tuned)))
         assert tuned.context_length == settled("--run-dir", run).context_length == context
-    sizes = dict(model_type="gpt2", vocab_size=9, n_layer=1, n_embd=8, n_head=2, n_positions=2048)
-    assert read_config(sizes, "config.json").context_length == 2048
+    imported = SimpleNamespace(model_type="gpt2", vocab_size=9, num_hidden_layers=1, hidden_size=8,
+                               num_attention_heads=2, max_position_embeddings=2048, tie_word_embeddings=True)
+    assert read_config(imported, "config.json").context_length == 2048
     assert settled("--model", "nano-llama", "--max-position-embeddings", 999).context_length == 999
 
 

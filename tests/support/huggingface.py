@@ -22,29 +22,29 @@ LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_fac
               original_max_position_embeddings=8192, rope_theta=500_000.0)
 LINEAR = dict(rope_type="linear", factor=3.0, rope_theta=5000.0)
 EXPERTS = dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=40, head_dim=20)
-MODELS = {       # name: (model_type, its configuration, the first position)
-    "gpt2": ("gpt2", GPT2_SIZES, 0),
-    "gpt2 untied": ("gpt2", GPT2_SIZES | dict(tie_word_embeddings=False, n_inner=None, layer_norm_epsilon=1e-3), 0),
-    "llama": ("llama", SIZES, 0),
+MODELS = {       # name: (model_type, its configuration)
+    "gpt2": ("gpt2", GPT2_SIZES),
+    "gpt2 untied": ("gpt2", GPT2_SIZES | dict(tie_word_embeddings=False, n_inner=None, layer_norm_epsilon=1e-3)),
+    "llama": ("llama", SIZES),
     "llama tied": ("llama", SIZES | dict(tie_word_embeddings=True, num_key_value_heads=4, head_dim=10,
-                                         rms_norm_eps=1e-3), 0),
+                                         rms_norm_eps=1e-3)),
     "llama 3.1": ("llama", SIZES | dict(max_position_embeddings=16384, num_key_value_heads=1, head_dim=32,
-                                        rope_parameters=LLAMA3), 9000),
-    "llama interpolated": ("llama", SIZES | dict(rope_parameters=LINEAR), 0),
-    "llama with biases": ("llama", SIZES | dict(attention_bias=True, mlp_bias=True), 0),
-    "mistral": ("mistral", SIZES | dict(sliding_window=LENGTH, head_dim=14), 0),
-    "mistral with a window": ("mistral", SIZES | dict(sliding_window=5), 0),
-    "qwen2 with a window": ("qwen2", SIZES | dict(use_sliding_window=True, sliding_window=7, max_window_layers=1), 0),
-    "qwen3 with a window": ("qwen3", SIZES | dict(use_sliding_window=True, sliding_window=2, max_window_layers=2), 0),
+                                        rope_parameters=LLAMA3)),
+    "llama interpolated": ("llama", SIZES | dict(rope_parameters=LINEAR)),
+    "llama with biases": ("llama", SIZES | dict(attention_bias=True, mlp_bias=True)),
+    "mistral": ("mistral", SIZES | dict(sliding_window=LENGTH, head_dim=14)),
+    "mistral with a window": ("mistral", SIZES | dict(sliding_window=5)),
+    "qwen2 with a window": ("qwen2", SIZES | dict(use_sliding_window=True, sliding_window=7, max_window_layers=1)),
+    "qwen3 with a window": ("qwen3", SIZES | dict(use_sliding_window=True, sliding_window=2, max_window_layers=2)),
     "mixtral with a window": ("mixtral", SIZES | dict(
-        num_local_experts=4, num_experts_per_tok=2, head_dim=12, sliding_window=6), 0),
+        num_local_experts=4, num_experts_per_tok=2, head_dim=12, sliding_window=6)),
     "qwen3-moe with a window": ("qwen3_moe", SIZES | EXPERTS | dict(
-        use_sliding_window=True, sliding_window=3, norm_topk_prob=True), 0),
-    "qwen2": ("qwen2", SIZES | dict(tie_word_embeddings=True), 0),
-    "qwen3": ("qwen3", SIZES | dict(head_dim=20), 0),
-    "mixtral": ("mixtral", SIZES | dict(num_local_experts=4, num_experts_per_tok=2, head_dim=14), 0),
-    "qwen3-moe": ("qwen3_moe", SIZES | EXPERTS | dict(norm_topk_prob=True), 0),
-    "qwen3-moe unnormalized": ("qwen3_moe", SIZES | EXPERTS | dict(norm_topk_prob=False, num_experts_per_tok=1), 0),
+        use_sliding_window=True, sliding_window=3, norm_topk_prob=True)),
+    "qwen2": ("qwen2", SIZES | dict(tie_word_embeddings=True)),
+    "qwen3": ("qwen3", SIZES | dict(head_dim=20)),
+    "mixtral": ("mixtral", SIZES | dict(num_local_experts=4, num_experts_per_tok=2, head_dim=14)),
+    "qwen3-moe": ("qwen3_moe", SIZES | EXPERTS | dict(norm_topk_prob=True)),
+    "qwen3-moe unnormalized": ("qwen3_moe", SIZES | EXPERTS | dict(norm_topk_prob=False, num_experts_per_tok=1)),
 }
 
 
@@ -82,26 +82,6 @@ def exact_router(router, h):
     if getattr(router, "norm_topk_prob", True):
         weights = weights / weights.sum(dim=-1, keepdim=True)
     return logits, weights, experts
-
-
-def published_tensors(model, tensors: dict) -> dict:
-    """Return tensors {name in a Transformers model: tensor} by the names in published files, where each expert has its
-    own tensors."""
-    published = {}
-    for name, tensor in tensors.items():
-        block, _, matrix = name.partition(".experts.")
-        if not matrix:
-            published[name.replace("mlp.gate", "block_sparse_moe.gate") if model.config.model_type == "mixtral"
-                      else name] = tensor
-            continue
-        names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[matrix]
-        if model.config.model_type == "mixtral":
-            block = block.replace("mlp", "block_sparse_moe")
-            names = [{"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}[name] for name in names]
-        for expert, weights in enumerate(tensor):
-            published |= {f"{block}.experts.{expert}.{name}.weight": part
-                          for name, part in zip(names, weights.chunk(len(names)))}
-    return published
 
 
 def config_of(checkpoint: Path) -> Config:
