@@ -197,8 +197,7 @@ def interruptions(run: Run):
 
 def traffic_and_memory(run: Run):
     """The collectives and the bytes of a real step are those of the dry run on which every estimate rests."""
-    for each in ("collectives", "memory"):
-        ask(run, f"{each} --tp {ranks_here(run.cuda, 2)} --pp {max(1, ranks_here(run.cuda, 4) // 2)} --dp 1 --slices 2")
+    ask(run, f"memory --tp {ranks_here(run.cuda, 2)} --pp {max(1, ranks_here(run.cuda, 4) // 2)} --dp 1 --slices 2")
 
 
 def throughput(run: Run):

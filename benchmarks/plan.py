@@ -1,7 +1,7 @@
 """Would this model fit on those GPUs, and how fast would it be? Runs training steps dry; trains nothing.
 
     memory           what a GPU of each stage needs (estimate/stages.py, checked by `bench.py memory`)
-    communication    what a GPU sends in a step, by process group (checked by `bench.py collectives`)
+    communication    what a GPU sends in a step, by process group (checked by `bench.py memory`)
     step time        computed from data sheets and assumptions (estimate/formulas.py). The assumptions are printed, and
                      flags change most of them. "exposed" is the time that a GPU waits for communication or copies
 

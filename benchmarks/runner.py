@@ -8,12 +8,8 @@ Each question of bench.py is a module in this folder with three functions:
                                             with the question, --repeats and the number of cores. The exit code is 1 if
                                             the dict has a "failed" that is not empty
 
-A module that times nothing sets ROUNDS = False and gets no --repeats. A result that is measured in several rounds, such
-as a speed-up, is a `Figure`. If noise makes it meaningless, "too noisy to tell" is printed.
-
-If a question needs several processes, `python bench.py QUESTION` starts them and waits. It gives each process the
-environment variables that torchrun would set, and its own cores. Under torchrun, bench.py is already one of the
-processes and starts no others.
+A module that times nothing sets ROUNDS = False and gets no --repeats. If a question needs several processes, `python
+bench.py QUESTION` starts them and waits. Under torchrun, bench.py is already one of the processes and starts no others.
 """
 
 import argparse
@@ -23,7 +19,6 @@ import json
 import math
 import os
 import random
-import signal
 import socket
 import statistics
 import subprocess
@@ -76,7 +71,7 @@ def main(questions, text: str, arguments: list[str]) -> int:
                 f"bench.py {arguments[0]} needs {counted(world_size, 'process')} with these flags, but torchrun has "
                 f"started {launch_info.world_size}; run it without torchrun, or with torchrun --nproc_per_node "
                 f"{world_size}")
-        bind_to_cores(launch_info)
+        bind_to(cores_of(launch_info.local_rank, launch_info.local_world_size))
         text, record = question.answer(flags, launch_info)
         if launch_info.rank == 0:
             print(text + (f"\n{TOO_NOISY}: {WHAT_IS_TOO_NOISY}" if TOO_NOISY in text else ""))
@@ -166,11 +161,11 @@ def describe(config: Config) -> str:
 
 # ---- processes
 
-def start_processes(arguments: list[str], world_size: int, wire=nullcontext()) -> int:
+def start_processes(arguments: list[str], world_size: int, wire) -> int:
     """Start `world_size` processes of bench.py, wait for them, and return the first nonzero exit code, or 0. If one
-    fails, the others are ended.
+    fails, the others are ended. Each gets the environment variables that torchrun would set.
 
-    wire: the context manager of slow_network.slow_wire(), which yields for each rank what starts it there
+    wire: a context manager that yields for each rank what starts it there (see slow_wire()), or None
     """
     if sys.stderr.isatty():
         print(f"starting {counted(world_size, 'process')}", file=sys.stderr)
@@ -178,23 +173,20 @@ def start_processes(arguments: list[str], world_size: int, wire=nullcontext()) -
           tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder):
         processes = []
         try:
-            port = str(reserved.getsockname()[1])
-            for rank in range(world_size):
-                prefix, extra = places[rank] if places else ([], {})
-                environment = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
-                               "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-                               "TMPDIR": folder,               # is deleted even if the processes are killed
-                               "OMP_NUM_THREADS": str(len(cores_of(rank, world_size))), **extra}
-                # In its own session the process does not get Ctrl-C. Only this process gets it, and ends the others.
-                processes.append(subprocess.Popen([*prefix, sys.executable, str(BENCH), *arguments], env=environment,
-                                                  stdout=None if rank == 0 else subprocess.DEVNULL,
-                                                  start_new_session=True))
+            for rank, (prefix, more) in enumerate(places or [([], {})] * world_size):
+                environment = dict(
+                    RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size,
+                    MASTER_ADDR="127.0.0.1", MASTER_PORT=reserved.getsockname()[1],
+                    TMPDIR=folder,                             # is deleted even if the processes are killed
+                    OMP_NUM_THREADS=len(cores_of(rank, world_size)))
+                processes.append(subprocess.Popen(
+                    [*prefix, sys.executable, str(BENCH), *arguments], stdout=None if rank == 0 else subprocess.DEVNULL,
+                    env=os.environ | {name: str(value) for name, value in environment.items()} | more))
             while None in (codes := [process.poll() for process in processes]) and not any(codes):
                 time.sleep(0.05)
         finally:
             for process in processes:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGTERM)     # the process and its own child processes
+                process.terminate()
             for process in processes:
                 process.wait()
     return next((code for code in codes if code), 0)
@@ -219,19 +211,11 @@ def cores_of(rank: int, world_size: int) -> list[int]:
     return cores[rank * share:(rank + 1) * share] if share else [cores[rank % len(cores)]]
 
 
-def bind_to_cores(launch: LaunchInfo):
-    """Bind this process to its share of the cores, with one thread per core."""
-    cores = cores_of(launch.local_rank, launch.local_world_size)
-    if launch.local_world_size > 1 and hasattr(os, "sched_setaffinity"):
+def bind_to(cores: list[int]):
+    """Bind this process to these cores, with one thread per core."""
+    if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
     torch.set_num_threads(len(cores))
-
-
-def bind_to_one_core():
-    """Bind this process to a single core, with one thread."""
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    torch.set_num_threads(1)
 
 
 def join(config: Config, launch: LaunchInfo, one_core=False) -> tuple[Config, Mesh]:
@@ -241,7 +225,7 @@ def join(config: Config, launch: LaunchInfo, one_core=False) -> tuple[Config, Me
     """
     device = find_device(config, launch)
     if one_core and device.type == "cpu":
-        bind_to_one_core()
+        bind_to(cores_of(0, 1)[:1])
     start_world(launch, device)
     return with_mesh(config, device)
 
@@ -251,6 +235,15 @@ def with_mesh(config: Config, device: torch.device) -> tuple[Config, Mesh]:
     return (dataclasses.replace(config, device=device.type).with_device(device),
             make_mesh(config.pp, config.dp, config.tp, device, **config.mesh_options,
                       thread_blocks=config.thread_blocks))
+
+
+def gathered(value) -> list:
+    """Return a list of every rank's value, in rank order. Every rank must call it."""
+    values = [value]
+    if dist.is_initialized():
+        values *= dist.get_world_size()
+        dist.all_gather_object(values, value)
+    return values
 
 
 # ---- work
@@ -289,6 +282,55 @@ def require_same_work(config: Config, what: str, values: dict[str, list[float]])
                 f"{tolerance:.0e} relative, so the times can't be compared; this is a bug")
 
 
+def in_turn(alternatives: dict, repeats: int, run) -> dict[str, list]:
+    """Call run(function) for each function of {name: function} in `repeats` rounds, after a warm-up round that does not
+    count. Return {name: what run() returned in each round}.
+
+    Each round calls every function once, in a new random order. In a fixed order, a function would always run after the
+    same other function, whose leftovers in memory and caches could make it faster or slower.
+    """
+    found, shuffled = {name: [] for name in alternatives}, random.Random(0)    # one seed: all ranks draw the same order
+    with progress((repeats + 1) * len(alternatives)) as bar:
+        for round_ in range(1, repeats + 2):
+            for name in shuffled.sample(list(alternatives), len(alternatives)):
+                words = name if isinstance(name, str) else " ".join(name)
+                bar.set_description_str(f"round {round_} of {repeats + 1}: {words}")
+                found[name].append(run(alternatives[name]))
+                bar.update()
+    return {name: results[1:] for name, results in found.items()}
+
+
+def compare(alternatives: dict, repeats: int, device=torch.device("cpu")) -> dict[str, "Times"]:
+    """Time each function of {name: function}; see in_turn(). Every rank must call it."""
+    times = in_turn(alternatives, repeats, partial(timed, device))
+    return {name: Times(tuple(seconds)) for name, seconds in times.items()}
+
+
+def timed(device, function) -> float:
+    """Call the function on all ranks at once. Return the seconds that it takes on the slowest rank."""
+    synchronize(device)
+    if dist.is_initialized():
+        dist.barrier()
+    start = time.perf_counter()
+    function()
+    synchronize(device)
+    return max(gathered(time.perf_counter() - start))
+
+
+def synchronize(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def progress(total: int) -> tqdm:
+    """Return a progress bar with `total` steps. It is shown only by rank 0, and only if stderr is a terminal."""
+    shows = not dist.is_initialized() or dist.get_rank() == 0
+    return tqdm(total=total, disable=None if shows else True, leave=False, dynamic_ncols=True,
+                bar_format="{desc} |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]")
+
+
+# ---- figures and noise
+
 @dataclass(frozen=True)
 class Times:
     """Holds the measured seconds of one alternative: one value per round, in the order of the rounds."""
@@ -301,67 +343,6 @@ class Times:
     def __str__(self):
         return f"{seconds_text(self.median)} [{seconds_text(min(self.seconds))} .. {seconds_text(max(self.seconds))}]"
 
-
-def seconds_text(seconds: float) -> str:
-    """Format 0.0123 as '12.3 ms' and 1.5 as '1.500 s'."""
-    return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.3f} s"
-
-
-def compare(alternatives: dict, repeats: int, device=torch.device("cpu"), about="") -> dict[str, Times]:
-    """Time each function of {name: function} in `repeats` rounds, after one untimed warm-up round.
-
-    Each round calls every function once, in a new random order. In a fixed order, a function would always run after the
-    same other function, whose leftovers in memory and caches could make it faster or slower. The time of a call is the
-    slowest rank's, so every rank must call compare(). about: a prefix for the progress line.
-    """
-    times, shuffled = {name: [] for name in alternatives}, random.Random(0)    # one seed: all ranks draw the same order
-    with progress((repeats + 1) * len(alternatives)) as bar:
-        for round_ in range(1, repeats + 2):
-            for name in shuffled.sample(list(alternatives), len(alternatives)):
-                words = name if isinstance(name, str) else " ".join(name)
-                bar.set_description_str(f"{about}round {round_} of {repeats + 1}: {words}")
-                synchronize_ranks(device)
-                start = time.perf_counter()
-                alternatives[name]()
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
-                times[name].append(slowest(time.perf_counter() - start))
-                bar.update()
-    return {name: Times(tuple(seconds[1:])) for name, seconds in times.items()}
-
-
-def synchronize_ranks(device):
-    """Wait for the GPU, then for all ranks."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    if dist.is_initialized():
-        dist.barrier()
-
-
-def slowest(seconds: float) -> float:
-    """Return the largest value that any rank passes."""
-    if not dist.is_initialized():
-        return seconds
-    value = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(value, dist.ReduceOp.MAX)
-    return value.item()
-
-
-def progress(total: int) -> tqdm:
-    """Return a progress bar with `total` steps. It is shown only by rank 0, and only if stderr is a terminal."""
-    shows = not dist.is_initialized() or dist.get_rank() == 0
-    return tqdm(total=total, disable=None if shows else True, leave=False, dynamic_ncols=True,
-                bar_format="{desc} |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]")
-
-
-def gathered(value) -> list:
-    """Return a list of every rank's value, in rank order. Every rank must call it."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-# ---- figures and noise
 
 # A figure is too noisy to tell if one of these, relative to its `size`, is exceeded:
 NOISY = 0.5                  # the interquartile range of its rounds; with up to three rounds their whole range
@@ -404,11 +385,14 @@ class Figure:
 
     def __format__(self, form: str) -> str:
         """Return for example '0.98 [0.93 .. 1.02]': the value or "too noisy to tell", then the smallest and the largest
-        round. form: the format of each number, such as '.2f'.
+        round. form: the format of each number, by default '.2f'.
         """
-        least, most = self.spread
+        (least, most), form = self.spread, form or ".2f"
         value = TOO_NOISY if self.value is None else format(self.value, form)
         return f"{value} [{least:{form}} .. {most:{form}}]"
+
+    def __str__(self):
+        return f"{self}"
 
     def record(self, name: str) -> dict:
         """Return the value and the spread as entries for the JSON line, under `name` and `name`_spread."""
@@ -423,19 +407,20 @@ def ratios(numerator: Times, denominator: Times, **possible) -> Figure:
     return Figure(tuple(above / below for above, below in zip(numerator.seconds, denominator.seconds)), **possible)
 
 
-def ratio_text(ratio: Figure) -> str:
-    return f"{ratio:.2f}"
-
-
 # ---- printing
 
 def table(head: list[str], rows: list[list]) -> str:
     """Return a text table: the first column is left-aligned, the others are right-aligned."""
-    rows = [[str(cell) for cell in row] for row in [head, *rows]]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    lines = ["  ".join(cell.ljust(width) if column == 0 else cell.rjust(width)
-                       for column, (cell, width) in enumerate(zip(row, widths))).rstrip() for row in rows]
+    columns = [[*map(str, column)] for column in zip(head, *rows)]
+    widths = [max(map(len, column)) for column in columns]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
+             for row in zip(*columns)]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def seconds_text(seconds: float) -> str:
+    """Format 0.0123 as '12.3 ms' and 1.5 as '1.500 s'."""
+    return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.3f} s"
 
 
 def bytes_text(count: float) -> str:

@@ -30,7 +30,7 @@ from torch import nn
 import train
 from benchmarks.plain_model import Plain, adamw, mean_loss
 from benchmarks.runner import (CONFIG_FLAGS, GPT2, RandomTokens, Times, about, add_config_flags, compare, config_here,
-                               describe, join, ratio_text, ratios, require_same_work, table)
+                               describe, join, ratios, require_same_work, table)
 from nanodomino.checkpoint.format import slices
 from nanodomino.domino import Domino
 from nanodomino.errors import import_optional, require
@@ -129,14 +129,15 @@ class PlainTraining:
 
 
 class MeanLoss(nn.Module):
-    """Adds the loss to a model. logits_of(model, tokens): returns the logits [b, s, v]."""
+    """Adds the loss to a model that returns the logits [b, s, v], or an object that has them."""
 
-    def __init__(self, model, logits_of):
+    def __init__(self, model, **options):
         super().__init__()
-        self.model, self.logits_of = model, logits_of
+        self.model, self.options = model, options
 
     def forward(self, tokens, labels):
-        return mean_loss(self.logits_of(self.model, tokens), labels)
+        logits = self.model(tokens, **self.options)
+        return mean_loss(getattr(logits, "logits", logits), labels)
 
 
 def plain(config, ours) -> MeanLoss:
@@ -145,7 +146,7 @@ def plain(config, ours) -> MeanLoss:
             and not config.swiglu and config.num_query_groups == config.num_attention_heads and config.tied,
             "plain_model.py has only GPT-2's LayerNorm, learned positions, GELU, multi-head attention and tied head, "
             "but this model differs; try --against transformers")
-    return MeanLoss(Plain(config).load(ours.state_dict()), lambda model, tokens: model(tokens))
+    return MeanLoss(Plain(config).load(ours.state_dict()))
 
 
 def transformers(config, ours) -> MeanLoss:
@@ -164,7 +165,7 @@ def transformers(config, ours) -> MeanLoss:
         None, config=transformers.AutoConfig.for_model(**record | {"torch_dtype": None}), dtype=torch.float32,
         state_dict=theirs, output_loading_info=True)
     require(not any(problems.values()), f"Transformers can't load what nanodomino exports ({problems}); this is a bug")
-    return MeanLoss(model.train(), lambda model, tokens: model(tokens, use_cache=False).logits)
+    return MeanLoss(model.train(), use_cache=False)
 
 
 # ---- the report
@@ -177,11 +178,11 @@ def report(config, mesh, times: dict[str, Times], losses: dict[str, list]):
     speeds = {name: tokens / time.median for name, time in times.items()}
     mfu = {name: speed * flops_per_token(config) / peak if peak else None for name, speed in speeds.items()}
     gains = {name: ratios(times[name], times[ours]) for name in others}
-    rows = [[name, time, f"{speeds[name]:,.0f}", f"{mfu[name]:.1%}" if peak else "n/a",
-             ratio_text(gains[name]) if name in gains else ""] for name, time in times.items()]
     text = "\n".join([
         f"{config.model}: {parameter_count(config):,} parameters; {describe(config)}",
-        table(["", "step: median [min .. max]", "tokens/s", "MFU", "nanodomino's speed / its speed"], rows),
+        table(["", "step: median [min .. max]", "tokens/s", "MFU", "nanodomino's speed / its speed"],
+              [[name, time, f"{speeds[name]:,.0f}", f"{mfu[name]:.1%}" if peak else "n/a", gains.get(name, "")]
+               for name, time in times.items()]),
         f"the losses of the first {len(losses[ours])} steps agree"])
     return text, {"parameters": parameter_count(config), **about(config),
                   **{f"{name}_s": time.median for name, time in times.items()},

@@ -1,11 +1,11 @@
 """bench.py: the record of each question is consistent; the slow wire is slow and is removed. The sizes are tiny: the
 tests check the arithmetic around the times, not the times."""
 
-import os
 import signal
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +13,9 @@ import torch
 from support import ROOT
 from support.benchmark import ask, here, within
 from support.harness import tiny
+from support.runs import wait_until
 
-from benchmarks import collectives, throughput
+from benchmarks import memory, throughput
 from benchmarks.runner import Figure, Times, compare, ratios, require_same_work
 from benchmarks.overlap import figures_of
 from benchmarks.slow_network import LARGEST_PACKET, parse_rate, slow_wire
@@ -22,11 +23,6 @@ from nanodomino.errors import UserError
 from nanodomino.options.recompute import GRANULARITIES
 
 TINY = ["--num-layers", "2", "--hidden-size", "32", "--seq-length", "16"]
-
-
-def namespaces() -> list[str]:
-    done = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True)
-    return [line.split()[0] for line in done.stdout.splitlines()]
 
 
 @pytest.fixture
@@ -110,22 +106,17 @@ SMALL = ["--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "2
 
 
 @pytest.mark.exhaustive
-def test_comm():
-    record = ask("collectives", *SMALL, "--tp", "2")
-    assert record["exact"] is True
-    assert {(row["group"], row["kind"]) for row in record["rows"]} == {("tp", "all_reduce"), ("world", "all_reduce")}
-
-
-@pytest.mark.exhaustive
 def test_timeline(tmp_path):
     ask("timeline", "--picture", "zero", "--repeats", "1", "--output", str(tmp_path / "zero.svg"))
     assert "gradients over dp" in (tmp_path / "zero.svg").read_text()
 
 
-def test_memory(capsys):
-    _, text, record, _ = here(capsys, "memory", *SMALL)
+@pytest.mark.exhaustive
+def test_memory():
+    record = ask("memory", *SMALL, "--tp", "2")
     assert record["exact"] is True and record["activations_error"] == record["peak_error"] == 0
-    assert "optimizer equal the dry run's" in text
+    assert {(row["group"], row["kind"]) for row in record["collectives"]} == {
+        ("tp", "all_reduce"), ("world", "all_reduce")}
 
 
 def test_recompute(capsys):
@@ -138,13 +129,15 @@ def test_recompute(capsys):
 
 def test_a_count_that_differs_is_found_and_all_to_alls_are_compared_in_total():
     """However tokens choose their experts."""
-    config = tiny(2, device="cpu")
-    dry = [SimpleNamespace(traffic={("ep", "all_to_all"): (4, 80)}, ranks_of={"ep": (0, 1)}) for _ in range(2)]
+    def runs(*counts):
+        return [SimpleNamespace(traffic={("ep", "all_to_all"): one}, ranks_of={"ep": (0, 1)}, state={"parameters": 4},
+                                activations=4, peak=8, host=0) for one in counts]
+
     for counted, exact, words in (([(4, 70), (4, 90)], True, "if the bytes of all-to-alls are added up over all ranks"),
                                   ([(4, 70), (4, 80)], False, "some counts do not equal"),
                                   ([(3, 80), (4, 80)], False, "some counts do not equal")):
-        text, record = collectives.report(config, dry, [{("ep", "all_to_all"): one} for one in counted])
-        assert record["exact"] is exact and words in text
+        text, record = memory.report(tiny(2, device="cpu"), runs((4, 80), (4, 80)), runs(*counted))
+        assert record["exact"] is exact and words in text and "optimizer equal the dry run's" in text
 
 
 # ---- bad input
@@ -216,32 +209,28 @@ def test_the_slow_wire_has_its_rate(wire):
         count, seconds = map(float, receiver.communicate(timeout=60)[0].split())
     assert count == 4_000_000
     assert seconds > 0.9 * (count - 2 * LARGEST_PACKET) * 8 / 80e6
-    assert not [name for name in namespaces() if f"-{os.getpid()}-" in name]
 
 
 HOLD = """
 import sys, time
-from benchmarks.slow_network import slow_wire
-with slow_wire("1gbit", 2):
-    print("up", flush=True)
+from benchmarks.slow_network import exit_on_signals, slow_wire
+with exit_on_signals(), slow_wire("1gbit", 1) as (((_, namespace), _),):
+    print(namespace, flush=True)
     time.sleep(60)
 """
 
 
 @pytest.mark.parametrize("ends", ["SIGTERM", "SIGINT", "SIGHUP", "SIGKILL"])
 def test_nothing_is_left_of_the_wire(wire, ends):
-    """The next start removes the namespaces of a killed process."""
+    """Not even if the process is killed."""
     process = subprocess.Popen([sys.executable, "-c", HOLD], cwd=ROOT, stdout=subprocess.PIPE,
                                stderr=subprocess.DEVNULL,
                                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
-    assert process.stdout.readline() == b"up\n"
-    assert len([name for name in namespaces() if f"-{process.pid}-" in name]) == 3
+    namespace = Path(process.stdout.readline().decode().strip().removeprefix("--net="))
+    assert namespace.exists()
     process.send_signal(getattr(signal, ends))
     assert process.wait(20) != 0
-    if ends == "SIGKILL":
-        with wire("1gbit", 1):
-            pass
-    assert not [name for name in namespaces() if f"-{process.pid}-" in name]
+    wait_until(lambda: not namespace.exists())
 
 
 def test_ratios_are_taken_round_by_round():
