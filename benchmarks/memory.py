@@ -9,7 +9,6 @@ Every rank trains a step of train.py with random tokens. Rank 0 runs the same st
                               besides the state: what the tapes keep. With experts they depend on the tokens: a dry run
                               assumes that all experts are chosen equally often, and a rank with popular experts keeps
                               more
-    host                      with --checkpoint-in-cpu on CUDA: peak bytes of pinned memory
     peak                      peak bytes of all tensors, also temporary ones; on CUDA torch's allocator counts them
 
 Collectives of a process group, by their kind, which must be equal:
@@ -39,7 +38,7 @@ from nanodomino.comm import collectives
 from nanodomino.comm.collectives import TAGS
 from nanodomino.comm.world import find_device
 from nanodomino.domino import Domino
-from nanodomino.estimate.accounts import Accounts, storage
+from nanodomino.estimate.accounts import Accounts
 from nanodomino.estimate.formulas import bytes_sent
 from nanodomino.estimate.rank import RankRun, dry_run, groups_of, measured_step
 from nanodomino.settings.config import Config
@@ -118,12 +117,7 @@ class RealAccounts(Accounts):
         return super().__exit__(*error)
 
     def without_numbers(self, name, given, tensors):
-        if name != "empty" or not given.get("pin_memory"):
-            return None
-        result = torch.empty(given["size"], dtype=given.get("dtype"), pin_memory=True)
-        self.pinned.add(storage(result))
-        self.allocate(result)
-        return result
+        return None                                            # there are numbers
 
     def collective(self, function, name, args):
         return function(*args) if self.exchanging else super().collective(function, name, args)
@@ -163,7 +157,7 @@ def report(config: Config, predicted: list[RankRun], found: list[RankRun]):
     text = "\n".join([
         describe(config), "bytes, by rank:", table(["ranks", "", *real[0]], rows),
         f"parameters, gradients and optimizer {'equal' if same_state else 'DO NOT equal'} the dry run's; activations "
-        f"differ by at most {max(errors['activations'], errors.get('host', 0.0)):.2%}, peaks by {errors['peak']:.2%}",
+        f"differ by at most {errors['activations']:.2%}, peaks by {errors['peak']:.2%}",
         "", "collectives of a step, by rank:",
         table(["ranks", "group", "collective", "members", "calls", "dry run", "bytes", "dry run", "sent", "equal"],
               lines),
@@ -176,7 +170,7 @@ def report(config: Config, predicted: list[RankRun], found: list[RankRun]):
 
 def memory_of(run: RankRun) -> dict[str, int]:
     """Return {name: bytes}."""
-    return {**run.state, "activations": run.activations, **({"host": run.host} if run.host else {}), "peak": run.peak}
+    return {**run.state, "activations": run.activations, "peak": run.peak}
 
 
 def traffic_rows(predicted, found) -> tuple[list, list]:

@@ -115,7 +115,7 @@ def plan(config: Config, flags):
     """Return (text, record) of the plan for flags.gpu, one of GPUS."""
     gpu, peak = GPUS[flags.gpu], PEAK_FLOPS[flags.gpu]
     machine, usable = machine_of(flags, flags.gpu, flags.network, flags.gpus_per_host), gpu.memory * (1 - flags.reserve)
-    found = memory_of_stages(config)
+    found, sent = memory_of_stages(config), [traffic(config, stage) for stage in range(config.pp)]
     needs = [{name: one[name] for name in MEMORY_TERMS} for one in found]
     fits = all(sum(need.values()) <= usable for need in needs)
     parts = step_seconds(train, config, machine)
@@ -136,7 +136,7 @@ def plan(config: Config, flags):
         *([f"host memory for each GPU of stage 0: {bytes_text(found[0]['host'])}"] if found[0]["host"] else []),
         *([] if fits else [why_not(needs, usable)]), "",
         table(["communication of a GPU in a step", "collective", "ranks", "calls", "bytes", "sent", "time"],
-              communication_rows(config, machine)), "",
+              communication_rows(sent, machine)), "",
         table(["a step", "", ""],
               [[label(name), seconds_text(part), f"{part / seconds:.1%}"]
                for name, part in [*sorted(parts.items(), key=place_of), ("total", seconds)] if part]),
@@ -144,14 +144,12 @@ def plan(config: Config, flags):
         f"{parts['bubble'] / seconds:.1%} of the step; it would be (p - 1)/m of the ideal time in 1F1B if stages are "
         "equal, so more microbatches shrink it",
         f"{tokens / seconds:,.0f} tokens/s; MFU {used:.1%} (6 N + 12 L n d s FLOPs per token, relative to "
-        f"{peak / 1e12:g} TFLOP/s per GPU)", "", *assumptions(flags, gpu)])
-    return text, {"parameters": parameter_count(config),
-                  "active_parameters": active_parameter_count(config), "gpu": flags.gpu, "gpus": config.world_size,
-                  **about(config), "fits": fits, "usable_bytes": usable,
+        f"{peak / 1e12:g} TFLOP/s per GPU)", "", assumptions(flags, gpu)])
+    return text, {"parameters": parameter_count(config), "active_parameters": active_parameter_count(config),
+                  "gpu": flags.gpu, "gpus": config.world_size, **about(config), "fits": fits, "usable_bytes": usable,
                   "memory": needs, "host_memory": [one["host"] for one in found],
                   "communication": [[{"group": group, "kind": kind, "calls": calls, "bytes": size}
-                                     for (group, kind), (calls, size) in traffic(config, stage)[0].items()]
-                                    for stage in range(config.pp)],
+                                     for (group, kind), (calls, size) in counts.items()] for counts, _ in sent],
                   "bubble": parts["bubble"] / ideal, "parts_s": parts, "step_s": seconds, "mfu": used,
                   "tokens_per_second": tokens / seconds}
 
@@ -191,11 +189,11 @@ def traffic(config: Config, stage: int) -> tuple[dict, dict]:
                                            "embedding": (0, (config.pp - 1) * apart)})
 
 
-def communication_rows(config: Config, machine: Machine) -> list[list]:
-    """Return a row for each process group and kind of collective, from the stage that spends most time on it."""
+def communication_rows(sent: list, machine: Machine) -> list[list]:
+    """Return a row for each process group and kind of collective, from the stage that spends most time on it.
+    sent: traffic() of each stage."""
     longest = {}
-    for stage in range(config.pp):
-        found, ranks_of = traffic(config, stage)
+    for found, ranks_of in sent:
         for (group, kind), (calls, size) in found.items():
             ranks = ranks_of[group]
             seconds = calls * machine.collective_seconds(kind, size / max(calls, 1), ranks)
@@ -205,23 +203,22 @@ def communication_rows(config: Config, machine: Machine) -> list[list]:
     return [row for _, row in longest.values()]
 
 
-def assumptions(flags, gpu: Gpu) -> list[str]:
+def assumptions(flags, gpu: Gpu) -> str:
     """Return the lines that state the plan's assumptions."""
-    return ["assumptions:",
-            f"  {flags.gpu}: {bytes_text(gpu.memory)} of memory, of which {flags.reserve:.0%} stays free (--reserve), "
-            f"read and written at {bytes_text(gpu.memory_rate)}/s",
-            f"  the largest tiles of a matmul reach {flags.product_efficiency:.0%} of the 16-bit peak of "
-            f"{PEAK_FLOPS[flags.gpu] / 1e12:g} TFLOP/s (--product-efficiency), and in fp8 {FP8_SPEEDUP:g} times as "
-            f"much; smaller tiles, a last wave that does not fill the {gpu.multiprocessors} multiprocessors, and "
-            "attention reach less (estimate/formulas.py)",
-            "  compiled element-wise work reads and writes each tensor once per fused operation",
-            f"  hosts of {flags.gpus_per_host} GPUs (--gpus-per-host) joined by {gpu.link}, "
-            f"{bytes_text(gpu.link_rate)}/s each way; {flags.network:g} Gbit/s from a GPU to other hosts (--network)",
-            f"  links and GPU memory reach {flags.wire_efficiency:.0%} of these rates (--wire-efficiency); each "
-            f"collective takes {flags.latency:g} us in addition to sending its bytes (--latency)",
-            f"  while a collective is in flight, it takes {flags.overlap_slowdown:.0%} of the GPU (--overlap-slowdown)",
-            f"  an NCCL ring allocates {bytes_text(CHANNELS * CONNECTION_BYTES)}, {CHANNELS} channels of "
-            f"{bytes_text(CONNECTION_BYTES)}; trees and in-network reduction would need more"]
+    peak, (memory, rate, link, ring) = PEAK_FLOPS[flags.gpu] / 1e12, (bytes_text(count) for count in (
+        gpu.memory, gpu.memory_rate, gpu.link_rate, CHANNELS * CONNECTION_BYTES))
+    return f"""\
+assumptions:
+  {flags.gpu}: {memory} of memory, read and written at {rate}/s; {flags.reserve:.0%} stay free (--reserve)
+  the largest tiles of a matmul reach {flags.product_efficiency:.0%} (--product-efficiency) of {peak:g} TFLOP/s
+  in 16 bits, in fp8 {FP8_SPEEDUP:g} times as much; other tiles, incomplete waves and attention reach less
+  compiled element-wise work reads and writes each tensor once per fused operation
+  hosts of {flags.gpus_per_host} GPUs (--gpus-per-host) joined by {gpu.link}, {link}/s each way
+  {flags.network:g} Gbit/s from a GPU to other hosts (--network)
+  links and GPU memory reach {flags.wire_efficiency:.0%} of their rates (--wire-efficiency)
+  each collective takes {flags.latency:g} us in addition to sending its bytes (--latency)
+  while a collective is in flight, it takes {flags.overlap_slowdown:.0%} of the GPU (--overlap-slowdown)
+  an NCCL ring allocates {ring}; trees and in-network reduction would need more"""
 
 
 def why_not(needs: list[dict], usable: float) -> str:

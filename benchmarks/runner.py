@@ -46,7 +46,6 @@ from nanodomino.settings.flags import Parser, add_flags, flag_settings
 from nanodomino.settings.rules import check_needs
 
 
-GPT2 = 50304     # GPT-2's vocabulary size, 50257, rounded up as in nanoGPT
 MOST_PROCESSES = 64      # that bench.py starts itself
 MOST_ROUNDS = 10_000     # of --repeats
 BENCH = Path(__file__).resolve().parent.parent / "bench.py"
@@ -56,10 +55,8 @@ def main(questions, text: str, arguments: list[str]) -> int:
     """Run bench.py's command line and return the exit code. text: what `bench.py --help` prints."""
     try:
         if not arguments or arguments[0] in ("-h", "--help"):
-            print(text)
-            return 0
-        require(arguments[0] in questions,
-                f"there is no question '{arguments[0]}'; try one of {', '.join(questions)}")
+            return print(text) or 0
+        require(arguments[0] in questions, f"there is no question '{arguments[0]}'; try one of {', '.join(questions)}")
         question = importlib.import_module(f"benchmarks.{arguments[0]}")
         flags = parse(question, arguments)
         launch_info = read_launch_environment()
@@ -116,9 +113,7 @@ def add_config_flags(parser, names=CONFIG_FLAGS, **defaults):
 
 
 def config_of(flags, world_size: int, **settings) -> Config:
-    """Return the resolved Config of the parsed `flags`. settings: values that the question fixes, without a flag.
-    Raises UserError.
-    """
+    """Return the resolved Config of the parsed `flags`. settings: values that the question fixes. Raises UserError."""
     given = {name: getattr(flags, name) for name in CONFIG_FLAGS if hasattr(flags, name)}
     config = Config(**given, **settings).resolve(world_size)
     check_needs(config, getattr(flags, "given", ()))
@@ -137,13 +132,14 @@ def config_here(flags, world_size: int, **settings) -> Config:
     return config
 
 
+ABOUT = ("tp pp dp cp ep slices columns zero_stage schedule virtual_stages sequence_parallel cp_comm_type "
+         "recompute_granularity checkpoint_in_cpu model num_layers hidden_size num_attention_heads seq_length "
+         "vocab_size micro_batch_size global_batch_size microbatches dtype device compile").split()
+
+
 def about(config: Config) -> dict:
     """Return the layout, the memory options and the sizes of the model for the JSON line."""
-    names = ("tp", "pp", "dp", "cp", "ep", "slices", "columns", "zero_stage", "schedule", "virtual_stages",
-             "sequence_parallel", "cp_comm_type", "recompute_granularity", "checkpoint_in_cpu", "model", "num_layers",
-             "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "micro_batch_size", "global_batch_size",
-             "microbatches", "dtype", "device", "compile")
-    return {name: getattr(config, name) for name in names}
+    return {name: getattr(config, name) for name in ABOUT}
 
 
 def describe(config: Config) -> str:
@@ -167,8 +163,6 @@ def start_processes(arguments: list[str], world_size: int, wire) -> int:
 
     wire: a context manager that yields for each rank what starts it there (see slow_wire()), or None
     """
-    if sys.stderr.isatty():
-        print(f"starting {counted(world_size, 'process')}", file=sys.stderr)
     with (exit_on_signals(), wire as places, reserve_port() as reserved,
           tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder):
         processes = []
@@ -194,8 +188,7 @@ def start_processes(arguments: list[str], world_size: int, wire) -> int:
 
 def reserve_port() -> socket.socket:
     """Return a socket that reserves a free TCP port of this host while it is open. The kernel gives this port to no
-    process that asks for any free port. A server can still listen on it, because both sockets allow reuse.
-    """
+    process that asks for any free port. A server can still listen on it, because both sockets allow reuse."""
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind(("127.0.0.1", 0))
@@ -203,9 +196,7 @@ def reserve_port() -> socket.socket:
 
 
 def cores_of(rank: int, world_size: int) -> list[int]:
-    """Return the cores for one process: an equal share. If there are fewer cores than processes, several processes
-    share a core.
-    """
+    """Return the cores for one process: an equal share. If there are fewer cores than processes, some share a core."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     share = len(cores) // world_size
     return cores[rank * share:(rank + 1) * share] if share else [cores[rank % len(cores)]]
@@ -220,9 +211,7 @@ def bind_to(cores: list[int]):
 
 def join(config: Config, launch: LaunchInfo, one_core=False) -> tuple[Config, Mesh]:
     """Join the process groups. Return the Config with its device, and the mesh, whose device is this process's own.
-
-    one_core: bind this process to a single core, if the device is the CPU
-    """
+    one_core: bind this process to a single core, if the device is the CPU"""
     device = find_device(config, launch)
     if one_core and device.type == "cpu":
         bind_to(cores_of(0, 1)[:1])
@@ -249,10 +238,8 @@ def gathered(value) -> list:
 # ---- work
 
 class RandomTokens:
-    """Stands in for data.TokenDataset with one global batch of random tokens, the same at every step.
-
-    With --reset-position-ids or --reset-attention-mask, token 0 ends a document.
-    """
+    """Stands in for data.TokenDataset with one global batch of random tokens, the same at every step. With
+    --reset-position-ids or --reset-attention-mask, token 0 ends a document."""
 
     def __init__(self, config: Config, device=torch.device("cpu")):
         shape = (config.global_batch_size, config.seq_length + 1)
@@ -293,8 +280,7 @@ def in_turn(alternatives: dict, repeats: int, run) -> dict[str, list]:
     with progress((repeats + 1) * len(alternatives)) as bar:
         for round_ in range(1, repeats + 2):
             for name in shuffled.sample(list(alternatives), len(alternatives)):
-                words = name if isinstance(name, str) else " ".join(name)
-                bar.set_description_str(f"round {round_} of {repeats + 1}: {words}")
+                bar.set_description_str(f"round {round_} of {repeats + 1}: {name}")
                 found[name].append(run(alternatives[name]))
                 bar.update()
     return {name: results[1:] for name, results in found.items()}
@@ -308,18 +294,14 @@ def compare(alternatives: dict, repeats: int, device=torch.device("cpu")) -> dic
 
 def timed(device, function) -> float:
     """Call the function on all ranks at once. Return the seconds that it takes on the slowest rank."""
-    synchronize(device)
+    synchronize = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    synchronize()
     if dist.is_initialized():
         dist.barrier()
     start = time.perf_counter()
     function()
-    synchronize(device)
+    synchronize()
     return max(gathered(time.perf_counter() - start))
-
-
-def synchronize(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def progress(total: int) -> tqdm:
@@ -355,11 +337,8 @@ WHAT_IS_TOO_NOISY = ("the interquartile range of the rounds (with up to three ro
 
 @dataclass(frozen=True)
 class Figure:
-    """Holds a ratio or a share that was measured in several rounds.
-
-    least, most: the smallest and the largest possible value, for example 0 and 1 for a share.
-    size: the value that noise is compared with; by default the median. A share can be close to 0, so shares use 1.
-    """
+    """Holds a ratio or a share that was measured in several rounds. least, most: the smallest and the largest possible
+    value. size: what noise is compared with; by default the median. A share can be close to 0, so shares use 1."""
     rounds: tuple[float, ...]
     least: float = 0.0
     most: float = math.inf
@@ -385,8 +364,7 @@ class Figure:
 
     def __format__(self, form: str) -> str:
         """Return for example '0.98 [0.93 .. 1.02]': the value or "too noisy to tell", then the smallest and the largest
-        round. form: the format of each number, by default '.2f'.
-        """
+        round. form: the format of each number, by default '.2f'."""
         (least, most), form = self.spread, form or ".2f"
         value = TOO_NOISY if self.value is None else format(self.value, form)
         return f"{value} [{least:{form}} .. {most:{form}}]"
@@ -401,9 +379,7 @@ class Figure:
 
 def ratios(numerator: Times, denominator: Times, **possible) -> Figure:
     """Divide two alternatives' times round by round, since the load of the machine was similar within a round.
-
-    possible: the Figure's `least`, `most` or `size`.
-    """
+    possible: the Figure's `least`, `most` or `size`."""
     return Figure(tuple(above / below for above, below in zip(numerator.seconds, denominator.seconds)), **possible)
 
 

@@ -29,7 +29,7 @@ from torch import nn
 
 import train
 from benchmarks.plain_model import Plain, adamw, mean_loss
-from benchmarks.runner import (CONFIG_FLAGS, GPT2, RandomTokens, Times, about, add_config_flags, compare, config_here,
+from benchmarks.runner import (CONFIG_FLAGS, RandomTokens, Times, about, add_config_flags, compare, config_here,
                                describe, join, ratios, require_same_work, table)
 from nanodomino.checkpoint.format import slices
 from nanodomino.domino import Domino
@@ -43,7 +43,7 @@ from nanodomino.zero import ZeroOptimizer
 FLAGS = ("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
          "seq_length", "vocab_size", "micro_batch_size", "global_batch_size", "dtype", "device")
 COMPARED_STEPS = 3
-BYTES = 257                  # vocabulary size: 256 bytes and the end of text
+BYTES, GPT2 = 257, 50304     # vocabulary sizes: 256 bytes and the end of text; GPT-2's, rounded up as in nanoGPT
 
 
 def add_flags(parser):

@@ -32,7 +32,7 @@ def test_a_step_is_estimated_as_a_dry_run_of_the_combination_says(changes):
     """The search keeps only what it has estimated well."""
     config = config_on(8, **changes)
     costs, seconds = Costs(config, H100), sum(step_seconds(train, config, H100).values())
-    assert costs.bound() < costs.seconds() == pytest.approx(seconds, rel=0.1)
+    assert costs.seconds() == pytest.approx(seconds, rel=0.1)
     assert costs.bytes() == pytest.approx(needed_bytes(config), rel=0.1)
 
 
