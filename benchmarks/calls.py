@@ -67,7 +67,7 @@ def record(config, mesh) -> list[str]:
     trace, model = Trace(), train.model_builder(config, mesh)
     ZeroOptimizer(model, config, mesh)                         # makes the buckets of the gradients
     domino = Domino(model, config.slices, config.columns, trace=trace)
-    batch = RandomTokens(config).batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
+    batch = RandomTokens(config).batches(config)[0]
     calls, (losses, tape) = calls_of(domino.forward(batch), trace)
     return [table(calls), table(calls_of(domino.backward(tape, torch.ones_like(losses)), trace)[0])]
 

@@ -48,8 +48,7 @@ class Wire:
 
     bandwidth: bytes per second in each direction. latency: seconds
     clock: returns the seconds that this process has worked. By default its processor time; torch must run with one
-        thread then.
-    """
+        thread then."""
 
     def __init__(self, bandwidth=float("inf"), latency=0.0, clock=time.thread_time):
         self.bandwidth, self.latency, self.clock = bandwidth, latency, clock
@@ -209,10 +208,7 @@ class IdealStage:
         self.wire = start_ideal_world(config.world_size, **clock)
         self.config = config
         self.mesh = make_mesh(1, config.dp, config.tp, torch.device("cpu"), **config.mesh_options)
-        tokens = RandomTokens(config)
-        self.batches = [config.own_part(tokens.batch(0, i, 0, config.dp, config.micro_batch_size,
-                                                     config.global_batch_size), self.mesh)
-                        for i in range(config.microbatches)]
+        self.batches = [config.own_part(batch, self.mesh) for batch in RandomTokens(config).batches(config)]
 
     def model(self, config) -> GPT:
         model = GPT(config, self.mesh)
@@ -225,18 +221,14 @@ class IdealStage:
     def alternatives(self) -> dict:
         """Return {name: function that runs a step}."""
         config, model, compiler = self.config, self.model(self.config), self.config.compiler
-        one_slice, domino, columns = (Domino(model, *cut, compiler) for cut in (
+        one_slice, domino, columns = (partial(pipeline_step, Domino(model, *cut, compiler), self.batches) for cut in (
             (1, 1), (config.slices, config.columns), (1, 2)))
-        steps = {"forward": partial(pipeline_step, domino, self.batches, only_forward=True),
-                 "one slice": partial(pipeline_step, one_slice, self.batches),
-                 "domino": partial(pipeline_step, domino, self.batches),
-                 "columns": partial(pipeline_step, columns, self.batches),
-                 "paired": partial(pipeline_step, domino, self.batches, "paired")}
+        steps = {"forward": partial(domino, only_forward=True), "one slice": one_slice, "domino": domino,
+                 "columns": columns, "paired": partial(domino, "paired")}
         if config.num_layers > 1:
             two = self.model(replace(config, schedule="interleaved", virtual_stages=2))
-            chunked = Domino(two, config.slices, config.columns, compiler)
-            steps |= {name: partial(pipeline_step, chunked, self.batches, name, chunks=2)
-                      for name in ("interleaved", "zb-v")}
+            chunked = partial(pipeline_step, Domino(two, config.slices, config.columns, compiler), self.batches)
+            steps |= {name: partial(chunked, name, chunks=2) for name in ("interleaved", "zb-v")}
         return steps
 
 

@@ -32,17 +32,15 @@ from unittest import mock
 import torch
 
 import train
-from benchmarks.runner import (RandomTokens, about, add_config_flags, bytes_text, config_here, describe, gathered, join,
+from benchmarks.runner import (Training, about, add_config_flags, bytes_text, config_here, describe, gathered, join,
                                table)
 from nanodomino.comm import collectives
 from nanodomino.comm.collectives import TAGS
 from nanodomino.comm.world import find_device
-from nanodomino.domino import Domino
 from nanodomino.estimate.accounts import Accounts
 from nanodomino.estimate.formulas import bytes_sent
 from nanodomino.estimate.rank import RankRun, dry_run, groups_of, measured_step
 from nanodomino.settings.config import Config
-from nanodomino.zero import ZeroOptimizer
 
 
 ROUNDS = False               # no --repeats: this question counts and does not time
@@ -84,10 +82,8 @@ def dry_runs(config: Config, launch) -> list[RankRun]:
 
 def build(config: Config, launch):
     """Join the process groups and return (optimizer, stage, dataset) of this process, built as in train.py."""
-    config, mesh = join(config, launch)
-    model = train.model_builder(config, mesh)
-    return (ZeroOptimizer(model, config, mesh), Domino(model, config.slices, config.columns),
-            RandomTokens(config, mesh.device))
+    training = Training(*join(config, launch))
+    return training.optimizer, training.stage, training.tokens
 
 
 class RealAccounts(Accounts):

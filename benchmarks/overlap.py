@@ -124,9 +124,7 @@ def answer(flags, launch):
     require(not flags.wire or os.environ.get("GLOO_SOCKET_IFNAME") == INTERFACE and config.device == "cpu",
             "--wire needs --device cpu, because NCCL would bypass the slow link, and processes that bench.py starts in "
             "their own network namespaces; add --device cpu, and run bench.py without torchrun")
-    tokens = RandomTokens(config, mesh.device)
-    batches = [tokens.batch(0, i, 0, 1, config.micro_batch_size, config.global_batch_size)
-               for i in range(config.microbatches)]
+    batches = RandomTokens(config, mesh.device).batches(config)
     alternatives, collectives = prepare(config, mesh, batches)
     return report(flags, config, compare(alternatives, flags.repeats, mesh.device), collectives)
 
@@ -183,8 +181,7 @@ def autograd_step(mean_loss_of, batches) -> float:
 
 def dtensor_model(config, mesh) -> Plain:
     """Return the plain model with the same initial weights as GPT. torch splits each layer's four matrices over the
-    ranks.
-    """
+    ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
     alone = replace(mesh, sizes=dict.fromkeys(mesh.sizes, 1), coordinates=dict.fromkeys(mesh.sizes, 0), rows={})

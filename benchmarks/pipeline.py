@@ -120,8 +120,7 @@ class Stage:
 
 class DominoSide:
     """Runs a schedule as train.py does. step() returns the sum of the losses if this stage has the head, otherwise 0.
-    gradients() returns this stage's gradients after a step.
-    """
+    gradients() returns this stage's gradients after a step."""
 
     def __init__(self, config: Config, stage: Stage, tokens):
         self.config, self.stage, self.tokens = config, stage, tokens
@@ -138,8 +137,7 @@ class DominoSide:
 
 class TorchSide(DominoSide):
     """Runs a schedule of torch.distributed.pipelining. The loss is a sum over tokens, as on the other sides, so torch
-    must not divide the gradients by the number of microbatches (scale_grads=False).
-    """
+    must not divide the gradients by the number of microbatches (scale_grads=False)."""
 
     def __init__(self, config: Config, stage: Stage, tokens):
         # Imports torch's compiler, which takes seconds: not needed for --help or a refusal.
@@ -175,8 +173,7 @@ class TorchSide(DominoSide):
 def measure(configs: dict[str, Config], stages: dict, trace: Trace, repeats: int) -> list[dict]:
     """Compare all schedules for one number of microbatches. Return a dict for each schedule.
 
-    configs: {schedule: Config}; stages: {placement: Stage}.
-    """
+    configs: {schedule: Config}; stages: {placement: Stage}."""
     first = configs["1f1b"]
     device = stages[first.placement].mesh.device
     tokens = RandomTokens(first, device)
@@ -204,8 +201,7 @@ def measure(configs: dict[str, Config], stages: dict, trace: Trace, repeats: int
 def check_same_work(config: Config, sides) -> float:
     """Run a step of each side and return the mean loss per token. Raises UserError if the losses of two sides differ.
 
-    With the same placement a stage has the same layers on two sides. Then its gradient norms must agree, too.
-    """
+    With the same placement a stage has the same layers on two sides. Then its gradient norms must agree, too."""
     losses, norms = {}, defaultdict(dict)
     for key, side in sides.items():
         loss = side.step() / (config.global_batch_size * config.seq_length)
@@ -230,8 +226,7 @@ def work_of(events) -> dict[tuple, list[float]]:
 def idle(timetable: Timetable, steps, works) -> dict:
     """Return two shares of time for which the stages of a schedule idle: measured and simulated.
 
-    steps: the seconds of each recorded round; works: for each round and stage what work_of() returned.
-    """
+    steps: the seconds of each recorded round; works: for each round and stage what work_of() returned."""
     shares = [mean(1 - sum(map(sum, work.values())) / step for work in stages) for step, stages in zip(steps, works)]
     lengths = [{key: median(mean(work[key]) for work in stage) for key in stage[0]} for stage in zip(*works)]
     rows = simulate(timetable, lambda stage, action: lengths[stage][action.kind, action.halves[0].chunk])

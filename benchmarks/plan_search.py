@@ -63,35 +63,6 @@ WHOLE, PAIR = ("backward",), ("backward", "forward")
 WAYS_TO_HIDE = ((1, 1), (2, 1), (1, 2), (1, 4), (2, 2), (2, 4))      # (slices, columns), in the order of the tries
 
 
-# ---- memory that torch does not allocate
-
-# For each connection of a channel NCCL allocates 10 MiB to receive into and 2 MiB to send from. Source: the output of
-# NCCL_DEBUG_SUBSYS=ALLOC in github.com/NVIDIA/nccl/issues/1685. Faster links get more channels; 24 is for NVLink.
-CONNECTION_BYTES, CHANNELS = 12 * 2**20, 24
-
-
-def communicator_bytes(config: Config, stage: int) -> int:
-    """Estimate the bytes of NCCL's own buffers on a GPU.
-
-    In a ring, each rank receives from one rank and sends to one, however many ranks there are. Messages between stages
-    use fewer channels, and one connection per neighbour. Trees and in-network reduction would need more memory.
-    """
-    replicas, ends = config.dp * config.cp, (0, config.placement.location(config.placement.last)[0])
-    tied = config.pp > 1 and config.words_at_end and stage in ends and ends[1] > 0
-    rings = {"world": config.world_size, "tp": config.tp, "cp": config.cp, "dp": replicas, "tied": 1 + tied,
-             "ep": config.ep, "ep_counts": config.ep, "expert_dp": replicas // config.ep if config.ep > 1 else 1}
-    channels = sum(config.thread_blocks.get(name) or CHANNELS for name, ranks in rings.items() if ranks > 1)
-    neighbours = sum(stage in pair for pair in config.placement.neighbours)
-    if config.pp > 1:                                          # 1: pipeline.connect's all-reduce
-        channels += config.thread_blocks["pp"] * (1 + neighbours)
-    return CONNECTION_BYTES * channels
-
-
-def needed_bytes(config: Config) -> float:
-    """Return the bytes of the fullest GPU, from a dry run."""
-    return fullest_rank_bytes(train, config) + max(communicator_bytes(config, stage) for stage in {0, config.pp - 1})
-
-
 # ---- a combination's costs
 
 class Costs:
@@ -204,7 +175,7 @@ class Costs:
             row, actions = [*map(kinds_of, rows[stage])], rows[stage]
             kept, peaks = ({kinds: self.of_action(name, action, stage)
                             for kinds, action in dict(zip(row, actions)).items()} for name in ("kept", "peaks"))
-            return state + add_up(row, kept, peaks)[1] + communicator_bytes(config, stage)
+            return state + add_up(row, kept, peaks)[1]
 
         return max(map(stage_bytes, {0, config.pp - 1}))
 
@@ -223,8 +194,7 @@ class Search:
     """Finds the fastest layouts of a model.
 
     config: the settings, not resolved; given: the names of those that were given, which keep their values
-    usable: bytes of a GPU's memory
-    """
+    usable: bytes of a GPU's memory"""
 
     def __init__(self, config: Config, gpus: int, given, machine: Machine, usable: float):
         self.config, self.gpus, self.given, self.machine, self.usable = config, gpus, given, machine, usable
@@ -263,8 +233,9 @@ class Search:
         simplest = self.choices("schedule", ["1f1b"]) + self.choices("virtual_stages", [1])
         tries = {self.accepted(config, **dict(zip(("schedule", "virtual_stages"), simplest))): None, config: None}
         self.counts["dry runs"] += len(tries)
-        return min(((sum(step_seconds(train, one, self.machine).values()), needed, one) for one in tries
-                    if one and (needed := needed_bytes(one)) <= self.usable), key=lambda one: one[0], default=None)
+        found = [(sum(step_seconds(train, one, self.machine).values()), needed, one) for one in tries
+                 if one and (needed := fullest_rank_bytes(train, one)) <= self.usable]
+        return min(found, key=lambda one: one[0], default=None)
 
     # ---- what is chosen, in this order. Each yields (seconds, Config, the method that chooses next)
 
@@ -411,7 +382,7 @@ def answer(flags, machine: Machine, usable: float, peak: float, progress=progres
         "The columns from matmuls to end are shares of the step. tp (with cp, ep), host and pp are communication "
         "that nothing hides; end is all that follows the last backward, such as the optimizer. "
         f"{search.counts['simulated']} combinations were simulated. `bench.py plan` with the flags "
-        "of a row prints its memory, its communication and the assumptions.", "", layouts[0]["command"]]) if rows else (
+        "of a row prints its memory and the assumptions.", "", layouts[0]["command"]]) if rows else (
         f"nothing fits into the usable {bytes_text(usable)} per GPU, even with full recomputation; try more --gpus, a "
         "--gpu with more memory, or fewer of the given flags")
     return text, {"search": True, "model": flags.model, "gpu": flags.gpu, "gpus": flags.gpus,

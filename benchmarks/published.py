@@ -122,8 +122,7 @@ def as_megatron(run: RankRun, stores_scores: bool, blocks: bool) -> RankRun:
     """Return the run with other events.
 
     stores_scores: replace fused attention by matmuls that write and read the scores
-    blocks: wait for each tp collective right after its launch
-    """
+    blocks: wait for each tp collective right after its launch"""
     events = []
     for event in run.events:
         if stores_scores and getattr(event, "kind", None) in SCORES:
@@ -199,19 +198,17 @@ columns:
   x speed: two slices compared with blocking communication; % wires: the share of blocking communication in a step
 assumptions, besides those of bench.py plan:
   {SEQ_LENGTH} tokens per sample, vocabulary {TABLE_1[0].vocab_size:,} (2409.15241: {DOMINO[0].vocab_size:,})
-  the largest tiles of a matmul reach {flags.product_efficiency:.0%} of the peak (--product-efficiency), links and GPU
-  memory {flags.wire_efficiency:.0%} of their rates (--wire-efficiency); a collective takes {flags.latency:g} us more
+  the largest tiles reach {flags.product_efficiency:.0%} of the peak (--product-efficiency), links and memory
+  {flags.wire_efficiency:.0%} of their rates (--wire-efficiency). A collective takes {flags.latency:g} us more
   (--latency), and in flight {flags.overlap_slowdown:.0%} of the GPU (--overlap-slowdown)
   no torch.compile; before 2409.15241 attention stores its scores; the optimizer is not sharded
-  hosts of 8 GPUs; each A100 has a card of 200 Gbit/s to other hosts; an all-reduce over whole H100 hosts uses all
-  eight cards of 400 Gbit/s
+  a card of 200 Gbit/s per A100; an all-reduce over H100 hosts uses eight cards of 400 Gbit/s
   recomputing layers repeats their all-reduces, which block, but not the head, as in formula (3) of 2104.04473
   weight gradients hide backward's all-reduces, except in 2409.15241
 sources:
-  2104.04473, table 1: from a copy (github.com/SotaroKaneda/MLCarbon). The table omits micro batches and chunks; they
-  come from Megatron-LM's examples/sc21/run_table_1.sh
-  2205.05198, table 5: seconds and layouts come from github.com/calculon-ai/calculon, which is validated against it;
-  not looked up: layers, widths, heads, samples, vocabulary, and the network cards of both papers' A100 hosts
-  2409.15241: its abstract says up to 1.3 x, but not for which model and batch. DeepSpeed's blogs/deepspeed-domino says
-  that communication takes up to 43 % of 13B's step on 8, 16 and 32 GPUs. 32 GPUs can't share the 40 heads of 13B, so
-  the prediction has 32 wider heads with the same FLOPs"""
+  2104.04473, table 1: from a copy (github.com/SotaroKaneda/MLCarbon); micro batches and chunks from Megatron-LM's
+  examples/sc21/run_table_1.sh
+  2205.05198, table 5: from github.com/calculon-ai/calculon; layers, widths, heads, samples, vocabulary and the network
+  cards were not looked up
+  2409.15241: its abstract says up to 1.3 x, for no model in particular; 43 % of 13B's step comes from DeepSpeed's
+  blogs/deepspeed-domino. 32 GPUs can't share its 40 heads, so the prediction has 32 wider heads with the same FLOPs"""

@@ -38,12 +38,14 @@ import train
 from benchmarks.slow_network import exit_on_signals, slow_wire
 from nanodomino.comm.world import LaunchInfo, find_device, read_launch_environment, start_world
 from nanodomino.data import Batch
+from nanodomino.domino import Domino
 from nanodomino.errors import UserError, counted, require
 from nanodomino.estimate.stages import require_memory
 from nanodomino.mesh import Mesh, make_mesh
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import Parser, add_flags, flag_settings
 from nanodomino.settings.rules import check_needs
+from nanodomino.zero import ZeroOptimizer
 
 
 MOST_PROCESSES = 64      # that bench.py starts itself
@@ -161,8 +163,7 @@ def start_processes(arguments: list[str], world_size: int, wire) -> int:
     """Start `world_size` processes of bench.py, wait for them, and return the first nonzero exit code, or 0. If one
     fails, the others are ended. Each gets the environment variables that torchrun would set.
 
-    wire: a context manager that yields for each rank what starts it there (see slow_wire()), or None
-    """
+    wire: a context manager that yields for each rank what starts it there (see slow_wire()), or None"""
     with (exit_on_signals(), wire as places, reserve_port() as reserved,
           tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder):
         processes = []
@@ -251,6 +252,25 @@ class RandomTokens:
         rows = self.tokens[first:first + micro_batch_size].clone()     # with its own memory, like TokenDataset's rows
         return Batch.from_rows(rows, list(range(first, first + micro_batch_size)), None, self.device, self.prepare)
 
+    def batches(self, config: Config) -> list[Batch]:
+        """Return the microbatches of the first replica."""
+        return [self.batch(0, i, 0, config.dp, config.micro_batch_size, config.global_batch_size)
+                for i in range(config.microbatches)]
+
+
+class Training:
+    """Trains nanodomino's model with train.py's train_step, as train.py builds it, on random tokens."""
+
+    def __init__(self, config: Config, mesh: Mesh, **trace):
+        self.config, self.mesh, self.tokens, self.losses = config, mesh, RandomTokens(config, mesh.device), []
+        self.model = train.model_builder(config, mesh)
+        self.optimizer = ZeroOptimizer(self.model, config, mesh, **trace)
+        self.stage = Domino(self.model, config.slices, config.columns, config.compiler, **trace)
+
+    def step(self):
+        result = train.train_step(len(self.losses) + 1, self.stage, self.optimizer, self.tokens, self.config, self.mesh)
+        self.losses.append(result.loss)
+
 
 # ---- alternatives in turn
 
@@ -274,8 +294,7 @@ def in_turn(alternatives: dict, repeats: int, run) -> dict[str, list]:
     count. Return {name: what run() returned in each round}.
 
     Each round calls every function once, in a new random order. In a fixed order, a function would always run after the
-    same other function, whose leftovers in memory and caches could make it faster or slower.
-    """
+    same other function, whose leftovers in memory and caches could make it faster or slower."""
     found, shuffled = {name: [] for name in alternatives}, random.Random(0)    # one seed: all ranks draw the same order
     with progress((repeats + 1) * len(alternatives)) as bar:
         for round_ in range(1, repeats + 2):

@@ -105,8 +105,7 @@ def slow_wire(rate: str, world_size: int):
     """Build the network, which ends with the context.
 
     Yields one (command prefix, environment variables) per rank. A process started with both runs in the rank's
-    namespace. rate: how fast each rank can send, such as '500mbit'. Raises UserError if the network can't be built.
-    """
+    namespace. rate: how fast each rank can send, such as '500mbit'. Raises UserError if the network can't be built."""
     bits = parse_rate(rate)
     require(shutil.which("ip") and shutil.which("tc"),
             "--wire needs the commands ip and tc; install iproute2, or leave --wire out")

@@ -27,17 +27,14 @@ from functools import partial
 import torch
 from torch import nn
 
-import train
 from benchmarks.plain_model import Plain, adamw, mean_loss
-from benchmarks.runner import (CONFIG_FLAGS, RandomTokens, Times, about, add_config_flags, compare, config_here,
-                               describe, join, ratios, require_same_work, table)
+from benchmarks.runner import (CONFIG_FLAGS, RandomTokens, Times, Training, about, add_config_flags, compare,
+                               config_here, describe, join, ratios, require_same_work, table)
 from nanodomino.checkpoint.format import slices
-from nanodomino.domino import Domino
 from nanodomino.errors import import_optional, require
 from nanodomino.estimate.formulas import find_peak_flops, flops_per_token, parameter_count
 from nanodomino.huggingface.families import family_of, write_config
 from nanodomino.huggingface.tensors import map_tensors
-from nanodomino.zero import ZeroOptimizer
 
 
 FLAGS = ("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
@@ -66,15 +63,14 @@ def answer(flags, launch):
     config = config_here(flags, launch.world_size, lr_decay_style="constant", lr_warmup_fraction=0.0,
                          compile=flags.compile, **no_loss)
     config, mesh = join(config, launch)
-    tokens = RandomTokens(config, mesh.device)
-    ours = OurTraining(config, mesh, tokens)
+    ours = Training(config, mesh)
     sides = {"nanodomino": ours}
     for name in flags.against:
         if name == "uncompiled":
-            sides[name] = OurTraining(dataclasses.replace(config, compile=False), mesh, tokens)
+            sides[name] = Training(dataclasses.replace(config, compile=False), mesh)
         else:
             model = plain(config, ours.model) if name == "plain" else transformers(config, ours.model)
-            sides[name] = PlainTraining(config, mesh, tokens, model)
+            sides[name] = PlainTraining(config, mesh, model)
     times = compare({name: side.step for name, side in sides.items()}, max(flags.repeats, COMPARED_STEPS - 1),
                     mesh.device)
     return report(config, mesh, times, {name: side.losses[:COMPARED_STEPS] for name, side in sides.items()})
@@ -82,30 +78,16 @@ def answer(flags, launch):
 
 # ---- the implementations
 
-class OurTraining:
-    """Trains nanodomino's model with train.py's train_step."""
-
-    def __init__(self, config, mesh, tokens):
-        self.config, self.mesh, self.tokens, self.losses = config, mesh, tokens, []
-        self.model = train.model_builder(config, mesh)
-        self.optimizer = ZeroOptimizer(self.model, config, mesh)
-        self.stage = Domino(self.model, config.slices, config.columns, config.compiler)
-
-    def step(self):
-        result = train.train_step(len(self.losses) + 1, self.stage, self.optimizer, self.tokens, self.config, self.mesh)
-        self.losses.append(result.loss)
-
-
 class PlainTraining:
     """Trains a model with nanoGPT's step.
 
     model: maps (tokens, labels), both [b, s], to the mean loss. A subclass may wrap it in another `network`, and set
     no_sync(). All microbatches but the last run in this context, in which DistributedDataParallel adds to the gradients
-    without an all-reduce.
-    """
+    without an all-reduce."""
 
-    def __init__(self, config, mesh, tokens, model):
-        self.config, self.mesh, self.tokens, self.losses, self.no_sync = config, mesh, tokens, [], nullcontext
+    def __init__(self, config, mesh, model):
+        self.config, self.mesh, self.losses, self.no_sync = config, mesh, [], nullcontext
+        self.tokens = RandomTokens(config, mesh.device)
         half = config.params_dtype == torch.bfloat16
         self.autocast = partial(torch.autocast, mesh.device.type, torch.bfloat16, enabled=half)
         self.model = model.to(mesh.device, torch.float32 if half else config.params_dtype)

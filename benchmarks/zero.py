@@ -39,9 +39,9 @@ from torch import nn
 
 import train
 from benchmarks.plain_model import adamw
-from benchmarks.runner import (RandomTokens, Times, about, add_config_flags, bytes_text, compare, config_here, describe,
+from benchmarks.runner import (Times, Training, about, add_config_flags, bytes_text, compare, config_here, describe,
                                gathered, join, ratios, require_same_work, table)
-from benchmarks.throughput import COMPARED_STEPS, OurTraining, PlainTraining, plain
+from benchmarks.throughput import COMPARED_STEPS, PlainTraining, plain
 from nanodomino.errors import require
 from nanodomino.estimate.formulas import parameter_count, state_bytes_per_parameter
 from nanodomino.estimate.rank import state_tensors
@@ -99,11 +99,11 @@ def answer(flags, launch):
 
 # ---- the sides
 
-class OurReplica(OurTraining):
+class OurReplica(Training):
     """Trains with train.py's step. stage: the ZeRO stage, 0, 1 or 2."""
 
     def __init__(self, config, mesh, stage: int):
-        super().__init__(dataclasses.replace(config, zero_stage=stage), mesh, RandomTokens(config, mesh.device))
+        super().__init__(dataclasses.replace(config, zero_stage=stage), mesh)
 
     def tensors(self):
         """Return this rank's parameters, gradients and optimizer state."""
@@ -114,8 +114,7 @@ class TorchReplica(PlainTraining):
     """Trains the plain model."""
 
     def __init__(self, config, mesh):
-        super().__init__(config, mesh, RandomTokens(config, mesh.device),
-                         plain(config, train.model_builder(config, mesh)))
+        super().__init__(config, mesh, plain(config, train.model_builder(config, mesh)))
 
     def tensors(self):
         """Return this rank's parameters, gradients and optimizer state. Of a DTensor, return the local shard."""

@@ -106,8 +106,7 @@ class World:
     """`World(size).run(function)` calls function() on each rank and returns the results.
 
     wire: virtual seconds per byte of a collective, where one FLOP takes one second. After the run, clock[rank] is the
-    time at which a rank ended, and exposed[rank] is the part of it that the rank waited for the wire.
-    """
+    time at which a rank ended, and exposed[rank] is the part of it that the rank waited for the wire."""
 
     def __init__(self, size, wire=0.0):
         self.size, self.wire = size, wire

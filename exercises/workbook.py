@@ -138,8 +138,7 @@ def state_of(text, number):
 def load(text=None, number=None, path=None, texts=None):
     """Return minimal.py and beyond.py, or other `texts` of both, as one module on fake ranks.
 
-    The functions of exercise `number` come from `text`. So do functions, imports and constants that only `text` has.
-    """
+    The functions of exercise `number` come from `text`. So do functions, imports and constants that only `text` has."""
     module = types.ModuleType("minimal")
     for source, its_text in zip(SOURCES, texts or map(Path.read_text, SOURCES)):
         exec(compiled(its_text, source), vars(module))
