@@ -11,15 +11,9 @@ Every rank trains a step of train.py with random tokens. Rank 0 runs the same st
                               more
     peak                      peak bytes of all tensors, also temporary ones; on CUDA torch's allocator counts them
 
-Collectives of a process group, by their kind, which must be equal:
-
-    calls     the number of collectives or messages
-    bytes     the size of the whole tensor: what is all-reduced, a reduce-scatter's input, an all-gather's output. How
-              many rows an all-to-all sends depends on the tokens, so its bytes are compared in total over all ranks
-    sent      the bytes that this rank sends in a ring of the group's n ranks: 2 (n-1)/n of an all-reduced tensor,
-              (n-1)/n of a tensor that is reduce-scattered or all-gathered, the whole tensor of a message
-
-More slices and columns make more calls but not more bytes.
+The collectives of a process group must also be equal. Their bytes are those of the whole tensor: what is all-reduced, a
+reduce-scatter's input, an all-gather's output. How many rows an all-to-all sends depends on the tokens, so its bytes
+are compared in total over all ranks. More slices and columns make more calls but not more bytes.
 
     python bench.py memory --tp 2 --pp 2 --slices 2
 """
@@ -32,13 +26,11 @@ from unittest import mock
 import torch
 
 import train
-from benchmarks.runner import (Training, about, add_config_flags, bytes_text, config_here, describe, gathered, join,
-                               table)
+from benchmarks.runner import Training, about, add_config_flags, config_here, describe, gathered, join, table
 from nanodomino.comm import collectives
 from nanodomino.comm.collectives import TAGS
 from nanodomino.comm.world import find_device
 from nanodomino.estimate.accounts import Accounts
-from nanodomino.estimate.formulas import bytes_sent
 from nanodomino.estimate.rank import RankRun, dry_run, groups_of, measured_step
 from nanodomino.settings.config import Config
 
@@ -155,8 +147,7 @@ def report(config: Config, predicted: list[RankRun], found: list[RankRun]):
         f"parameters, gradients and optimizer {'equal' if same_state else 'DO NOT equal'} the dry run's; activations "
         f"differ by at most {errors['activations']:.2%}, peaks by {errors['peak']:.2%}",
         "", "collectives of a step, by rank:",
-        table(["ranks", "group", "collective", "members", "calls", "dry run", "bytes", "dry run", "sent", "equal"],
-              lines),
+        table(["ranks", "group", "collective", "members", "calls", "dry run", "bytes", "dry run", "equal"], lines),
         "every count equals the dry run's" + ", if the bytes of all-to-alls are added up over all ranks" * any(
             line[-1] == "in total" for line in lines) if same_traffic else "some counts do not equal the dry run's"])
     return text, {"exact": same_state and same_traffic, "activations_error": errors["activations"],
@@ -177,8 +168,8 @@ def traffic_rows(predicted, found) -> tuple[list, list]:
         for key in sorted(found[rank].traffic.keys() | predicted[rank].traffic.keys()):
             (calls, size), (dry_calls, dry_size) = (run[rank].traffic.get(key, (0, 0)) for run in (found, predicted))
             members, equal = len(predicted[rank].ranks_of[key[0]]), fair[rank].get(key) == fair_dry[rank].get(key)
-            lines.append([ranks, *key, members, calls, dry_calls, size, dry_size, bytes_text(bytes_sent(
-                key[1], size, members)), "NO" if not equal else "yes" if size == dry_size else "in total"])
+            lines.append([ranks, *key, members, calls, dry_calls, size, dry_size,
+                          "NO" if not equal else "yes" if size == dry_size else "in total"])
             records.append({"ranks": ranks, "group": key[0], "kind": key[1], "calls": calls, "bytes": size,
                             "dry_calls": dry_calls, "dry_bytes": dry_size})
     return lines, records

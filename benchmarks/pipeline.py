@@ -232,9 +232,7 @@ def idle(timetable: Timetable, steps, works) -> dict:
     rows = simulate(timetable, lambda stage, action: lengths[stage][action.kind, action.halves[0].chunk])
     busy = mean(sum(end - begin for _, begin, end in row) for row in rows)
     return dict(idle=Figure(tuple(shares), most=1.0, size=1.0), simulated=1 - busy / step_time(rows),
-                simulated_step_s=step_time(rows),
-                seconds=[{f"{kind} {chunk}": seconds for (kind, chunk), seconds in stage.items()}
-                         for stage in lengths])
+                simulated_step_s=step_time(rows))
 
 
 # ---- the report

@@ -14,8 +14,6 @@ called sides, run in turn with the same initial weights and tokens. The losses o
 The columns of the table:
 
     step              the step's time on the slowest rank
-    peak              on CUDA: by how much two steps raise max_memory_allocated, on the rank with the most. On CPUs see
-                      `bench.py memory --dp 2 --zero-stage 1`
     state/parameter   bytes of parameters, gradients and optimizer state after a step, divided by the number of
                       parameters, on the rank with the most. A storage that several tensors share counts once
     formula           the expected value, with d replicas (1910.02054, sections 5.1 and 5.2, but with fp32 gradients):
@@ -39,7 +37,7 @@ from torch import nn
 
 import train
 from benchmarks.plain_model import adamw
-from benchmarks.runner import (Times, Training, about, add_config_flags, bytes_text, compare, config_here, describe,
+from benchmarks.runner import (Times, Training, about, add_config_flags, compare, config_here, describe,
                                gathered, join, ratios, require_same_work, table)
 from benchmarks.throughput import COMPARED_STEPS, PlainTraining, plain
 from nanodomino.errors import require
@@ -78,23 +76,15 @@ def config_for(flags) -> Config:
 def answer(flags, launch):
     config, mesh = join(config_for(flags), launch, one_core=True)
     config = dataclasses.replace(config, compile=False)
-    sides, peaks, cuda = {}, {}, config.device == "cuda"
-    for name, (_, make) in SIDES.items():
-        if cuda:
-            torch.cuda.reset_peak_memory_stats(mesh.device)
-            before = torch.cuda.memory_allocated(mesh.device)
-        sides[name] = make(config, mesh)
-        for _ in range(2):                                     # AdamW's moments exist only after the first step
-            sides[name].step()
-        if cuda:
-            peaks[name] = max(gathered(torch.cuda.max_memory_allocated(mesh.device) - before))
-    times = compare({name: side.step for name, side in sides.items()}, flags.repeats, mesh.device)
+    sides = {name: make(config, mesh) for name, (_, make) in SIDES.items()}
+    times = compare({name: side.step for name, side in sides.items()}, max(flags.repeats, COMPARED_STEPS - 1),
+                    mesh.device)
     # A torch side has its own replica's loss; a nanodomino side has the mean of all replicas already.
     losses = {name: [sum(step) / config.dp for step in zip(*gathered(side.losses[:COMPARED_STEPS]))]
               for name, side in sides.items()}
     require_same_work(config, "losses", losses)
     states = {name: max(gathered(counted_bytes(side.tensors()))) for name, side in sides.items()}
-    return report(config, times, peaks, states, losses)
+    return report(config, times, states, losses)
 
 
 # ---- the sides
@@ -183,22 +173,21 @@ def formula_bytes(name: str, config: Config) -> float:
 
 # ---- the report
 
-def report(config, times: dict[str, Times], peaks, states, losses):
-    """Return (text, record). peaks, states: {side: bytes on the rank with the most}; peaks: {} on a CPU."""
+def report(config, times: dict[str, Times], states, losses):
+    """Return (text, record). states: {side: bytes on the rank with the most}"""
     count = parameter_count(config)
     ratio = {name: ratios(time, times["zero-1"]) for name, time in times.items()}
     speed_of_2 = ratios(times["fsdp2-keep"], times["zero-2"])
     expected = {name: formula_bytes(name, config) for name in SIDES}
     text = "\n".join([
         f"{count:,} parameters, buckets of {config.bucket_size:,} elements; {describe(config)}",
-        table(["", "step: median [min .. max]", "step / ZeRO-1's", "peak", "state/parameter", "formula"],
-              [[SIDES[name][0], times[name], ratio[name], bytes_text(peaks[name]) if peaks else "n/a",
-                f"{states[name] / count:.2f}", f"{expected[name]:.2f}"] for name in SIDES]),
+        table(["", "step: median [min .. max]", "step / ZeRO-1's", "state/parameter", "formula"],
+              [[SIDES[name][0], times[name], ratio[name], f"{states[name] / count:.2f}", f"{expected[name]:.2f}"]
+               for name in SIDES]),
         f"speed of ZeRO-1 / DDP with ZeroRedundancyOptimizer: {ratio['ddp-zero']}; speed of ZeRO-2 / FSDP2 with "
         f"weights kept: {speed_of_2}; the losses of the first {COMPARED_STEPS} steps agree"])
     sides = {name: {"step_s": times[name].median, "step_over_zero_1": ratio[name].value, "spread": ratio[name].spread,
-                    "peak_bytes": peaks.get(name), "state_bytes": states[name],
-                    "bytes_per_parameter": states[name] / count, "formula": expected[name], "losses": losses[name]}
-             for name in SIDES}
+                    "state_bytes": states[name], "bytes_per_parameter": states[name] / count,
+                    "formula": expected[name], "losses": losses[name]} for name in SIDES}
     return text, {"speed_over_ddp_zero": ratio["ddp-zero"].value, "speed_of_zero_2_over_fsdp2_keep": speed_of_2.value,
                   "sides": sides, "parameters": count, "bucket_size": config.bucket_size, **about(config)}

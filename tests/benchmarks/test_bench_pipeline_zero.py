@@ -36,8 +36,6 @@ def test_pipeline():
         assert 0 < row["simulated"] < 1 and row["simulated_of_1f1b"] > 0
         assert schedule != "1f1b" or row["of_1f1b"] == row["simulated_of_1f1b"] == 1
         assert 5 < row["loss"] < 7, "of 256 words drawn at random"
-    assert {name for stage in rows[3, "paired"]["seconds"] for name in stage} == {"forward 0", "pair 0", "backward 0"}
-    assert [len(stage) for stage in rows[3, "zb-v"]["seconds"]] == [5, 6], "F, I, W of each chunk, or F, B"
 
 
 def worked(row) -> dict:
@@ -48,7 +46,7 @@ def worked(row) -> dict:
     return found
 
 
-@pytest.mark.parametrize("work", [(1.0, 1.0), (1.0, 1.0, 1.0, 1.0), (1.0, 3.0), (2.0, 1.0, 1.5)])
+@pytest.mark.parametrize("work", [(1.0, 1.0, 1.0, 1.0), (2.0, 1.0, 1.5)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_idle_time_without_delays_is_the_simulations(schedule, work):
     """With unequal stages the slowest determines the step."""

@@ -95,20 +95,11 @@ def test_the_command_line_keeps_answers(tmp_path, monkeypatch, capsys):
         assert f"minimal.{copy}.py. To go back, copy it over {work}." in run("start", "5")
         answer(5, "    return unknown")
         assert f"return {answered}" in work.with_suffix(f".{copy}.py").read_text()
-    assert "return undefined" in work.with_suffix(".1.py").read_text(), "an earlier copy stays"
-    assert workbook.reference(9)[0] in run("show", "9")
+    assert "def optimizer_step(" in run("show", "9")
     assert f"fill the blank in {tmp_path / 'beyond.py'}, line" in run("start", "11")
     assert re.search("(?m)^11 .* blank$", run("status"))
-    for damaged in ("{", "[]", '{"7": "x"}', '{"7": 1e999}'):
-        (tmp_path / "hints.json").write_text(damaged)
-        assert re.fullmatch(".*hints.json must hold .*, but it is damaged; delete the file.\n", run("hint", "7"))
-    status, text = run("status"), work.read_bytes()
-    work.write_bytes(b"\xef\xbb\xbf" + text)
-    assert run("status") == status, "a byte-order mark, as Windows writes it, is no part of the text"
-    for damaged, words in ((b"(" + text, r".*, in line \d+ or just above"), (text + b"\0", ".*null bytes.*"),
-                           (b"# \xe9\n" + text, ".*can't decode byte 0xe9.*")):
-        work.write_bytes(damaged)
-        assert re.fullmatch(f"Python cannot read .*minimal.py: {words}: correct it, or .*\\.\n", run("status"))
+    work.write_bytes(b"# \xe9\n" + work.read_bytes())
+    assert "minimal.py: 'utf-8' codec can't decode byte 0xe9" in run("status")
 
 
 @pytest.mark.parametrize("number", ANSWERS)
@@ -184,18 +175,21 @@ def test_a_folder_of_answers_is_graded(tmp_path, monkeypatch, capsys):
     assert grade.results_of(tmp_path / "dan.py")[7]["result"] == "time limit"
 
 
-@pytest.mark.parametrize("number", ["-5", "0", "nan"])
-def test_a_prediction_is_positive(number):
-    with pytest.raises(SystemExit, match=f"must be a positive number, but is {number}; correct it"):
-        command_line.main(["predict", "bytes", number])
+def test_a_prediction_is_positive():
+    with pytest.raises(SystemExit, match="must be a positive number, but is nan; correct it"):
+        command_line.main(["predict", "bytes", "nan"])
 
 
 @pytest.mark.parametrize("name, number", [("bytes", 18 * 16384 * 8)] + [
     pytest.param(*case, marks=pytest.mark.exhaustive)
     for case in (("bubble", 0.2), ("exposed", 1.67), ("memory", 1e7))])
-def test_the_reason_predicts_what_is_measured(name, number, capsys):
+def test_the_reason_predicts_what_is_measured(name, number, capsys, monkeypatch):
     """Bytes and memory are exact. The others are times, which other programs on this machine can change by any amount:
-    then only the verdict must fit the measured number."""
+    then only the verdict must fit the number measured on a tiny model."""
+    question, command, *rest = TASKS[name]
+    tiny = {"bubble": "--num-layers 2 --hidden-size 32 --seq-length 16 --repeats 1",
+            "exposed": "--num-layers 1 --hidden-size 32 --seq-length 16 --microbatches 2 --repeats 1"}.get(name, "")
+    monkeypatch.setitem(TASKS, name, (question, f"{command} {tiny}", *rest))
     command_line.main(["predict", name])
     assert TASKS[name][0] in capsys.readouterr().out
     command_line.main(["predict", name, str(number)])
