@@ -135,44 +135,31 @@ def measure(optimizer, stage, dataset, config: Config, program=train) -> RankRun
 
 def report(config: Config, predicted: list[RankRun], found: list[RankRun]):
     """Return (text, record). predicted, found: each rank's dry and real run. Ranks with equal numbers share lines."""
-    dry, real = [*map(memory_of, predicted)], [*map(memory_of, found)]
+    dry, real = ([{**run.state, "activations": run.activations, "peak": run.peak} for run in runs]
+                 for runs in (predicted, found))
     errors = {name: max(abs(ours[name] / theirs[name] - 1) for ours, theirs in zip(real, dry)) for name in real[0]}
     rows = [[ranks, label, *one.values()] for ranks, rank in alike(list(zip(dry, real)))
             for label, one in (("dry run", dry[rank]), ("measured", real[rank]))]
     same_state = not any(errors[name] for name in found[0].state)
-    lines, records = traffic_rows(predicted, found)
-    same_traffic = all(line[-1] != "NO" for line in lines)
+
+    sent, dry_sent = ([run.traffic for run in runs] for runs in (found, predicted))
+    lines = [[ranks, *key, len(predicted[rank].ranks_of[key[0]]), *(
+        number for pair in zip(*(counts[rank].get(key, (0, 0)) for counts in (sent, dry_sent))) for number in pair)]
+        for ranks, rank in alike([[sorted(counts.items()) for counts in pair] for pair in zip(sent, dry_sent)])
+        for key in sorted(sent[rank].keys() | dry_sent[rank].keys())]
+    same_traffic = comparable(sent) == comparable(dry_sent)
     text = "\n".join([
         describe(config), "bytes, by rank:", table(["ranks", "", *real[0]], rows),
         f"parameters, gradients and optimizer {'equal' if same_state else 'DO NOT equal'} the dry run's; activations "
         f"differ by at most {errors['activations']:.2%}, peaks by {errors['peak']:.2%}",
         "", "collectives of a step, by rank:",
-        table(["ranks", "group", "collective", "members", "calls", "dry run", "bytes", "dry run", "equal"], lines),
+        table(["ranks", "group", "collective", "members", "calls", "dry run", "bytes", "dry run"], lines),
         "every count equals the dry run's" + ", if the bytes of all-to-alls are added up over all ranks" * any(
-            line[-1] == "in total" for line in lines) if same_traffic else "some counts do not equal the dry run's"])
+            "all_to_all" in line for line in lines) if same_traffic else "some counts do not equal the dry run's"])
     return text, {"exact": same_state and same_traffic, "activations_error": errors["activations"],
-                  "peak_error": errors["peak"], **about(config), "predicted": dry, "measured": real,
-                  "collectives": records}
-
-
-def memory_of(run: RankRun) -> dict[str, int]:
-    """Return {name: bytes}."""
-    return {**run.state, "activations": run.activations, "peak": run.peak}
-
-
-def traffic_rows(predicted, found) -> tuple[list, list]:
-    """Return (lines of the table, entries of the record) about the collectives."""
-    lines, records = [], []
-    fair, fair_dry = comparable([run.traffic for run in found]), comparable([run.traffic for run in predicted])
-    for ranks, rank in alike([[sorted(run.traffic.items()) for run in pair] for pair in zip(found, predicted)]):
-        for key in sorted(found[rank].traffic.keys() | predicted[rank].traffic.keys()):
-            (calls, size), (dry_calls, dry_size) = (run[rank].traffic.get(key, (0, 0)) for run in (found, predicted))
-            members, equal = len(predicted[rank].ranks_of[key[0]]), fair[rank].get(key) == fair_dry[rank].get(key)
-            lines.append([ranks, *key, members, calls, dry_calls, size, dry_size,
-                          "NO" if not equal else "yes" if size == dry_size else "in total"])
-            records.append({"ranks": ranks, "group": key[0], "kind": key[1], "calls": calls, "bytes": size,
-                            "dry_calls": dry_calls, "dry_bytes": dry_size})
-    return lines, records
+                  "peak_error": errors["peak"], **about(config), "predicted": dry, "measured": real, "collectives": [
+                      dict(zip(("ranks", "group", "kind", "members", "calls", "dry_calls", "bytes", "dry_bytes"), line))
+                      for line in lines]}
 
 
 def comparable(found: list[dict]) -> list[dict]:

@@ -26,7 +26,6 @@ are fewer cores than stages, a stage that waits leaves its core to another stage
 
 import inspect
 from collections import defaultdict
-from dataclasses import dataclass
 from statistics import mean, median
 
 import torch.nn.functional as F
@@ -34,17 +33,15 @@ from torch import nn
 
 import train
 from benchmarks.plain_model import Plain
-from benchmarks.runner import (Figure, RandomTokens, about, add_config_flags, compare, config_here, describe, gathered,
-                               in_turn, join, ratios, require_same_work, table, timed)
+from benchmarks.runner import (Figure, RandomTokens, Training, about, add_config_flags, compare, config_here, describe,
+                               gathered, in_turn, join, ratios, require_same_work, table, timed)
 from nanodomino.comm.trace import Trace
-from nanodomino.domino import Domino
 from nanodomino.errors import counted, require
 from nanodomino.mesh import Mesh
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.schedules.simulation import Timetable, simulate, stage_layers, step_time
 from nanodomino.settings.config import Config
 from nanodomino.timeline.merged_trace import actions, difference, spans_of, union
-from nanodomino.zero import ZeroOptimizer
 
 
 RECORDED_ROUNDS = 3          # at most; they measure the idle times
@@ -79,7 +76,7 @@ def processes(flags) -> int:
 def configs_for(flags, microbatches: int) -> dict[str, Config]:
     """Return {schedule: its Config}. Each schedule gets the smallest number of chunks per stage that it allows."""
     return {name: config_here(flags, flags.pipeline_model_parallel_size, tensor_model_parallel_size=1,
-                            data_parallel_size=1, slices=1, schedule=name,
+                            data_parallel_size=1, slices=1, schedule=name, compile=False,
                             global_batch_size=flags.micro_batch_size * microbatches) for name in SCHEDULES}
 
 
@@ -87,68 +84,57 @@ def answer(flags, launch):
     by_count = [configs_for(flags, microbatches) for microbatches in flags.microbatches]
     config, mesh = join(by_count[0]["1f1b"], launch, one_core=True)
     trace = Trace(mesh.device, recording=False)
-    stages = {placement: Stage.of(config, mesh, trace)
+    stages = {placement: build(config, mesh, trace)
               for placement, config in {config.placement: config for config in by_count[0].values()}.items()}
     return report(config, [row for configs in by_count for row in measure(configs, stages, trace, flags.repeats)])
 
 
 # ---- the sides
 
-@dataclass
-class Stage:
-    """Holds this rank's stage twice, as Domino and as plain modules, with the same layers and weights. Sides and
-    schedules that place the layers alike share one Stage."""
-    mesh: Mesh
-    domino: Domino
-    optimizer: ZeroOptimizer         # holds Domino's gradients; never updates the weights
-    plain: nn.ModuleList             # one Plain per chunk
-
-    @classmethod
-    def of(cls, config: Config, mesh: Mesh, trace: Trace) -> "Stage":
-        """Build this rank's stage for the placement of config's schedule."""
-        model, placement, plain = train.model_builder(config, mesh), config.placement, nn.ModuleList()
-        for chunk in range(placement.chunks):
-            place = placement.virtual_stage(mesh.pp_rank, chunk)
-            layers = stage_layers(config.num_layers, place, placement.last + 1, config.mtp_num_layers)
-            plain.append(Plain(config, layers, place == 0, place == placement.last).load(model.state_dict()))
-        if len(plain) > 1 and plain[0].pre_process and plain[-1].post_process:     # tied, as in the model
-            plain[-1].embedding.word_embeddings = plain[0].embedding.word_embeddings
-        optimizer = ZeroOptimizer(model, config, mesh)
-        return cls(mesh, Domino(model, config.slices, config.columns, trace=trace), optimizer,
-                   plain.to(mesh.device, config.params_dtype))
+def build(config: Config, mesh: Mesh, trace: Trace) -> tuple[Training, nn.ModuleList]:
+    """Build this rank's stage for the placement of config's schedule: as Domino, and as one Plain module per chunk,
+    with the same layers and weights. Sides and schedules that place the layers alike share them."""
+    training, placement, plain = Training(config, mesh, trace=trace), config.placement, nn.ModuleList()
+    for chunk in range(placement.chunks):
+        place = placement.virtual_stage(mesh.pp_rank, chunk)
+        layers = stage_layers(config.num_layers, place, placement.last + 1, config.mtp_num_layers)
+        plain.append(Plain(config, layers, place == 0, place == placement.last).load(training.model.state_dict()))
+    if len(plain) > 1 and plain[0].pre_process and plain[-1].post_process:     # tied, as in the model
+        plain[-1].embedding.word_embeddings = plain[0].embedding.word_embeddings
+    return training, plain.to(mesh.device, config.params_dtype)
 
 
 class DominoSide:
     """Runs a schedule as train.py does. step() returns the sum of the losses if this stage has the head, otherwise 0.
     gradients() returns this stage's gradients after a step."""
 
-    def __init__(self, config: Config, stage: Stage, tokens):
-        self.config, self.stage, self.tokens = config, stage, tokens
+    def __init__(self, config: Config, training: Training, plain: nn.ModuleList, tokens: RandomTokens):
+        self.config, self.training, self.plain, self.tokens = config, training, plain, tokens
 
     def step(self) -> float:
-        self.stage.optimizer.zero_grad()
-        totals = train.run_schedule(self.config.timetable, 0, self.stage.domino, self.tokens, self.config,
-                                    self.stage.mesh)
+        self.training.optimizer.zero_grad()
+        totals = train.run_schedule(self.config.timetable, 0, self.training.stage, self.tokens, self.config,
+                                    self.training.mesh)
         return totals.loss_sum.item()
 
     def gradients(self):
-        return [bucket.main_grad for bucket in self.stage.optimizer.buckets]
+        return [bucket.main_grad for bucket in self.training.optimizer.buckets]
 
 
 class TorchSide(DominoSide):
     """Runs a schedule of torch.distributed.pipelining. The loss is a sum over tokens, as on the other sides, so torch
     must not divide the gradients by the number of microbatches (scale_grads=False)."""
 
-    def __init__(self, config: Config, stage: Stage, tokens):
+    def __init__(self, config: Config, training: Training, plain: nn.ModuleList, tokens: RandomTokens):
         # Imports torch's compiler, which takes seconds: not needed for --help or a refusal.
         from torch.distributed import pipelining
         from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
-        super().__init__(config, stage, tokens)
+        super().__init__(config, training, plain, tokens)
         placement, schedule_class = config.placement, getattr(pipelining, TORCH_CLASSES[config.schedule])
-        stages = [pipelining.PipelineStage(part, placement.virtual_stage(stage.mesh.pp_rank, chunk),
-                                           placement.last + 1, stage.mesh.device)
-                  for chunk, part in enumerate(stage.plain)]
+        stages = [pipelining.PipelineStage(part, placement.virtual_stage(training.mesh.pp_rank, chunk),
+                                           placement.last + 1, training.mesh.device)
+                  for chunk, part in enumerate(plain)]
         self.schedule = schedule_class(
             stages if issubclass(schedule_class, PipelineScheduleMulti) else stages[0], config.microbatches,
             lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"),
@@ -158,10 +144,10 @@ class TorchSide(DominoSide):
         self.options = {"return_outputs": False} if "return_outputs" in names else {}
 
     def gradients(self):
-        return [weight.grad for weight in self.stage.plain.parameters()]
+        return [weight.grad for weight in self.plain.parameters()]
 
     def step(self) -> float:
-        tokens, plain, losses = self.tokens.tokens.to(self.tokens.device), self.stage.plain, []
+        tokens, plain, losses = self.tokens.tokens.to(self.tokens.device), self.plain, []
         plain.zero_grad(set_to_none=True)
         self.schedule.step(*([tokens[:, :-1]] if plain[0].pre_process else []), losses=losses,
                            target=tokens[:, 1:] if plain[-1].post_process else None, **self.options)
@@ -173,11 +159,11 @@ class TorchSide(DominoSide):
 def measure(configs: dict[str, Config], stages: dict, trace: Trace, repeats: int) -> list[dict]:
     """Compare all schedules for one number of microbatches. Return a dict for each schedule.
 
-    configs: {schedule: Config}; stages: {placement: Stage}."""
+    configs: {schedule: Config}; stages: {placement: what build() returns}."""
     first = configs["1f1b"]
-    device = stages[first.placement].mesh.device
+    device = stages[first.placement][0].mesh.device
     tokens = RandomTokens(first, device)
-    sides = {(name, kind): side(config, stages[config.placement], tokens) for kind, side in (
+    sides = {(name, kind): side(config, *stages[config.placement], tokens) for kind, side in (
         ("domino", DominoSide), ("torch", TorchSide)) for name, config in configs.items()
         if kind == "domino" or name in TORCH_CLASSES}
     loss = check_same_work(first, sides)

@@ -50,6 +50,8 @@ def predict(name, number):
     if bench.returncode:
         sys.exit(f"The measurement failed; run it yourself: python bench.py {command}\n{bench.stderr}")
     measured = measured_in(json.loads(bench.stdout.splitlines()[-1]))
+    if measured is None:
+        sys.exit("The measurement is too noisy to tell; try again while the machine does nothing else.")
     right = abs(number / measured - 1) <= tolerance
     print(f"You predicted {number:,.7g}; measured: {measured:,.7g}. You are {'' if right else 'not '}right: a "
           f"prediction may differ by {tolerance:.0%}.")

@@ -192,7 +192,11 @@ def test_the_reason_predicts_what_is_measured(name, number, capsys, monkeypatch)
     monkeypatch.setitem(TASKS, name, (question, f"{command} {tiny}", *rest))
     command_line.main(["predict", name])
     assert TASKS[name][0] in capsys.readouterr().out
-    command_line.main(["predict", name, str(number)])
+    try:
+        command_line.main(["predict", name, str(number)])
+    except SystemExit as end:
+        assert name in ("bubble", "exposed") and "too noisy" in str(end)
+        return
     output = capsys.readouterr().out
     measured, tolerance = float(re.search("measured: ([0-9.,e+-]+)[.] You", output)[1].replace(",", "")), TASKS[name][3]
     right = abs(number / measured - 1) <= tolerance
