@@ -119,6 +119,7 @@ LOOP = '''    waiting = deque(generators)
         if next(generator, "ended") != "ended":
             waiting.append(generator)'''
 INTERLEAVE = [
+    ("    alive = generators\n    while alive:\n        alive = [one for one in alive if next(one, 0) != 0]", None),
     ("    alive = set(generators)\n    while alive:\n        alive = {one for one in alive if next(one, 0) != 0}",
      "A set, for example"),
     ("    while True:\n        for generator in generators:\n            next(generator)", "raises StopIteration"),
