@@ -4,9 +4,8 @@
     throughput   Is the model as fast as the same model in plain torch.nn?
     pipeline     Are stages idle for as long as the schedule predicts, and are the schedules as fast as torch's?
     zero         Is ZeRO as fast as torch's sharded optimizers, and does it need as little memory?
-    collectives  Does a real step launch the collectives of the dry run?
     checkpoint   How long does training wait for a checkpoint, and how long does resuming take?
-    memory       Does a rank need the memory that the dry run says?
+    memory       Does a rank need the memory, and launch the collectives, that the dry run says?
     recompute    How much time does recomputation cost, and how much memory does it save?
     timeline     What does every rank do during a step? (draws the pictures in docs/)
     calls        Which functions run a slice through one layer, and what does the other slice do meanwhile?
@@ -29,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))       # `python -I` and
 
 from nanodomino.errors import run_command
 
-QUESTIONS = ("overlap", "throughput", "pipeline", "zero", "collectives", "checkpoint", "memory", "recompute",
+QUESTIONS = ("overlap", "throughput", "pipeline", "zero", "checkpoint", "memory", "recompute",
              "timeline", "calls", "gpu", "plan")
 
 

@@ -12,18 +12,18 @@ files; to measure another disk, set TMPDIR to a folder on it.
     python bench.py checkpoint --processes 2 --dp 2
 """
 
-import shutil
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
-from benchmarks.runner import (Times, about, add_config_flags, bytes_text, config_here, gathered, join, progress,
-                               ratios, slowest, synchronize_ranks, table)
+from benchmarks.runner import (Times, about, add_config_flags, bytes_text, config_here, gathered, in_turn, join, ratios,
+                               table, timed)
 from nanodomino.checkpoint.format import verify
 from nanodomino.checkpoint.load import checkpoints_of, restore
 from nanodomino.checkpoint.save import Saver
 from nanodomino.comm.world import from_rank_0
-from nanodomino.errors import UserError, require
+from nanodomino.errors import require
 from nanodomino.estimate.formulas import parameter_count
 from nanodomino.model import GPT
 from nanodomino.settings.config import Config
@@ -39,19 +39,19 @@ def add_flags(parser):
 
 def processes(flags) -> int:
     require(flags.processes >= 1, f"--processes must be at least 1, but is {flags.processes}; try 2")
-    settle(flags)
+    config_for(flags)
     return flags.processes
 
 
-def settle(flags) -> Config:
+def config_for(flags) -> Config:
     """Return the Config, with tp = processes / dp. Raises UserError if that layout is impossible."""
     dp = flags.data_parallel_size
     return config_here(flags, flags.processes, tensor_model_parallel_size=max(flags.processes // max(dp, 1), 1),
-                     pipeline_model_parallel_size=1, vocab_size=257)
+                       pipeline_model_parallel_size=1, vocab_size=257)
 
 
 def answer(flags, launch):
-    config, mesh = join(settle(flags), launch)
+    config, mesh = join(config_for(flags), launch)
     model = GPT(config, mesh)
     optimizer = ZeroOptimizer(model, config, mesh)
     for bucket in optimizer.buckets:                          # an update creates the moments, which are saved too
@@ -59,50 +59,38 @@ def answer(flags, launch):
     optimizer.update(0.0, 1.0, 1.0)
     optimizer.updates = 1
 
-    folder = Path(from_rank_0(tempfile.mkdtemp() if launch.rank == 0 else None))
-    try:
-        saver = Saver(folder, mesh, keep_last=1)
-        measured, size, largest = measure(saver, model, optimizer, flags.repeats + 1)
-    finally:
-        synchronize_ranks(mesh.device)
-        if launch.rank == 0:
-            shutil.rmtree(folder)
-    times = {name: Times(tuple(seconds[1:])) for name, seconds in measured.items()}
+    with tempfile.TemporaryDirectory() if launch.rank == 0 else nullcontext() as folder:
+        folder = Path(from_rank_0(folder))
+        saver, sizes, steps = Saver(folder, mesh, keep_last=1), [], iter(range(1, flags.repeats + 2))
+
+        def save_and_resume(_):
+            """Return the slowest rank's seconds: until a save was complete, until training went on, of a resume."""
+            stalls, step = [], next(steps)
+
+            def save():
+                start = time.perf_counter()
+                saver.save(step, model, optimizer, config)
+                stalls.append(time.perf_counter() - start)
+                saver.wait()
+
+            def resume():
+                sizes[:] = [(newest / name).stat().st_size for name in verify(newest)["files"]]
+                restore(newest, model, optimizer, mesh)
+
+            synchronous = timed(mesh.device, save)
+            require(not (failure := saver.failure()), failure)
+            newest = checkpoints_of(folder)[0]
+            return synchronous, max(gathered(stalls[0])), timed(mesh.device, resume)
+
+        rounds = in_turn({"save and resume": None}, flags.repeats, save_and_resume)["save and resume"]
+        copied = max(gathered(sum(values.nbytes for values in saver.copies.values())))        # waits for all ranks
+    times = {name: Times(seconds) for name, seconds in zip(("synchronous", "stall", "resume"), zip(*rounds))}
     share = ratios(times["stall"], times["synchronous"], most=1.0)
-    copied = max(gathered(sum(values.nbytes for values in saver.copies.values())))
     text = (f"{parameter_count(config):,} parameters on dp {config.dp} x tp {config.tp}, ZeRO stage "
-            f"{config.zero_stage}; checkpoint of {bytes_text(size)} in {folder.parent}; the busiest rank copies "
-            f"{bytes_text(copied)}, the largest file has {bytes_text(largest)}\n"
+            f"{config.zero_stage}; checkpoint of {bytes_text(sum(sizes))} in {folder.parent}; the busiest rank copies "
+            f"{bytes_text(copied)}, the largest file has {bytes_text(max(sizes))}\n"
             + table(["", "median [min .. max]"], [*map(list, times.items())])
             + f"\nstall / synchronous: {share:.1%}")
-    return text, dict(parameters=parameter_count(config), **about(config), bytes=size, copied_bytes=copied,
-                      largest_file_bytes=largest, **{f"{name}_s": time.median for name, time in times.items()},
+    return text, dict(parameters=parameter_count(config), **about(config), bytes=sum(sizes), copied_bytes=copied,
+                      largest_file_bytes=max(sizes), **{f"{name}_s": time.median for name, time in times.items()},
                       **share.record("stall_share"))
-
-
-def measure(saver: Saver, model: GPT, optimizer: ZeroOptimizer, rounds: int) -> tuple[dict[str, list[float]], int, int]:
-    """Save and resume in each round. Return (seconds, bytes of a checkpoint, bytes of its largest file).
-
-    seconds: under "synchronous", "stall" and "resume", the slowest rank's time in each round. Raises UserError if a
-    checkpoint can't be written.
-    """
-    device, measured = saver.mesh.device, {"synchronous": [], "stall": [], "resume": []}
-    with progress(rounds) as bar:
-        for step in range(1, rounds + 1):
-            bar.set_description_str(f"round {step} of {rounds}: save")
-            synchronize_ranks(device)
-            start = time.perf_counter()
-            saver.save(step, model, optimizer, model.config)
-            measured["stall"].append(slowest(time.perf_counter() - start))
-            saver.wait()
-            if failure := saver.failure():
-                raise UserError(failure)
-            measured["synchronous"].append(slowest(time.perf_counter() - start))
-            bar.set_description_str(f"round {step} of {rounds}: resume")
-            start = time.perf_counter()
-            newest = checkpoints_of(saver.run_dir)[0]
-            sizes = [(newest / name).stat().st_size for name in verify(newest)["files"]]
-            restore(newest, model, optimizer, saver.mesh)
-            measured["resume"].append(slowest(time.perf_counter() - start))
-            bar.update()
-    return measured, sum(sizes), max(sizes)

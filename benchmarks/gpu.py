@@ -114,12 +114,10 @@ def end(process: subprocess.Popen, limit: float) -> int | None:
     except subprocess.TimeoutExpired:
         return None
     finally:
-        with suppress(ProcessLookupError):                 # raised as soon as the group has no process left
+        with suppress(ProcessLookupError):                 # raised if the group has no process left
             os.killpg(process.pid, signal.SIGTERM)
-            for _ in range(int(10 * GRACE)):
-                process.poll()
-                os.killpg(process.pid, 0)
-                time.sleep(0.1)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 

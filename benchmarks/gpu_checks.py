@@ -28,8 +28,7 @@ import torch.distributed as dist
 import train
 from benchmarks import plan
 from benchmarks.gpu_kernels import Run, attention, expert_matmuls, fp8_matmuls, machine, weight_gradients
-from benchmarks.runner import BENCH, RandomTokens, bytes_text, config_of, gathered, parse, seconds_text, with_mesh
-from benchmarks.throughput import OurTraining
+from benchmarks.runner import BENCH, Training, bytes_text, config_of, gathered, parse, seconds_text, with_mesh
 from benchmarks.timeline import record
 from nanodomino.comm import collectives
 from nanodomino.comm.world import choose_kernels
@@ -78,11 +77,11 @@ def joined(run: Run, config: Config) -> tuple[Config, Mesh]:
     return config, mesh
 
 
-def built(run: Run, **settings) -> OurTraining:
+def built(run: Run, **settings) -> Training:
     """Return this rank's part of a small training run, warmed up. settings: replace those of SMALL."""
     config = Config(**dict(SMALL, global_batch_size=8 * run.world_size) | settings).resolve(run.world_size)
     config, mesh = joined(run, config.with_vocabulary(config.vocab_size))
-    ours = OurTraining(config, mesh, RandomTokens(config, run.device))
+    ours = Training(config, mesh)
     train.warm_up(ours.stage, ours.optimizer, config, mesh)
     return ours
 
@@ -198,8 +197,7 @@ def interruptions(run: Run):
 
 def traffic_and_memory(run: Run):
     """The collectives and the bytes of a real step are those of the dry run on which every estimate rests."""
-    for each in ("collectives", "memory"):
-        ask(run, f"{each} --tp {ranks_here(run.cuda, 2)} --pp {max(1, ranks_here(run.cuda, 4) // 2)} --dp 1 --slices 2")
+    ask(run, f"memory --tp {ranks_here(run.cuda, 2)} --pp {max(1, ranks_here(run.cuda, 4) // 2)} --dp 1 --slices 2")
 
 
 def throughput(run: Run):

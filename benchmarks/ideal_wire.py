@@ -9,24 +9,22 @@ A rank has a wire in each direction, and a wire carries one message after anothe
     carried = max(launched, when the wire is free) + bytes / bandwidth
     done    = carried + latency
 
-The counts of an expert layer's rows, which are int64, have a connection of their own. They do not wait for other
-messages, because packets of several connections share a wire.
+The counts of an expert layer's rows, which are int64, do not wait for other messages, because packets of several
+connections share a wire. A balanced router replaces the model's router. It gives every expert the same number of rows,
+so this rank knows what the other ranks would send.
 
 The clock counts the processor time of this thread, plus the time for which it had to wait for the wire. wait() does not
 sleep: it moves the clock forward. So a measurement takes no longer than its matmuls, and other processes on the machine
 hardly disturb it.
-
-A balanced router replaces the model's router. It gives every expert the same number of rows, so this rank knows what
-the other ranks would send.
 
 The slices take strict turns, so the order of launches and waits does not depend on the bandwidth. Hence the log of one
 step is enough: replay() computes from it how long the step takes on any wire.
 """
 
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -50,22 +48,18 @@ class Wire:
 
     bandwidth: bytes per second in each direction. latency: seconds
     clock: returns the seconds that this process has worked. By default its processor time; torch must run with one
-        thread then.
-    """
+        thread then."""
 
     def __init__(self, bandwidth=float("inf"), latency=0.0, clock=time.thread_time):
         self.bandwidth, self.latency, self.clock = bandwidth, latency, clock
         self.free = {"out": 0.0, "in": 0.0}                 # when each direction will have carried all messages
-        self.waited, self.not_counted = 0.0, 0.0            # seconds
+        self.waited = 0.0                                   # seconds
         self.last_done = 0.0                                # when the last message will have arrived
-        self.log = []                                       # of Launch and Wait
+        self.log = []                                       # of Event
         self.rows_per_expert = 0                            # that each rank sends, see balanced_choice()
 
-    def worked(self) -> float:
-        return self.clock() - self.not_counted
-
     def now(self) -> float:
-        return self.worked() + self.waited
+        return self.clock() + self.waited
 
     def carry(self, size: float, *directions) -> "Arrival":
         """Carry `size` bytes in each of these directions. Return a work that is done when they have arrived. Without a
@@ -75,18 +69,8 @@ class Wire:
             self.free[direction] = begin + size / self.bandwidth
         self.last_done = begin + size / self.bandwidth + self.latency
         arrival = Arrival(self, self.last_done)
-        self.log.append(Launch(self.worked(), arrival, size, directions))
+        self.log.append(Event(self.clock(), arrival, size, directions))
         return arrival
-
-    def wait_until(self, moment: float):
-        self.waited += max(0.0, moment - self.now())
-
-    @contextmanager
-    def stop_the_clock(self):
-        """Exclude the time inside the `with` block from the wire's clock."""
-        begin = self.clock()
-        yield
-        self.not_counted += self.clock() - begin
 
 
 class Arrival(dist._Work):
@@ -97,23 +81,17 @@ class Arrival(dist._Work):
         self.wire, self.done = wire, done
 
     def wait(self, timeout=None):
-        self.wire.log.append(Wait(self.wire.worked(), self))
-        self.wire.wait_until(self.done)
+        self.wire.log.append(Event(self.wire.clock(), self))
+        self.wire.waited += max(0.0, self.done - self.wire.now())
         return True
 
 
-@dataclass
-class Launch:
+class Event(NamedTuple):
+    """A launch or, with size None, a wait."""
     worked: float               # seconds that the process had worked by then
     arrival: Arrival
-    size: float                 # bytes
-    directions: tuple
-
-
-@dataclass
-class Wait:
-    worked: float
-    arrival: Arrival
+    size: float | None = None   # bytes
+    directions: tuple = ()
 
 
 @dataclass
@@ -130,7 +108,7 @@ class Log:
     @property
     def sent(self) -> float:
         """The bytes that this rank has sent."""
-        return sum(event.size for event in self.events if isinstance(event, Launch) and "out" in event.directions)
+        return sum(event.size for event in self.events if "out" in event.directions)
 
     def bound(self, ratio: float, latency=0.0) -> float:
         """Return step / max(work, wires) on a wire with wires / work = ratio. latency: in seconds."""
@@ -142,10 +120,10 @@ class Log:
         wire = Wire(bandwidth, latency, clock=lambda: worked)
         for event in self.events:
             worked = event.worked
-            if isinstance(event, Launch):
-                arrivals[event.arrival] = wire.carry(event.size, *event.directions)
-            else:
+            if event.size is None:
                 arrivals[event.arrival].wait()
+            else:
+                arrivals[event.arrival] = wire.carry(event.size, *event.directions)
         return wire.waited
 
 
@@ -172,8 +150,8 @@ class IdealGroup(dist.ProcessGroup):
         return self.wire.carry(tensors[0].nbytes, *["out"] * (tensors[0].dtype != torch.int64))
 
     def recv(self, tensors, rank, tag):
-        with self.wire.stop_the_clock():                    # integers are the numbers of rows for this rank's experts
-            tensors[0].fill_(self.wire.rows_per_expert if tensors[0].dtype == torch.int64 else 0)
+        # integers are the numbers of rows for this rank's experts
+        tensors[0].fill_(self.wire.rows_per_expert if tensors[0].dtype == torch.int64 else 0)
         return self.wire.carry(tensors[0].nbytes, *["in"] * (tensors[0].dtype != torch.int64))
 
 
@@ -208,10 +186,9 @@ def start_ideal_world(ranks: int, clock=time.thread_time) -> Wire:
 
 def log_of(wire: Wire, step) -> Log:
     """Run step() and return its log."""
-    wire.log, wire.free, begin = [], dict.fromkeys(wire.free, 0.0), wire.worked()
+    wire.log, wire.free, begin = [], dict.fromkeys(wire.free, 0.0), wire.clock()
     step()
-    log, wire.log = wire.log, []
-    return Log(log, begin, wire.worked())
+    return Log(wire.log, begin, wire.clock())
 
 
 # ---- steps of one rank
@@ -231,10 +208,7 @@ class IdealStage:
         self.wire = start_ideal_world(config.world_size, **clock)
         self.config = config
         self.mesh = make_mesh(1, config.dp, config.tp, torch.device("cpu"), **config.mesh_options)
-        tokens = RandomTokens(config)
-        self.batches = [config.own_part(tokens.batch(0, i, 0, config.dp, config.micro_batch_size,
-                                                     config.global_batch_size), self.mesh)
-                        for i in range(config.microbatches)]
+        self.batches = [config.own_part(batch, self.mesh) for batch in RandomTokens(config).batches(config)]
 
     def model(self, config) -> GPT:
         model = GPT(config, self.mesh)
@@ -247,18 +221,14 @@ class IdealStage:
     def alternatives(self) -> dict:
         """Return {name: function that runs a step}."""
         config, model, compiler = self.config, self.model(self.config), self.config.compiler
-        one_slice, domino, columns = (Domino(model, *cut, compiler) for cut in (
+        one_slice, domino, columns = (partial(pipeline_step, Domino(model, *cut, compiler), self.batches) for cut in (
             (1, 1), (config.slices, config.columns), (1, 2)))
-        steps = {"forward": partial(pipeline_step, domino, self.batches, only_forward=True),
-                 "one slice": partial(pipeline_step, one_slice, self.batches),
-                 "domino": partial(pipeline_step, domino, self.batches),
-                 "columns": partial(pipeline_step, columns, self.batches),
-                 "paired": partial(pipeline_step, domino, self.batches, "paired")}
+        steps = {"forward": partial(domino, only_forward=True), "one slice": one_slice, "domino": domino,
+                 "columns": columns, "paired": partial(domino, "paired")}
         if config.num_layers > 1:
             two = self.model(replace(config, schedule="interleaved", virtual_stages=2))
-            chunked = Domino(two, config.slices, config.columns, compiler)
-            steps |= {name: partial(pipeline_step, chunked, self.batches, name, chunks=2)
-                      for name in ("interleaved", "zb-v")}
+            chunked = partial(pipeline_step, Domino(two, config.slices, config.columns, compiler), self.batches)
+            steps |= {name: partial(chunked, name, chunks=2) for name in ("interleaved", "zb-v")}
         return steps
 
 

@@ -1,26 +1,41 @@
-"""Does a rank need the memory that the dry run says? Measured on every rank while it trains.
+"""Does a rank need the memory, and launch the collectives, that the dry run says?
 
-    parameters, gradients,    bytes of the model, the flat buckets and the optimizer, with padding. They must be equal
+Every rank trains a step of train.py with random tokens. Rank 0 runs the same step dry for each rank. The same
+`Accounts` (estimate/accounts.py) count both. Bytes of memory:
+
+    parameters, gradients,    the model, the flat buckets and the optimizer, with padding. They must be equal
     optimizer
     activations               peak bytes between two actions, such as the forward and the backward of a microbatch,
                               besides the state: what the tapes keep. With experts they depend on the tokens: a dry run
                               assumes that all experts are chosen equally often, and a rank with popular experts keeps
                               more
-    host                      with --checkpoint-in-cpu on CUDA: peak bytes of pinned memory
     peak                      peak bytes of all tensors, also temporary ones; on CUDA torch's allocator counts them
+
+The collectives of a process group must also be equal. Their bytes are those of the whole tensor: what is all-reduced, a
+reduce-scatter's input, an all-gather's output. How many rows an all-to-all sends depends on the tokens, so its bytes
+are compared in total over all ranks. More slices and columns make more calls but not more bytes.
 
     python bench.py memory --tp 2 --pp 2 --slices 2
 """
 
-from benchmarks import measured
-from benchmarks.measured import processes  # noqa: F401, called by runner.main
-from benchmarks.runner import about, add_config_flags, describe, gathered, table
-from nanodomino.estimate.rank import RankRun
+import dataclasses
+import math
+from collections import Counter
+from unittest import mock
+
+import torch
+
+import train
+from benchmarks.runner import Training, about, add_config_flags, config_here, describe, gathered, join, table
+from nanodomino.comm import collectives
+from nanodomino.comm.collectives import TAGS
+from nanodomino.comm.world import find_device
+from nanodomino.estimate.accounts import Accounts
+from nanodomino.estimate.rank import RankRun, dry_run, groups_of, measured_step
 from nanodomino.settings.config import Config
 
 
-ROUNDS = False               # no --repeats: this question measures memory and does not time
-STATE = ("parameters", "gradients", "optimizer")
+ROUNDS = False               # no --repeats: this question counts and does not time
 
 
 def add_flags(parser):
@@ -29,36 +44,137 @@ def add_flags(parser):
                      micro_batch_size=4, global_batch_size=16)
 
 
+def processes(flags) -> int:
+    world_size = max(1, math.prod((flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size,
+                                   flags.context_parallel_size, flags.data_parallel_size)))
+    config_here(flags, world_size)
+    return world_size
+
+
 def answer(flags, launch):
-    config = measured.config_for(flags, launch)
-    predicted, training = measured.dry_runs(config, launch), measured.build(config, launch)
-    measured.first_update(*training, config)
-    found = gathered(memory_of(measured.measure(*training, config)))
-    return report(config, [*map(memory_of, predicted)], found) if launch.rank == 0 else ("", {})
+    config = config_for(flags, launch)
+    predicted, training = dry_runs(config, launch), build(config, launch)
+    first_update(*training, config)
+    found = gathered(measure(*training, config))
+    return report(config, predicted, found) if launch.rank == 0 else ("", {})
 
 
-def memory_of(run: RankRun) -> dict[str, int]:
-    """Return {name: bytes}."""
-    return {**run.state, "activations": run.activations, **({"host": run.host} if run.host else {}), "peak": run.peak}
+# ---- a step, dry and real
+
+def config_for(flags, launch) -> Config:
+    """Return the Config with its device, and without torch.compile."""
+    config = config_here(flags, launch.world_size)
+    return dataclasses.replace(config, device=find_device(config, launch).type, compile=False)
 
 
-def errors_of(predicted: list[dict], found: list[dict]) -> dict[str, float]:
-    """Return {name: the largest relative difference of a rank}."""
-    return {name: max(abs(one[name] / dry[name] - 1) for one, dry in zip(found, predicted)) for name in found[0]}
+def dry_runs(config: Config, launch) -> list[RankRun]:
+    """Run every rank dry. Returns [] except on rank 0. Call it before build(): a process can be in only one world."""
+    return [dry_run(train, config, rank) for rank in range(config.world_size)] if launch.rank == 0 else []
 
 
-def report(config: Config, predicted: list[dict], found: list[dict]):
-    """Return (text, record). predicted, found: the result of memory_of() of each rank. Ranks with the same bytes share
-    a line."""
-    rows, errors = [], errors_of(predicted, found)
-    for ranks in measured.alike(list(zip(found, predicted))):
-        both = predicted[ranks[0]], found[ranks[0]]
-        rows += [[measured.text_of(ranks), label, *one.values()] for label, one in zip(("dry run", "measured"), both)]
-    exact = not any(errors[name] for name in STATE)
+def build(config: Config, launch):
+    """Join the process groups and return (optimizer, stage, dataset) of this process, built as in train.py."""
+    training = Training(*join(config, launch))
+    return training.optimizer, training.stage, training.tokens
+
+
+class RealAccounts(Accounts):
+    """Keeps account of a real step. On CPUs the messages of an all-to-all differ in size, and empty ones are not sent.
+    So an all-to-all is counted where it launches them."""
+    exchanging = False
+
+    def __enter__(self):
+        exchange = collectives.exchange
+
+        def counted_exchange(sends, receives, group, tag):
+            self.exchanging = tag == TAGS["all_to_all"]
+            if self.exchanging:
+                found = self.traffic[self.names[group.group_name], "all_to_all"]
+                found[0], found[1] = found[0] + 1, found[1] + sum(tensor.nbytes for tensor in sends)
+            try:
+                return exchange(sends, receives, group, tag)
+            finally:
+                self.exchanging = False
+
+        self.patch = mock.patch.object(collectives, "exchange", counted_exchange)
+        self.patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.patch.stop()
+        return super().__exit__(*error)
+
+    def without_numbers(self, name, given, tensors):
+        return None                                            # there are numbers
+
+    def collective(self, function, name, args):
+        return function(*args) if self.exchanging else super().collective(function, name, args)
+
+
+def first_update(optimizer, stage, dataset, config: Config):
+    """Train until the optimizer has its moments. In fp16 the first steps are skipped, until the loss scale is small
+    enough."""
+    while not optimizer.updates:
+        train.train_step(1, stage, optimizer, dataset, config, stage.mesh)
+
+
+def measure(optimizer, stage, dataset, config: Config, program=train) -> RankRun:
+    """Train one step and return what this rank did, without the events, which a real run has no use for. On CUDA the
+    peak is the allocator's."""
+    mesh, cuda = stage.mesh, stage.mesh.device.type == "cuda"
+    with RealAccounts(groups_of(mesh), host_counts=not cuda) as accounts:
+        accounts.allocate(dataset.tokens)                      # so that they do not count
+        if cuda:
+            torch.cuda.reset_peak_memory_stats(mesh.device)
+        run = measured_step(program, stage, optimizer, dataset, config, accounts)
+    peak = torch.cuda.max_memory_allocated(mesh.device) if cuda else run.peak
+    return dataclasses.replace(run, events=[], peak=peak)
+
+
+# ---- the report
+
+def report(config: Config, predicted: list[RankRun], found: list[RankRun]):
+    """Return (text, record). predicted, found: each rank's dry and real run. Ranks with equal numbers share lines."""
+    dry, real = ([{**run.state, "activations": run.activations, "peak": run.peak} for run in runs]
+                 for runs in (predicted, found))
+    errors = {name: max(abs(ours[name] / theirs[name] - 1) for ours, theirs in zip(real, dry)) for name in real[0]}
+    rows = [[ranks, label, *one.values()] for ranks, rank in alike(list(zip(dry, real)))
+            for label, one in (("dry run", dry[rank]), ("measured", real[rank]))]
+    same_state = not any(errors[name] for name in found[0].state)
+
+    sent, dry_sent = ([run.traffic for run in runs] for runs in (found, predicted))
+    lines = [[ranks, *key, len(predicted[rank].ranks_of[key[0]]), *(
+        number for pair in zip(*(counts[rank].get(key, (0, 0)) for counts in (sent, dry_sent))) for number in pair)]
+        for ranks, rank in alike([[sorted(counts.items()) for counts in pair] for pair in zip(sent, dry_sent)])
+        for key in sorted(sent[rank].keys() | dry_sent[rank].keys())]
+    same_traffic = comparable(sent) == comparable(dry_sent)
     text = "\n".join([
-        describe(config), "bytes, by rank:",
-        table(["ranks", "", *found[0]], rows),
-        f"parameters, gradients and optimizer {'equal' if exact else 'DO NOT equal'} the dry run's; activations "
-        f"differ by at most {max(errors['activations'], errors.get('host', 0.0)):.2%}, peaks by {errors['peak']:.2%}"])
-    return text, {"exact": exact, "activations_error": errors["activations"],
-                  "peak_error": errors["peak"], **about(config), "predicted": predicted, "measured": found}
+        describe(config), "bytes, by rank:", table(["ranks", "", *real[0]], rows),
+        f"parameters, gradients and optimizer {'equal' if same_state else 'DO NOT equal'} the dry run's; activations "
+        f"differ by at most {errors['activations']:.2%}, peaks by {errors['peak']:.2%}",
+        "", "collectives of a step, by rank:",
+        table(["ranks", "group", "collective", "members", "calls", "dry run", "bytes", "dry run"], lines),
+        "every count equals the dry run's" + ", if the bytes of all-to-alls are added up over all ranks" * any(
+            "all_to_all" in line for line in lines) if same_traffic else "some counts do not equal the dry run's"])
+    return text, {"exact": same_state and same_traffic, "activations_error": errors["activations"],
+                  "peak_error": errors["peak"], **about(config), "predicted": dry, "measured": real, "collectives": [
+                      dict(zip(("ranks", "group", "kind", "members", "calls", "dry_calls", "bytes", "dry_bytes"), line))
+                      for line in lines]}
+
+
+def comparable(found: list[dict]) -> list[dict]:
+    """Return each rank's {(group, kind): (calls, bytes)} with the bytes of all-to-alls in total over all ranks."""
+    totals = Counter()
+    for counts in found:
+        totals.update({key: size for key, (_, size) in counts.items()})
+    return [{key: (calls, totals[key] if key[1] == "all_to_all" else size) for key, (calls, size) in counts.items()}
+            for counts in found]
+
+
+def alike(found: list) -> list[tuple[str, int]]:
+    """Group the ranks whose findings are equal. found: one finding per rank. Returns such as [("0 1", 0), ("2", 2)]:
+    the ranks of each group, and its first one."""
+    groups = {}
+    for rank, finding in enumerate(found):
+        groups.setdefault(str(finding), []).append(rank)
+    return [(" ".join(map(str, ranks)), ranks[0]) for ranks in groups.values()]

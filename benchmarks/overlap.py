@@ -15,7 +15,7 @@ with the same weights and tokens:
                 whole embedding and head
 
 With --compile (the default on CUDA) all alternatives but blocking and dtensor are compiled. So then compare domino
-with megatron.
+with megatron. On CPUs each rank has one core, which also handles the rank's network traffic.
 
 Three figures are printed for domino and for paired. A name stands for the seconds of that alternative, d for those of
 domino or paired:
@@ -27,21 +27,13 @@ domino or paired:
     speed-up    blocking / d and megatron / d
 
     python bench.py overlap                         over the loopback, or between GPUs
-    sudo python bench.py overlap --wire 500mbit     over a slow network between the ranks (slow_network.py)
-    sudo python bench.py overlap --wire 700mbit --microbatches 8
+    sudo python bench.py overlap --wire 700mbit --microbatches 8          over a slow network (slow_network.py)
     python bench.py overlap --ideal-wire            one rank on a wire that costs no processor time (ideal_wire.py)
     python bench.py overlap --ideal-wire --ep 2 --num-experts 8           the all-to-alls of experts
     python bench.py overlap --tp 8 --hidden-size 5120 --num-attention-heads 40 --dtype bfloat16           on eight GPUs
 
-On CPUs each rank has one core. The core also handles the rank's network traffic, so computation slows down while a
-collective is in flight.
-
-On the ideal wire, one process plays one rank. For several bandwidths it prints
-
-    bound = step / max(work, wires)      work: the matmuls and everything else that the processor does
-                                         wires: bytes sent / bandwidth
-
-of other alternatives. A perfect step has the bound 1.
+On the ideal wire, one process plays one rank. For several bandwidths it prints step / max(work, wires). `work` is all
+that the processor does, and `wires` is bytes sent / bandwidth. The alternatives are
 
     one slice      Megatron's tensor parallelism: forward waits for each collective
     domino         --slices and --columns
@@ -57,6 +49,7 @@ of other alternatives. A perfect step has the bound 1.
 import os
 from argparse import BooleanOptionalAction
 from dataclasses import replace
+from functools import partial
 from statistics import median
 
 import torch
@@ -64,9 +57,8 @@ import torch.distributed as dist
 
 from benchmarks.ideal_wire import IdealStage, log_of, pipeline_step
 from benchmarks.plain_model import Plain, mean_loss
-from benchmarks.runner import (Figure, RandomTokens, Times, about, add_config_flags, bind_to_one_core, bytes_text,
-                               compare, config_here, describe, join, progress, ratio_text, ratios, require_same_work,
-                               table)
+from benchmarks.runner import (Figure, RandomTokens, Times, about, add_config_flags, bind_to, bytes_text, compare,
+                               config_here, cores_of, describe, in_turn, join, ratios, require_same_work, table)
 from benchmarks.slow_network import INTERFACE
 from nanodomino.comm.collectives import all_gather, reduce_scatter
 from nanodomino.comm.world import keep_freed_memory
@@ -82,6 +74,10 @@ FLAGS = ("tensor_model_parallel_size", "slices", "columns", "sequence_parallel",
          "num_experts", "expert_model_parallel_size", "moe_router_topk", "moe_ffn_hidden_size",
          "moe_shared_expert_intermediate_size", "context_parallel_size", "cp_comm_type", "tp_max_ctas")
 RATIOS = (0.25, 0.5, 0.8, 1.0, 1.25, 2.0)             # wires / work
+# {alternative: what it is, in the table}
+MEANINGS = {"blocking": "autograd", "megatron": "one slice", "domino": "slices {slices}, columns {columns}",
+            "whole": "domino without --sequence-parallel", "paired": "domino, forwards and backwards overlap",
+            "dtensor": "torch's DTensor", "compute": "domino without collectives", "wires": "domino's collectives only"}
 
 
 def add_flags(parser):
@@ -106,8 +102,7 @@ def processes(flags) -> int:
     require(not flags.ideal_wire or flags.wire is None, "--ideal-wire and --wire exclude each other; leave one out")
     require(not flags.ideal_wire or flags.device != "cuda", "--ideal-wire needs --device cpu, because its clock counts "
             "processor time; add --device cpu, or leave --ideal-wire out")
-    if flags.microbatches is None:
-        flags.microbatches = 8 if flags.ideal_wire else 1
+    flags.microbatches = flags.microbatches if flags.microbatches is not None else 8 if flags.ideal_wire else 1
     flags.seq_length = flags.seq_length or (64 if flags.ideal_wire else 256)      # there one process runs everything
     config_for(flags)
     return 1 if flags.ideal_wire else tp
@@ -129,55 +124,64 @@ def answer(flags, launch):
     require(not flags.wire or os.environ.get("GLOO_SOCKET_IFNAME") == INTERFACE and config.device == "cpu",
             "--wire needs --device cpu, because NCCL would bypass the slow link, and processes that bench.py starts in "
             "their own network namespaces; add --device cpu, and run bench.py without torchrun")
-    tokens = RandomTokens(config, mesh.device)
-    batches = [tokens.batch(0, i, 0, 1, config.micro_batch_size, config.global_batch_size)
-               for i in range(config.microbatches)]
+    batches = RandomTokens(config, mesh.device).batches(config)
     alternatives, collectives = prepare(config, mesh, batches)
-    times = compare(alternatives, flags.repeats, mesh.device)
-    return report(flags, config, times, collectives)
+    return report(flags, config, compare(alternatives, flags.repeats, mesh.device), collectives)
 
 
 # ---- the alternatives
 
 def prepare(config, mesh, batches):
-    """Return the alternatives as {name: function that runs a step}, and the list of domino's collectives. Runs a step
-    of each alternative. Raises UserError if their losses differ.
-    """
-    model = GPT(config, mesh)
+    """Return the alternatives as {name: function that runs a step}, and domino's collectives, in launch order, such as
+    ("all_reduce", 4096 elements, torch.float32). Runs a step of each alternative. Raises UserError if their losses
+    differ."""
+    model, plain = GPT(config, mesh), dtensor_model(config, mesh)
     ZeroOptimizer(model, config, mesh)                         # gives each parameter its main_grad
-    megatron, domino, whole, compute = (Domino(model, slices, columns, config.compiler) for slices, columns in (
-        (1, 1), *[(config.slices, config.columns)] * 3))
+
+    def stage(slices=config.slices, columns=config.columns, compiler=config.compiler):
+        return Domino(model, slices, columns, compiler)
+
+    whole, compute, recorded, collectives = stage(), stage(), stage(compiler=None), []
     whole.ops.stream = ReplicatedResidual(mesh.tp_group)
-    without_collectives(compute)
-    plain = dtensor_model(config, mesh)
-    steps = {"blocking": lambda: blocking_step(model, batches),
-             "megatron": lambda: pipeline_step(megatron, batches),
-             "domino": lambda: pipeline_step(domino, batches)}
-    if config.sequence_parallel:
-        steps["whole"] = lambda: pipeline_step(whole, batches)
-    if len(batches) > 1:                                       # or there is no next forward
-        steps["paired"] = lambda: pipeline_step(domino, batches, "paired")
-    steps["dtensor"] = lambda: dtensor_step(plain, batches)
+    compute.ops.launch = lambda slice, site, flight: flight
+    compute.ops.wait = lambda slice, site, flights: result_of(flights)
+    steps = {"blocking": partial(autograd_step, lambda batch: model(
+                 batch.tokens, batch.positions, batch.labels).mean(), batches),
+             "megatron": partial(pipeline_step, stage(1, 1), batches),
+             "domino": partial(pipeline_step, stage(), batches),
+             "whole": partial(pipeline_step, whole, batches),
+             "paired": partial(pipeline_step, stage(), batches, "paired"),
+             "dtensor": partial(autograd_step, lambda batch: mean_loss(plain(batch.tokens), batch.labels), batches)}
+    if not config.sequence_parallel:
+        del steps["whole"]
+    if len(batches) == 1:                                      # there is no next forward
+        del steps["paired"]
     require_same_work(config, "loss", {name: [step()] for name, step in steps.items()})
-    collectives = collectives_of(Domino(model, config.slices, config.columns), batches)
-    return {**steps, "compute": lambda: pipeline_step(compute, batches),
-            "wires": only_collectives(collectives, max(2, config.slices * config.columns), mesh)}, collectives
+
+    def launch(slice, site, flight, launch=recorded.ops.launch):
+        if flight.collective:
+            collectives.append((flight.collective, flight.sent.numel(), flight.sent.dtype))
+        return launch(slice, site, flight)
+
+    recorded.ops.launch = launch
+    pipeline_step(recorded, batches)
+    steps["compute"] = partial(pipeline_step, compute, batches)
+    steps["wires"] = only_collectives(collectives, max(2, config.slices * config.columns), mesh)
+    return steps, collectives
 
 
-def blocking_step(model: GPT, batches) -> float:
-    """Run a step with autograd, and return the mean loss."""
+def autograd_step(mean_loss_of, batches) -> float:
+    """Run a step with autograd, and return the mean loss. mean_loss_of(batch): a microbatch's."""
     means = []
     for batch in batches:
-        losses = model(batch.tokens, batch.positions, batch.labels)
-        losses.sum().backward()
-        means.append(losses.mean())
+        means.append(mean_loss_of(batch))
+        means[-1].backward()
     return torch.stack(means).mean().item()
 
 
 def dtensor_model(config, mesh) -> Plain:
     """Return the plain model with the same initial weights as GPT. torch splits each layer's four matrices over the
-    ranks.
-    """
+    ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
     alone = replace(mesh, sizes=dict.fromkeys(mesh.sizes, 1), coordinates=dict.fromkeys(mesh.sizes, 0), rows={})
@@ -188,38 +192,6 @@ def dtensor_model(config, mesh) -> Plain:
         parallelize_module(layer.attention, ranks, {"qkv": ColwiseParallel(), "dense": RowwiseParallel()})
         parallelize_module(layer.mlp, ranks, {"dense_h_to_4h": ColwiseParallel(), "dense_4h_to_h": RowwiseParallel()})
     return model
-
-
-def dtensor_step(model: Plain, batches) -> float:
-    """Run a step of the DTensor model, and return the mean loss."""
-    means = []
-    for batch in batches:
-        means.append(mean_loss(model(batch.tokens), batch.labels))
-        means[-1].backward()
-    return torch.stack(means).mean().item()
-
-
-def without_collectives(stage: Domino) -> Domino:
-    """Change a stage so that it runs the same computation in the same order, but no collectives. Return the stage."""
-    stage.ops.launch = lambda slice, site, flight: flight
-    stage.ops.wait = lambda slice, site, flights: result_of(flights)
-    return stage
-
-
-def collectives_of(stage: Domino, batches) -> list[tuple]:
-    """Run a step and list its collectives in launch order, as (kind, elements, dtype), for example ("all_reduce", 4096,
-    torch.float32).
-    """
-    collectives, launch = [], stage.ops.launch
-
-    def recorded_launch(slice, site, flight):
-        if flight.collective:
-            collectives.append((flight.collective, flight.sent.numel(), flight.sent.dtype))
-        return launch(slice, site, flight)
-
-    stage.ops.launch = recorded_launch
-    pipeline_step(stage, batches)
-    return collectives
 
 
 def only_collectives(collectives, depth: int, mesh):
@@ -263,29 +235,25 @@ def figures_of(times: dict[str, Times]) -> tuple[float, dict[str, Figure]]:
 def report(flags, config, times, collectives):
     """Return (text, record)."""
     hideable, figures = figures_of(times)
-    means = {"blocking": "autograd", "megatron": "one slice", "dtensor": "torch's DTensor",
-             "domino": f"slices {config.slices}, columns {config.columns}", "compute": "domino without collectives",
-             "paired": "domino, forwards and backwards overlap", "wires": "domino's collectives only",
-             "whole": "domino without --sequence-parallel"}
-    rows = [[name, means[name], time, ratio_text(ratios(times["blocking"], time))] for name, time in times.items()]
+    rows = [[name, MEANINGS[name].format(slices=config.slices, columns=config.columns), time,
+             ratios(times["blocking"], time)] for name, time in times.items()]
     sent = sum(count * dtype.itemsize for _, count, dtype in collectives)
+    wire = f"a link of {flags.wire}" if flags.wire else "the loopback" if config.device == "cpu" else "the GPUs' links"
+    lines = [describe(config),
+             f"forward and backward, {len(collectives)} collectives of {bytes_text(sent)} in total over {wire}",
+             table(["", "", "median [min .. max]", "speed-up over blocking"], rows)]
+    lines += [f"{name} hides {figures[prefix + 'hidden']:.0%} of the communication (1 - ({name} - compute) / wires); "
+              f"at most {hideable:.0%} could be hidden; bound {figures[prefix + 'bound_ratio']} x max(compute, wires); "
+              f"speed-up {figures[prefix + 'speedup']} over blocking, {figures[prefix + 'megatron_ratio']} over "
+              "megatron" for name, prefix in (("domino", ""), ("paired", "paired_")) if name in times]
     if "whole" in times:
         figures["whole_ratio"] = ratios(times["domino"], times["whole"])
-    wire = f"a link of {flags.wire}" if flags.wire else "the loopback" if config.device == "cpu" else "the GPUs' links"
-    text = "\n".join([
-        describe(config),
-        f"forward and backward, {len(collectives)} collectives of {bytes_text(sent)} in total over {wire}",
-        table(["", "", "median [min .. max]", "speed-up over blocking"], rows),
-        *(f"{name} hides {figures[prefix + 'hidden']:.0%} of the communication (1 - ({name} - compute) / wires); "
-          f"at most {hideable:.0%} could be hidden; bound {figures[prefix + 'bound_ratio']:.2f} x max(compute, wires); "
-          f"speed-up {figures[prefix + 'speedup']:.2f} over blocking, {figures[prefix + 'megatron_ratio']:.2f} over "
-          "megatron" for name, prefix in (("domino", ""), ("paired", "paired_")) if name in times),
-        *(["sequence parallelism: domino's time / whole's: " + ratio_text(figures["whole_ratio"])]
-          if "whole" in times else [])])
-    return text, {**{f"{name}_s": time.median for name, time in times.items()},
-                  **{name: figure.value for name, figure in figures.items()},
-                  "spread": {name: figure.spread for name, figure in figures.items()}, "hideable": hideable,
-                  "wire": flags.wire, "collectives": len(collectives), "bytes": sent, **about(config)}
+        lines.append(f"sequence parallelism: domino's time / whole's: {figures['whole_ratio']}")
+    return "\n".join(lines), {
+        **{f"{name}_s": time.median for name, time in times.items()},
+        **{name: figure.value for name, figure in figures.items()},
+        "spread": {name: figure.spread for name, figure in figures.items()}, "hideable": hideable,
+        "wire": flags.wire, "collectives": len(collectives), "bytes": sent, **about(config)}
 
 
 # ---- on the ideal wire
@@ -298,34 +266,25 @@ def floor(ratio: float, forward_work: float, forward_bytes: float) -> float:
 
 def ideal_answer(flags, config):
     """Measure one rank on the ideal wire, and return (text, record)."""
-    bind_to_one_core()
+    bind_to(cores_of(0, 1)[:1])
     keep_freed_memory()
     stage = IdealStage(config)
-    alternatives = stage.alternatives()
-    logs = {name: [] for name in alternatives}
-    with progress((flags.repeats + 1) * len(logs)) as bar:
-        for round_ in range(flags.repeats + 1):
-            for name, step in alternatives.items():
-                log = log_of(stage.wire, step)
-                logs[name] += [log] if round_ > 0 else []      # the first round warms up
-                bar.update()
+    logs = in_turn(stage.alternatives(), flags.repeats, partial(log_of, stage.wire))
     forward, domino, one_slice = logs.pop("forward"), logs["domino"], logs["one slice"]
     bounds = {name: {ratio: Figure(tuple(log.bound(ratio) for log in rounds), least=1.0) for ratio in RATIOS}
               for name, rounds in logs.items()}
     shares = median(a.work / b.work for a, b in zip(forward, domino)), forward[0].sent / domino[0].sent
     split = Figure(tuple(a.work / b.work for a, b in zip(domino, one_slice)))
     floors = {ratio: floor(ratio, *shares) for ratio in RATIOS}
-    rows = [[f"{ratio:g}", *(ratio_text(bounds[name][ratio]) for name in logs), f"{floors[ratio]:.2f}"]
-            for ratio in RATIOS]
     text = "\n".join([
         f"one rank on an ideal wire: {describe(config)}; it sends {bytes_text(domino[0].sent)} per step",
         "step / max(work, wires): median of the rounds [min .. max]; 1 is perfect",
-        table(["wires / work", *logs, "floor"], rows),
-        f"domino works {ratio_text(split)} x as long as one slice; forward is {shares[0]:.0%} of domino's work and "
-        f"sends {shares[1]:.0%} of its bytes"])
+        table(["wires / work", *logs, "floor"],
+              [[f"{ratio:g}", *(bounds[name][ratio] for name in logs), f"{floors[ratio]:.2f}"] for ratio in RATIOS]),
+        f"domino works {split} x as long as one slice; forward is {shares[0]:.0%} of domino's work and sends "
+        f"{shares[1]:.0%} of its bytes"])
     return text, {"wire": "ideal", "bytes": domino[0].sent, "forward_work": shares[0], "forward_bytes": shares[1],
                   "work_ratio": split.value, "floor": floors, **about(config),
-                  "bound_ratio": {name: {ratio: figure.value for ratio, figure in figures.items()}
-                                  for name, figures in bounds.items()},
-                  "spread": {name: {ratio: figure.spread for ratio, figure in figures.items()}
-                             for name, figures in bounds.items()}}
+                  **{key: {name: {ratio: getattr(figure, attribute) for ratio, figure in figures.items()}
+                           for name, figures in bounds.items()}
+                     for key, attribute in (("bound_ratio", "value"), ("spread", "spread"))}}

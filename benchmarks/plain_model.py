@@ -77,8 +77,7 @@ class Embedding(nn.Module):
 class Plain(nn.Module):
     """The whole model or, if `layers` are given, one pipeline stage. config: a resolved nanodomino Config.
 
-    pre_process: the stage embeds tokens; post_process: it applies the head.
-    """
+    pre_process: the stage embeds tokens; post_process: it applies the head."""
 
     def __init__(self, config, layers=None, pre_process=True, post_process=True):
         super().__init__()
@@ -93,8 +92,7 @@ class Plain(nn.Module):
     def forward(self, x):
         """Map x to logits [b, s, v] or, without post_process, to hidden states [b, s, h].
 
-        x: tokens [b, s] or, without pre_process, hidden states [b, s, h].
-        """
+        x: tokens [b, s] or, without pre_process, hidden states [b, s, h]."""
         if self.pre_process:
             x = self.embedding(x)
         for layer in self.layers.values():
@@ -117,8 +115,7 @@ def mean_loss(logits, labels):
 
 def adamw(model: nn.Module, config) -> torch.optim.AdamW:
     """Return AdamW as in nanoGPT: fused, with weight decay only on matrices."""
-    matrices = [weight for weight in model.parameters() if weight.dim() >= 2]
-    vectors = [weight for weight in model.parameters() if weight.dim() < 2]
-    groups = [dict(params=matrices, weight_decay=config.weight_decay), dict(params=vectors, weight_decay=0.0)]
+    groups = [dict(params=[weight for weight in model.parameters() if (weight.dim() >= 2) == is_matrix],
+                   weight_decay=config.weight_decay * is_matrix) for is_matrix in (True, False)]
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps,
                              fused=True)

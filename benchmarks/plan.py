@@ -1,9 +1,8 @@
 """Would this model fit on those GPUs, and how fast would it be? Runs training steps dry; trains nothing.
 
-    memory           what a GPU of each stage needs (estimate/stages.py, checked by `bench.py memory`)
-    communication    what a GPU sends in a step, by process group (checked by `bench.py collectives`)
-    step time        computed from data sheets and assumptions (estimate/formulas.py). The assumptions are printed, and
-                     flags change most of them. "exposed" is the time that a GPU waits for communication or copies
+    memory       what a GPU of each stage needs (estimate/stages.py, checked by `bench.py memory`)
+    step time    computed from data sheets and assumptions (estimate/formulas.py). The assumptions are printed, and
+                 flags change most of them. "exposed" is the time that a GPU waits for communication or copies
 
 `--search` looks for the ten fastest layouts that fit and prints the command of the fastest (plan_search.py):
 
@@ -16,18 +15,16 @@ If the model does not fit, the plan names its largest terms. A preset gets the v
 `--published` predicts the runs of three papers and prints their measurements beside the predictions (published.py).
 """
 
-import dataclasses
 from functools import partial
 
 import train
 from benchmarks import plan_search, published
-from benchmarks.plan_search import CHANNELS, CONNECTION_BYTES, communicator_bytes
 from benchmarks.runner import about, add_config_flags, bytes_text, config_of, describe, seconds_text, table
 from nanodomino.errors import counted, require
 from nanodomino.estimate.formulas import (FP8_SPEEDUP, GPUS, PEAK_FLOPS, WITHOUT_FP8, Gpu, Machine,
-                                          active_parameter_count, bytes_sent, mfu, parameter_count,
+                                          active_parameter_count, mfu, parameter_count,
                                           state_bytes_per_parameter)
-from nanodomino.estimate.stages import Stage, stage_memory, step_seconds
+from nanodomino.estimate.stages import stage_memory, step_seconds
 from nanodomino.schedules.simulation import peak_microbatches
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import flag_name
@@ -36,7 +33,7 @@ from nanodomino.settings.presets import DTYPES, PUBLISHED_VOCABULARIES
 
 RESERVE = 0.05               # the default of --reserve
 ROUNDS = False               # no --repeats: a plan is computed
-MEMORY_TERMS = ("parameters", "gradients", "optimizer", "activations", "working", "communicators")
+MEMORY_TERMS = ("parameters", "gradients", "optimizer", "activations", "working")
 
 
 def add_flags(parser):
@@ -58,7 +55,7 @@ def add_flags(parser):
                         help="share of a GPU that a collective in flight takes from compute (default 0.18: NCCL's 24 "
                              "channels take 24 of an H100's 132 multiprocessors)")
     parser.add_argument("--reserve", type=float, default=RESERVE,
-                        help=f"share of the memory left free for CUDA and fragmentation (default {RESERVE})")
+                        help=f"share of the memory left free for CUDA, NCCL and fragmentation (default {RESERVE})")
     parser.add_argument("--search", action="store_true",
                         help="search for the ten fastest layouts that fit; flags of the layout that are given are kept")
     parser.add_argument("--published", action="store_true",
@@ -101,8 +98,7 @@ def answer(flags, launch, **of_search):
 def machine_of(flags, name: str, network: float, per_host: int) -> Machine:
     """Return the rates that a GPU reaches: those of its data sheet times the efficiencies in `flags`.
 
-    network: Gbit/s to other hosts; per_host: GPUs per host.
-    """
+    network: Gbit/s to other hosts; per_host: GPUs per host."""
     gpu, efficiency = GPUS[name], flags.wire_efficiency
     return Machine(matmul_rate=PEAK_FLOPS[name] * flags.product_efficiency, intra_host_rate=gpu.link_rate * efficiency,
                    inter_host_rate=network / 8 * 1e9 * efficiency, latency=flags.latency * 1e-6,
@@ -135,8 +131,6 @@ def plan(config: Config, flags):
         f"0 keeps the activations of up to {counted(alive, 'microbatch', '.3g')}",
         *([f"host memory for each GPU of stage 0: {bytes_text(found[0]['host'])}"] if found[0]["host"] else []),
         *([] if fits else [why_not(needs, usable)]), "",
-        table(["communication of a GPU in a step", "collective", "ranks", "calls", "bytes", "sent", "time"],
-              communication_rows(config, machine)), "",
         table(["a step", "", ""],
               [[label(name), seconds_text(part), f"{part / seconds:.1%}"]
                for name, part in [*sorted(parts.items(), key=place_of), ("total", seconds)] if part]),
@@ -144,22 +138,17 @@ def plan(config: Config, flags):
         f"{parts['bubble'] / seconds:.1%} of the step; it would be (p - 1)/m of the ideal time in 1F1B if stages are "
         "equal, so more microbatches shrink it",
         f"{tokens / seconds:,.0f} tokens/s; MFU {used:.1%} (6 N + 12 L n d s FLOPs per token, relative to "
-        f"{peak / 1e12:g} TFLOP/s per GPU)", "", *assumptions(flags, gpu)])
-    return text, {"parameters": parameter_count(config),
-                  "active_parameters": active_parameter_count(config), "gpu": flags.gpu, "gpus": config.world_size,
-                  **about(config), "fits": fits, "usable_bytes": usable,
+        f"{peak / 1e12:g} TFLOP/s per GPU)", "", assumptions(flags, gpu)])
+    return text, {"parameters": parameter_count(config), "active_parameters": active_parameter_count(config),
+                  "gpu": flags.gpu, "gpus": config.world_size, **about(config), "fits": fits, "usable_bytes": usable,
                   "memory": needs, "host_memory": [one["host"] for one in found],
-                  "communication": [[{"group": group, "kind": kind, "calls": calls, "bytes": size}
-                                     for (group, kind), (calls, size) in traffic(config, stage)[0].items()]
-                                    for stage in range(config.pp)],
                   "bubble": parts["bubble"] / ideal, "parts_s": parts, "step_s": seconds, "mfu": used,
                   "tokens_per_second": tokens / seconds}
 
 
 def memory_of_stages(config: Config) -> list[dict]:
     """Return for a rank of each stage {one of MEMORY_TERMS, or "host": bytes}."""
-    return [stage_memory(train, config, stage) | {"communicators": communicator_bytes(config, stage)}
-            for stage in range(config.pp)]
+    return [stage_memory(train, config, stage) for stage in range(config.pp)]
 
 
 def place_of(part: tuple[str, float]) -> tuple:
@@ -174,54 +163,21 @@ def label(part: str) -> str:
     return f"exposed {group} {'copies' if group == 'host' else 'communication'}{more}" if exposed else part
 
 
-def traffic(config: Config, stage: int) -> tuple[dict, dict]:
-    """Return ({(group, kind): (calls, bytes)} of a rank of this stage in a step, {group: its ranks}).
-
-    Both grow linearly with the layers and the microbatches, so small runs with one and two microbatches suffice.
-    """
-    few = [Stage(train, dataclasses.replace(config, global_batch_size=samples), stage)
-           for samples in (config.micro_batch_size * config.dp, 2 * config.micro_batch_size * config.dp)]
-    one, two = (found.linear(lambda run: {(*key, place): value for key, pair in run.traffic.items()
-                                          for place, value in enumerate(pair)}) for found in few)
-    totals = {key: one.get(key, 0) + (config.microbatches - 1) * (two[key] - one.get(key, 0)) for key in two}
-    apart = config.world_size // config.pp                     # from a stage to the next
-    return ({(group, kind): (round(count), round(totals[group, kind, 1]))
-             for (group, kind, place), count in totals.items() if place == 0},
-            few[0].sides[0][0].ranks_of | {"world": tuple(range(config.world_size)), "pp": (0, apart),
-                                           "embedding": (0, (config.pp - 1) * apart)})
-
-
-def communication_rows(config: Config, machine: Machine) -> list[list]:
-    """Return a row for each process group and kind of collective, from the stage that spends most time on it."""
-    longest = {}
-    for stage in range(config.pp):
-        found, ranks_of = traffic(config, stage)
-        for (group, kind), (calls, size) in found.items():
-            ranks = ranks_of[group]
-            seconds = calls * machine.collective_seconds(kind, size / max(calls, 1), ranks)
-            if kind != "receive" and seconds >= longest.get((group, kind), (0.0,))[0] and len(ranks) > 1:
-                longest[group, kind] = seconds, [group, kind, len(ranks), calls, bytes_text(size), bytes_text(
-                    bytes_sent(kind, size, len(ranks))), seconds_text(seconds)]
-    return [row for _, row in longest.values()]
-
-
-def assumptions(flags, gpu: Gpu) -> list[str]:
+def assumptions(flags, gpu: Gpu) -> str:
     """Return the lines that state the plan's assumptions."""
-    return ["assumptions:",
-            f"  {flags.gpu}: {bytes_text(gpu.memory)} of memory, of which {flags.reserve:.0%} stays free (--reserve), "
-            f"read and written at {bytes_text(gpu.memory_rate)}/s",
-            f"  the largest tiles of a matmul reach {flags.product_efficiency:.0%} of the 16-bit peak of "
-            f"{PEAK_FLOPS[flags.gpu] / 1e12:g} TFLOP/s (--product-efficiency), and in fp8 {FP8_SPEEDUP:g} times as "
-            f"much; smaller tiles, a last wave that does not fill the {gpu.multiprocessors} multiprocessors, and "
-            "attention reach less (estimate/formulas.py)",
-            "  compiled element-wise work reads and writes each tensor once per fused operation",
-            f"  hosts of {flags.gpus_per_host} GPUs (--gpus-per-host) joined by {gpu.link}, "
-            f"{bytes_text(gpu.link_rate)}/s each way; {flags.network:g} Gbit/s from a GPU to other hosts (--network)",
-            f"  links and GPU memory reach {flags.wire_efficiency:.0%} of these rates (--wire-efficiency); each "
-            f"collective takes {flags.latency:g} us in addition to sending its bytes (--latency)",
-            f"  while a collective is in flight, it takes {flags.overlap_slowdown:.0%} of the GPU (--overlap-slowdown)",
-            f"  an NCCL ring allocates {bytes_text(CHANNELS * CONNECTION_BYTES)}, {CHANNELS} channels of "
-            f"{bytes_text(CONNECTION_BYTES)}; trees and in-network reduction would need more"]
+    peak, memory, rate, link = PEAK_FLOPS[flags.gpu] / 1e12, *map(bytes_text, (
+        gpu.memory, gpu.memory_rate, gpu.link_rate))
+    return f"""\
+assumptions:
+  {flags.gpu}: {memory} of memory, read and written at {rate}/s; {flags.reserve:.0%} stay free (--reserve)
+  the largest tiles of a matmul reach {flags.product_efficiency:.0%} (--product-efficiency) of {peak:g} TFLOP/s
+  in 16 bits, in fp8 {FP8_SPEEDUP:g} times as much; other tiles, incomplete waves and attention reach less
+  compiled element-wise work reads and writes each tensor once per fused operation
+  hosts of {flags.gpus_per_host} GPUs (--gpus-per-host) joined by {gpu.link}, {link}/s each way
+  {flags.network:g} Gbit/s from a GPU to other hosts (--network)
+  links and GPU memory reach {flags.wire_efficiency:.0%} of their rates (--wire-efficiency)
+  each collective takes {flags.latency:g} us in addition to sending its bytes (--latency)
+  while a collective is in flight, it takes {flags.overlap_slowdown:.0%} of the GPU (--overlap-slowdown)"""
 
 
 def why_not(needs: list[dict], usable: float) -> str:

@@ -4,8 +4,8 @@
 
 The search varies tp, pp, the micro batch (dp follows from tp and pp) and, with experts, ep. For samples of at least
 16,384 tokens it also varies cp and --cp-comm-type, such that each rank keeps at least 8,192 tokens of a sample. Then
-come the schedule and its chunks, the ZeRO stage and recomputation, then slices, columns and sequence parallelism. With
-a single stage, only one chunk is tried. A flag that is given keeps its value.
+come the schedule and its chunks, the ZeRO stage and recomputation, then slices, columns and sequence parallelism. A
+flag that is given keeps its value.
 
 A dry run of each of the 10^5 combinations would take hours. But layers are alike, whatever the stage that holds them.
 So the costs of a combination follow from two short dry runs of a last stage, with one layer and with two:
@@ -13,18 +13,15 @@ So the costs of a combination follow from two short dry runs of a last stage, wi
     value(chunk) = value(layer) x its layers + value(head), if it is the last chunk
 
 These runs depend neither on pp, dp and chunks nor on the schedule, except for whether it splits or pairs its backwards.
-So many combinations share them. The search is best-first:
+So many combinations share them. The search is best-first: a queue holds combinations, sorted by time.
 
-    1. An incomplete combination has chosen only some of its settings. Compute a lower bound for it: the FLOPs at the
-       largest tile's rate, then the actions without communication.
-    2. Keep all combinations in a queue, sorted by time, and take the first. If it is incomplete, replace it by its
-       choices of the next settings.
-    3. A complete combination has the time of its simulated schedule, with the costs above. If it is the first in the
-       queue, it is a candidate.
-    4. Run the candidates dry (estimate/stages.py), and with 1F1B. The results are those that fit, sorted by time.
+    1. The first of the queue has chosen only some settings. Replace it by its choices of the next ones, each with a
+       lower bound of its time: the FLOPs at the largest tile's rate, then the schedule without communication.
+    2. The first of the queue is complete, and its time is that of its simulated schedule, with the costs above. Run it
+       dry (estimate/stages.py), and with 1F1B. If one fits, the faster is the result for this tp, pp, cp and micro
+       batch.
 
-All results differ in tp, pp, cp or the micro batch. More slices and columns are tried only while communication is
-exposed, and more recomputation only if less does not fit.
+More slices and columns are tried only while communication is exposed, and more recomputation only if less does not fit.
 """
 
 import dataclasses
@@ -54,6 +51,7 @@ MICRO_BATCHES = range(1, 17)
 LONG = 8192      # the fewest tokens of a sample that a rank keeps with context parallelism
 HIDDEN = 0.01    # the share of exposed communication below which more slices and columns gain too little
 MOST_CHUNKS = 4  # per stage, unless their number is given: more gain little, and take long to run dry
+ROUNDS = 3       # of p microbatches, that are simulated; options' schedules may need one more than the others
 LEAST_GAIN = 2e-4    # by how much a step must be shorter for one more chunk per stage
 LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "micro_batch_size")
 # What tapes may keep on the GPU, from most to least.
@@ -65,37 +63,6 @@ WHOLE, PAIR = ("backward",), ("backward", "forward")
 WAYS_TO_HIDE = ((1, 1), (2, 1), (1, 2), (1, 4), (2, 2), (2, 4))      # (slices, columns), in the order of the tries
 
 
-# ---- memory that torch does not allocate
-
-# For each connection of a channel NCCL allocates 10 MiB to receive into and 2 MiB to send from. The 10 MiB are the
-# buffers of three protocols; 4 MiB of them are for large messages (NCCL_BUFFSIZE). Source: the output of
-# NCCL_DEBUG_SUBSYS=ALLOC in github.com/NVIDIA/nccl/issues/1685. Faster links get more channels; 24 is for NVLink.
-CONNECTION_BYTES, CHANNELS = 12 * 2**20, 24
-
-
-def communicator_bytes(config: Config, stage: int) -> int:
-    """Estimate the bytes of NCCL's own buffers on a GPU.
-
-    In a ring, each rank receives from one rank and sends to one, however many ranks there are. Messages between stages
-    use fewer channels, and one connection per neighbour. Trees and in-network reduction would need more memory.
-    """
-    parts, ep = config.cp, config.ep
-    replicas, ends = config.dp * parts, (0, config.placement.location(config.placement.last)[0])
-    tied = config.pp > 1 and config.words_at_end and stage in ends and ends[1] > 0
-    rings = {"world": config.world_size, "tp": config.tp, "cp": parts, "dp": replicas, "tied": 1 + tied, "ep": ep,
-             "ep_counts": ep, "expert_dp": replicas // ep if ep > 1 else 1}
-    channels = sum(config.thread_blocks.get(name) or CHANNELS for name, ranks in rings.items() if ranks > 1)
-    neighbours = sum(stage in pair for pair in config.placement.neighbours)
-    if config.pp > 1:                                          # 1: pipeline.connect's all-reduce
-        channels += config.thread_blocks["pp"] * (1 + neighbours)
-    return CONNECTION_BYTES * channels
-
-
-def needed_bytes(config: Config) -> float:
-    """Return the bytes of the fullest GPU, from a dry run."""
-    return fullest_rank_bytes(train, config) + max(communicator_bytes(config, stage) for stage in {0, config.pp - 1})
-
-
 # ---- a combination's costs
 
 class Costs:
@@ -105,20 +72,21 @@ class Costs:
         self.config, self.machine = config, machine
         self.last = config.placement.location(config.placement.last)
         self.layers = [layers_of(config, stage) for stage in range(config.pp)]
-        self.runs, self.parts = {}, {}         # {kinds of the halves: (parts of a layer, parts of the head)}
-        self.lengths = {}                      # {kinds of the halves: (seconds of a layer, seconds of the head)}
-        self.after = [sum(clock.after.values()) for clock in self.add("1f1b")]
+        self.runs, self.clocks = {}, {}        # {schedule: those of one layer and of two}
+        self.parts, self.lengths = {}, {}      # {kinds of the halves: parts of a layer; seconds of it, of the head}
+        self.add("1f1b")
 
-    def add(self, schedule: str) -> list[Clock]:
+    def add(self, schedule: str):
         """Learn the costs of the kinds of actions that this schedule has."""
+        if schedule in self.runs:
+            return
         self.runs[schedule] = self.small_runs(schedule)
-        one, two = clocks = [Clock(run, self.machine) for run in self.runs[schedule]]
+        one, two = self.clocks[schedule] = [Clock(run, self.machine) for run in self.runs[schedule]]
         for kinds, parts in one.actions.items():
             layer, head = ({name: extrapolate(parts[name], two.actions[kinds][name], *self.depths, *count)
                             for name in one.parts} for count in ((1, 0), (0, 1)))
             key = tuple(kind for kind, _ in kinds)
-            self.parts[key], self.lengths[key] = (layer, head), (sum(layer.values()), sum(head.values()))
-        return clocks
+            self.parts[key], self.lengths[key] = layer, (sum(layer.values()), sum(head.values()))
 
     def small_runs(self, schedule: str) -> list:
         """Run the last of two stages twice: with one layer, then with two. If only some layers have experts, count
@@ -143,25 +111,11 @@ class Costs:
         chunk = action.halves[0].chunk
         return self.layers[stage][chunk] * layer + ((stage, chunk) == self.last) * head
 
-    def bound(self) -> float:
-        """Return seconds that no order of the actions can beat: the work of the stage with the head, and the
-        first microbatch's way through the other stages."""
-        stage, layers = self.last[0], sum(self.layers[self.last[0]])
-        (forward, head), (backward, other) = self.lengths["forward",], self.lengths[WHOLE]
-        way = 0.0 if stage == 0 else min(map(sum, self.layers)) / len(self.layers[0]) * (self.config.pp - 1)
-        return (self.config.microbatches * (layers * (forward + backward) + head + other)
-                + way * (forward + backward * (like(self.config.schedule) != "zb-h1")))
-
     def exposed(self) -> float:
         """Return the share of communication in a layer's forward and backward that nothing hides."""
-        parts = [self.parts[kinds][0] for kinds in ([PAIR] if PAIR in self.parts else [("forward",), WHOLE])]
+        parts = [self.parts[kinds] for kinds in ([PAIR] if PAIR in self.parts else [("forward",), WHOLE])]
         return (sum(seconds for one in parts for name, seconds in one.items() if name.endswith("exposed"))
                 / sum(sum(one.values()) for one in parts))
-
-    @property
-    def most_rounds(self):
-        """How many rounds of p microbatches are simulated at most: 3. An option's schedule may differ in later ones."""
-        return 3 if self.config.schedule != "eager-1f1b" else math.inf
 
     def timetable(self, rounds: int):
         """Return the timetable of `rounds` x p microbatches, and of the rest."""
@@ -170,15 +124,14 @@ class Costs:
                          rounds * config.pp + config.microbatches % config.pp, config.virtual_stages)
 
     def seconds(self) -> float:
-        """Estimate a step: the simulated schedule and what follows it. After two rounds of p microbatches, each further
-        round adds the same."""
+        """Estimate a step: the simulated schedule and what follows it. After ROUNDS rounds of p microbatches, each
+        further round adds the same."""
         config, rounds = self.config, self.config.microbatches // self.config.pp
-        if (schedule := like(config.schedule)) not in self.runs:
-            self.add(schedule)
+        self.add(like(config.schedule))
         message = message_seconds(config, self.machine)
         some = [simulation.step_time(simulation.simulate(self.timetable(count), self.action_seconds, message))
-                for count in ([rounds] if rounds <= self.most_rounds else [2, 3])]
-        return some[-1] + (rounds - 3) * (some[-1] - some[0]) + self.end_seconds()
+                for count in ([rounds] if rounds <= ROUNDS + 1 else [ROUNDS, ROUNDS + 1])]
+        return some[-1] + (rounds - ROUNDS - 1) * (some[-1] - some[0]) + self.end_seconds()
 
     def end_seconds(self) -> float:
         """Estimate what the reduction of the gradients and the update of the weights add to the schedule."""
@@ -189,7 +142,7 @@ class Costs:
             for kind, name in (("all_gather", "parameters"), ("reduce_scatter", "gradients")))
         backward = layers * self.lengths[WHOLE][0]
         exposed = max(0.0, reduced - backward) + self.machine.overlap_slowdown * min(reduced, backward)
-        update = self.linear(dict(zip(self.runs["1f1b"], self.after)).get, layers)
+        update = self.linear(lambda clock: sum(clock.after.values()), layers, runs=self.clocks["1f1b"])
         return (gathered + update * (config.ep / config.dp if config.zero_stage else 1.0)
                 + exposed * (config.microbatches if config.zero_stage == 2 else 1))
 
@@ -206,9 +159,9 @@ class Costs:
     def bytes(self) -> float:
         """Estimate the bytes of the fullest GPU, which is on one of the ends."""
         config = self.config
-        if like(config.schedule) == "paired" and "paired" not in self.runs:
+        if like(config.schedule) == "paired":
             self.add("paired")
-        rows = self.timetable(min(config.microbatches // config.pp, self.most_rounds)).rows
+        rows = self.timetable(min(config.microbatches // config.pp, ROUNDS + 1)).rows
         sharded = config.ep / config.dp
         shares = {"parameters": 1.0, "gradients": sharded if config.zero_stage == 2 else 1.0,
                   "optimizer": sharded if config.zero_stage else 1.0}
@@ -222,7 +175,7 @@ class Costs:
             row, actions = [*map(kinds_of, rows[stage])], rows[stage]
             kept, peaks = ({kinds: self.of_action(name, action, stage)
                             for kinds, action in dict(zip(row, actions)).items()} for name in ("kept", "peaks"))
-            return state + add_up(row, kept, peaks)[1] + communicator_bytes(config, stage)
+            return state + add_up(row, kept, peaks)[1]
 
         return max(map(stage_bytes, {0, config.pp - 1}))
 
@@ -241,8 +194,7 @@ class Search:
     """Finds the fastest layouts of a model.
 
     config: the settings, not resolved; given: the names of those that were given, which keep their values
-    usable: bytes of a GPU's memory
-    """
+    usable: bytes of a GPU's memory"""
 
     def __init__(self, config: Config, gpus: int, given, machine: Machine, usable: float):
         self.config, self.gpus, self.given, self.machine, self.usable = config, gpus, given, machine, usable
@@ -265,23 +217,14 @@ class Search:
         with progress(results) as bar:
             add(self.layouts())
             while queue and len(found) < results:
-                candidates, others = {}, []                    # others: those with a candidate's layout
-                while queue and len(found) + len(candidates) < results:
-                    entry = heapq.heappop(queue)
-                    _, _, config, choose_next = entry
-                    layout = tuple(getattr(config, name) for name in LAYOUT)
-                    if layout in candidates:
-                        others.append(entry)
-                    elif layout not in found and choose_next:
-                        add(choose_next(config))
-                    elif layout not in found:
-                        candidates[layout] = config
-                    bar.set_description_str(", ".join(f"{count} {name}" for name, count in self.counts.items()))
-                for layout, result in zip(candidates, map(self.exact, candidates.values())):
-                    found |= {layout: result} if result else {}
-                    bar.update(result is not None)
-                for entry in others:
-                    heapq.heappush(queue, entry)
+                _, _, config, choose_next = heapq.heappop(queue)
+                layout = tuple(getattr(config, name) for name in LAYOUT)
+                if layout not in found and choose_next:
+                    add(choose_next(config))
+                elif layout not in found and (result := self.exact(config)):
+                    found[layout] = result
+                    bar.update(1)
+                bar.set_description_str(", ".join(f"{count} {name}" for name, count in self.counts.items()))
         return sorted(found.values(), key=lambda one: one[0])
 
     def exact(self, config: Config) -> tuple[float, float, Config] | None:
@@ -290,16 +233,16 @@ class Search:
         simplest = self.choices("schedule", ["1f1b"]) + self.choices("virtual_stages", [1])
         tries = {self.accepted(config, **dict(zip(("schedule", "virtual_stages"), simplest))): None, config: None}
         self.counts["dry runs"] += len(tries)
-        return min(((sum(step_seconds(train, one, self.machine).values()), needed, one) for one in tries
-                    if one and (needed := needed_bytes(one)) <= self.usable), key=lambda one: one[0], default=None)
+        found = [(sum(step_seconds(train, one, self.machine).values()), needed, one) for one in tries
+                 if one and (needed := fullest_rank_bytes(train, one)) <= self.usable]
+        return min(found, key=lambda one: one[0], default=None)
 
     # ---- what is chosen, in this order. Each yields (seconds, Config, the method that chooses next)
 
     def layouts(self):
         parameters = flops = None
         for config in self.accepted_layouts(MICRO_BATCHES):
-            if parameters is None:
-                speed = FP8_SPEEDUP if config.fp8_format else 1.0
+            if parameters is None:                             # attention and look-ups may take less time
                 looked_up = 0 if config.tied else config.vocab_size * config.hidden_size
                 attention = 2 * config.num_attention_heads * config.kv_channels * config.seq_length
                 parameters, flops = parameter_count(config), config.global_batch_size * config.seq_length * (
@@ -307,25 +250,24 @@ class Search:
             if min(map(state_bytes_per_parameter, self.zero_stages(config))) * parameters <= (
                     self.usable * config.tp * config.pp * config.ep):
                 self.counts["layouts"] += 1
-                yield flops / (self.machine.matmul_rate * speed * config.world_size), config, self.schedules
+                rate = self.machine.matmul_rate * (FP8_SPEEDUP if config.fp8_format else 1.0)
+                yield flops / (rate * config.world_size), config, self.schedules
 
     def schedules(self, config: Config):
-        cut = dataclasses.replace(config, sequence_parallel=config.tp > 1)     # it never adds work, only communication
-        divides = config.seq_length % cut.seq_length_divisor == 0
-        parallel = self.choices("sequence_parallel", [config.tp > 1 and divides])[0]
-        for name in self.choices("schedule", SCHEDULES):
-            for count in self.chunk_counts(name, config):
-                some = dataclasses.replace(
-                    config, schedule=name, virtual_stages=count, sequence_parallel=parallel,
-                    slices=self.choices("slices", [1])[0], columns=self.choices("columns", [1])[0])
-                before = math.inf
-                for other in self.zero_stages(some):
-                    place = next((place for place, option in enumerate(self.recomputation) if self.may_fit(
-                        dataclasses.replace(other, **option))), math.inf)
-                    if place < before:                         # or the lower ZeRO stage is as good
-                        before, other = place, dataclasses.replace(other, **self.recomputation[place])
-                        self.counts["schedules"] += 1
-                        yield Costs(other, self.free).bound(), other, self.options
+        divisor = dataclasses.replace(config, sequence_parallel=config.tp > 1).seq_length_divisor
+        parallel = config.tp > 1 and config.seq_length % divisor == 0     # it never adds work, only communication
+        fixed = {name: self.choices(name, [value])[0] for name, value in (
+            ("sequence_parallel", parallel), ("slices", 1), ("columns", 1))}
+        for name, count in [(each, count) for each in self.choices("schedule", SCHEDULES)
+                            for count in self.chunk_counts(each, config)]:
+            before = math.inf
+            for other in self.zero_stages(dataclasses.replace(config, schedule=name, virtual_stages=count, **fixed)):
+                place = next((place for place, option in enumerate(self.recomputation) if Costs(
+                    dataclasses.replace(other, **option), self.free).bytes() <= self.usable), math.inf)
+                if place < before:                             # or the lower ZeRO stage is as good
+                    before, other = place, dataclasses.replace(other, **self.recomputation[place])
+                    self.counts["schedules"] += 1
+                    yield Costs(other, self.free).seconds(), other, self.options
 
     def options(self, config: Config):
         too_much = []                                          # the seconds of those that do not fit
@@ -345,7 +287,8 @@ class Search:
                     too_much.append(seconds)
                 if costs.exposed() < HIDDEN:
                     break
-        more = self.recomputation[1 + self.recomputation.index(recomputation_of(config)):]
+        now = {name: getattr(config, name) for name in self.recomputation[0]}
+        more = self.recomputation[1 + self.recomputation.index(now):]
         if too_much and more:                                  # they take longer than now
             yield min(too_much), dataclasses.replace(config, **more[0]), self.options
 
@@ -397,13 +340,6 @@ class Search:
         return [dataclasses.replace(config, zero_stage=stage)
                 for stage in self.choices("zero_stage", (1, 2) if config.dp * config.cp > 1 else (1,))]
 
-    def may_fit(self, config: Config) -> bool:
-        return Costs(config, self.free).bytes() <= self.usable
-
-
-def recomputation_of(config: Config) -> dict:
-    return {name: getattr(config, name) for name in RECOMPUTATION[0]}
-
 
 def divisors(number: int) -> list[int]:
     return [count for count in range(1, number + 1) if number % count == 0]
@@ -434,7 +370,11 @@ def answer(flags, machine: Machine, usable: float, peak: float, progress=progres
                      flags_text(differences(found, FURTHER))])
         layouts.append({**about(found), "step_s": seconds, "mfu": used,
                         "bytes": memory, "parts_s": parts, "command": command(found, flags.gpus_per_host)})
-    text = nothing_fits(search) if not rows else "\n".join([
+    if not rows:
+        require(next(search.accepted_layouts((1,)), None) is not None,
+                f"no layout for --gpus {search.gpus} obeys the rules together with the given flags; "
+                f"the first that was tried breaks this one: {search.broken_rule}")
+    text = "\n".join([
         f"the fastest layouts of {flags.model} ({parameter_count(found):,} parameters, {found.dtype}) on {flags.gpus} "
         f"x {flags.gpu} that fit into {bytes_text(usable)} per GPU:", "",
         table(["", "tp", "pp", "cp", "dp", "micro batch", "step", "MFU", "memory", *SHARES, "end", "further flags"],
@@ -442,7 +382,9 @@ def answer(flags, machine: Machine, usable: float, peak: float, progress=progres
         "The columns from matmuls to end are shares of the step. tp (with cp, ep), host and pp are communication "
         "that nothing hides; end is all that follows the last backward, such as the optimizer. "
         f"{search.counts['simulated']} combinations were simulated. `bench.py plan` with the flags "
-        "of a row prints its memory, its communication and the assumptions.", "", layouts[0]["command"]])
+        "of a row prints its memory and the assumptions.", "", layouts[0]["command"]]) if rows else (
+        f"nothing fits into the usable {bytes_text(usable)} per GPU, even with full recomputation; try more --gpus, a "
+        "--gpu with more memory, or fewer of the given flags")
     return text, {"search": True, "model": flags.model, "gpu": flags.gpu, "gpus": flags.gpus,
                   "usable_bytes": usable, "counts": search.counts, "layouts": layouts}
 
@@ -467,12 +409,3 @@ def command(config: Config, gpus_per_host: int) -> str:
     hosts = config.world_size // each
     several = f"--nnodes {hosts} --node_rank RANK --master_addr HOST --master_port 29500 " if hosts > 1 else ""
     return f"torchrun {several}--nproc_per_node {each} train.py {flags_text(chosen | differences(config, names))}"
-
-
-def nothing_fits(search: Search) -> str:
-    """Return the sentence for a search without results. Raises UserError if the rules left no layout to try."""
-    require(next(search.accepted_layouts((1,)), None) is not None,
-            f"no layout for --gpus {search.gpus} obeys the rules together with the given flags; "
-            f"the first that was tried breaks this one: {search.broken_rule}")
-    return (f"nothing fits into the usable {bytes_text(search.usable)} per GPU, even with full recomputation; try more "
-            "--gpus, a --gpu with more memory, or fewer of the given flags")

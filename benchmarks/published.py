@@ -11,8 +11,6 @@ The step time comes from dry runs (estimate/stages.py) of this program as these 
 Megatron-LM's kernels are separate. In the first two papers dropout makes attention store its scores, and each
 microbatch repeats the forward of whole layers, or only of attention, before its backward. In 2409.15241 nothing hides
 Megatron-LM's all-reduces: a wait follows each launch.
-
-A ratio far from 1 points to a wrong assumption.
 """
 
 import dataclasses
@@ -39,9 +37,9 @@ class Run:
     name: str
     num_layers: int
     hidden_size: int
-    heads: int
-    tp: int
-    pp: int
+    num_attention_heads: int
+    tensor_model_parallel_size: int
+    pipeline_model_parallel_size: int
     gpus: int
     micro_batch_size: int
     global_batch_size: int
@@ -56,12 +54,9 @@ class Run:
     @property
     def config(self) -> Config:
         """The run's Config, with one slice and an unsharded optimizer as in Megatron-LM."""
-        config = Config(num_layers=self.num_layers, hidden_size=self.hidden_size, num_attention_heads=self.heads,
-                        seq_length=SEQ_LENGTH, vocab_size=self.vocab_size, dtype="bfloat16", device="cuda", slices=1,
-                        columns=1, zero_stage=0, micro_batch_size=self.micro_batch_size, compile=False,
-                        global_batch_size=self.global_batch_size, tensor_model_parallel_size=self.tp,
-                        pipeline_model_parallel_size=self.pp, virtual_stages=self.virtual_stages,
-                        sequence_parallel=self.recomputed == "attention",
+        given = {name: value for name, value in vars(self).items() if name in Config.__dataclass_fields__}
+        config = Config(**given, seq_length=SEQ_LENGTH, dtype="bfloat16", device="cuda", compile=False, slices=1,
+                        columns=1, zero_stage=0, sequence_parallel=self.recomputed == "attention",
                         recompute_granularity="selective" if self.recomputed == "attention" else "none")
         return config.resolve(self.gpus).with_vocabulary(self.vocab_size)
 
@@ -127,8 +122,7 @@ def as_megatron(run: RankRun, stores_scores: bool, blocks: bool) -> RankRun:
     """Return the run with other events.
 
     stores_scores: replace fused attention by matmuls that write and read the scores
-    blocks: wait for each tp collective right after its launch
-    """
+    blocks: wait for each tp collective right after its launch"""
     events = []
     for event in run.events:
         if stores_scores and getattr(event, "kind", None) in SCORES:
@@ -147,18 +141,12 @@ def as_megatron(run: RankRun, stores_scores: bool, blocks: bool) -> RankRun:
 # ---- figures
 
 def teraflops(run: Run, machine: Machine) -> float:
-    """Predict the TFLOP/s per GPU. Recomputed FLOPs count too, as in the paper."""
-    return formula_3(run.config) / step(run, machine) / run.gpus / 1e12
-
-
-def formula_3(config: Config) -> float:
-    """Return the FLOPs of a step with recomputation (2104.04473, section 5.1).
-
-    A backward counts as two forwards. So the layers, which are recomputed, count as four forwards, the head as three.
-    """
-    layers, h, words = config.num_layers, config.hidden_size, config.padded_vocab_size
-    return 96 * config.global_batch_size * SEQ_LENGTH * layers * h ** 2 * (
-        1 + SEQ_LENGTH / (6 * h) + words / (16 * layers * h))
+    """Predict the TFLOP/s per GPU. The FLOPs of a step are formula (3) of 2104.04473, in which a backward counts as two
+    forwards. So the layers, which are recomputed, count as four forwards, the head as three."""
+    config, h = run.config, run.hidden_size
+    flops = 96 * config.global_batch_size * SEQ_LENGTH * config.num_layers * h ** 2 * (
+        1 + SEQ_LENGTH / (6 * h) + config.padded_vocab_size / (16 * config.num_layers * h))
+    return flops / step(run, machine) / run.gpus / 1e12
 
 
 def step(run: Run, machine: Machine) -> float:
@@ -190,43 +178,37 @@ def answer(machine_of, flags):
         for run in runs:
             config, predicted = run.config, FIGURES[run.figure](run, machine_of(run.gpu, run.network))
             chunks = f" x {config.virtual_stages}" if config.virtual_stages > 1 else ""
-            rows.append([f"{paper}: {run.name}", run.num_layers, run.hidden_size, run.heads, config.tp, config.pp,
-                         config.dp, run.gpus, f"{run.micro_batch_size} of {run.global_batch_size}",
-                         config.schedule + chunks, run.recomputed, f"{run.published:g} {run.figure}",
-                         f"{predicted:.3g}", f"{predicted / run.published:.2f}"])
+            rows.append([f"{paper}: {run.name}", config.num_layers, config.hidden_size, config.num_attention_heads,
+                         config.tp, config.pp, config.dp, run.gpus,
+                         f"{config.micro_batch_size} of {config.global_batch_size}", config.schedule + chunks,
+                         run.recomputed, f"{run.published:g} {run.figure}", f"{predicted:.3g}",
+                         f"{predicted / run.published:.2f}"])
             record.append({"paper": paper, **dataclasses.asdict(run), "predicted": predicted,
                            "ratio": predicted / run.published})
     head = ["", "layers", "hidden", "heads", "tp", "pp", "dp", "GPUs", "batch", "schedule", "recomputed", "published",
             "plan", "ratio"]
-    text = "\n".join([table(head, rows), "", *assumptions(flags)])
-    return text, {"published": True, "rows": record}
+    return "\n\n".join([table(head, rows), assumptions(flags)]), {"published": True, "rows": record}
 
 
-def assumptions(flags) -> list[str]:
+def assumptions(flags) -> str:
     """Return the lines that explain the columns, the assumptions and the sources of the figures."""
     return f"""\
 columns:
   batch: micro batch of global batch; recomputed: what is repeated before each backward; ratio: plan / published
   x speed: two slices compared with blocking communication; % wires: the share of blocking communication in a step
-assumptions:
+assumptions, besides those of bench.py plan:
   {SEQ_LENGTH} tokens per sample, vocabulary {TABLE_1[0].vocab_size:,} (2409.15241: {DOMINO[0].vocab_size:,})
-  the largest tiles of a matmul reach {flags.product_efficiency:.0%} of the peak (--product-efficiency), smaller tiles
-  and incomplete waves less. Element-wise work counts in bytes, without torch.compile; before 2409.15241 attention
-  stores its scores. Nothing is added for dropout, data, kernel launches and slower ranks
-  hosts of 8 GPUs; each A100 has a card of 200 Gbit/s to other hosts; an all-reduce over whole H100 hosts uses all
-  eight cards of 400 Gbit/s. Links and GPU memory reach {flags.wire_efficiency:.0%} of the data sheets' rates
-  (--wire-efficiency), each collective takes {flags.latency:g} us more (--latency), and in flight it takes
-  {flags.overlap_slowdown:.0%} of the GPU (--overlap-slowdown)
+  the largest tiles reach {flags.product_efficiency:.0%} of the peak (--product-efficiency), links and memory
+  {flags.wire_efficiency:.0%} of their rates (--wire-efficiency). A collective takes {flags.latency:g} us more
+  (--latency), and in flight {flags.overlap_slowdown:.0%} of the GPU (--overlap-slowdown)
+  no torch.compile; before 2409.15241 attention stores its scores; the optimizer is not sharded
+  a card of 200 Gbit/s per A100; an all-reduce over H100 hosts uses eight cards of 400 Gbit/s
   recomputing layers repeats their all-reduces, which block, but not the head, as in formula (3) of 2104.04473
-  weight gradients hide backward's all-reduces, except in 2409.15241; gradients are reduced in fp32 during the last
-  microbatch's backward; each GPU of a stage sends whole messages; the optimizer is not sharded
+  weight gradients hide backward's all-reduces, except in 2409.15241
 sources:
-  2104.04473, table 1: the figures come from a copy (github.com/SotaroKaneda/MLCarbon). The table omits micro batches
-  and chunks; they come from Megatron-LM's examples/sc21/run_table_1.sh. It ran float16, as fast as bfloat16
-  2205.05198, table 5: seconds and layouts come from github.com/calculon-ai/calculon, which is validated against it;
-  not looked up: layers, widths, heads, samples, vocabulary, and the network cards of both papers' A100 hosts. Layers
-  and widths give the parameter counts that the paper names
-  2409.15241: its abstract says up to 1.3 x, but not for which model and batch. So 1.3 x is compared with three models
-  on one host, with the batch of the authors' example. DeepSpeed's blogs/deepspeed-domino says that communication takes
-  up to 43 % of 13B's step on 8, 16 and 32 GPUs, which is compared with 32 GPUs. 32 GPUs can't share the 40 heads of
-  13B, so the prediction has 32 wider heads with the same FLOPs""".splitlines()
+  2104.04473, table 1: from a copy (github.com/SotaroKaneda/MLCarbon); micro batches and chunks from Megatron-LM's
+  examples/sc21/run_table_1.sh
+  2205.05198, table 5: from github.com/calculon-ai/calculon; layers, widths, heads, samples, vocabulary and the network
+  cards were not looked up
+  2409.15241: its abstract says up to 1.3 x, for no model in particular; 43 % of 13B's step comes from DeepSpeed's
+  blogs/deepspeed-domino. 32 GPUs can't share its 40 heads, so the prediction has 32 wider heads with the same FLOPs"""

@@ -8,12 +8,8 @@ Each question of bench.py is a module in this folder with three functions:
                                             with the question, --repeats and the number of cores. The exit code is 1 if
                                             the dict has a "failed" that is not empty
 
-A module that times nothing sets ROUNDS = False and gets no --repeats. A result that is measured in several rounds, such
-as a speed-up, is a `Figure`. If noise makes it meaningless, "too noisy to tell" is printed.
-
-If a question needs several processes, `python bench.py QUESTION` starts them and waits. It gives each process the
-environment variables that torchrun would set, and its own cores. Under torchrun, bench.py is already one of the
-processes and starts no others.
+A module that times nothing sets ROUNDS = False and gets no --repeats. If a question needs several processes, `python
+bench.py QUESTION` starts them and waits. Under torchrun, bench.py is already one of the processes and starts no others.
 """
 
 import argparse
@@ -23,7 +19,6 @@ import json
 import math
 import os
 import random
-import signal
 import socket
 import statistics
 import subprocess
@@ -43,15 +38,16 @@ import train
 from benchmarks.slow_network import exit_on_signals, slow_wire
 from nanodomino.comm.world import LaunchInfo, find_device, read_launch_environment, start_world
 from nanodomino.data import Batch
+from nanodomino.domino import Domino
 from nanodomino.errors import UserError, counted, require
 from nanodomino.estimate.stages import require_memory
 from nanodomino.mesh import Mesh, make_mesh
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import Parser, add_flags, flag_settings
 from nanodomino.settings.rules import check_needs
+from nanodomino.zero import ZeroOptimizer
 
 
-GPT2 = 50304     # GPT-2's vocabulary size, 50257, rounded up as in nanoGPT
 MOST_PROCESSES = 64      # that bench.py starts itself
 MOST_ROUNDS = 10_000     # of --repeats
 BENCH = Path(__file__).resolve().parent.parent / "bench.py"
@@ -61,10 +57,8 @@ def main(questions, text: str, arguments: list[str]) -> int:
     """Run bench.py's command line and return the exit code. text: what `bench.py --help` prints."""
     try:
         if not arguments or arguments[0] in ("-h", "--help"):
-            print(text)
-            return 0
-        require(arguments[0] in questions,
-                f"there is no question '{arguments[0]}'; try one of {', '.join(questions)}")
+            return print(text) or 0
+        require(arguments[0] in questions, f"there is no question '{arguments[0]}'; try one of {', '.join(questions)}")
         question = importlib.import_module(f"benchmarks.{arguments[0]}")
         flags = parse(question, arguments)
         launch_info = read_launch_environment()
@@ -76,7 +70,7 @@ def main(questions, text: str, arguments: list[str]) -> int:
                 f"bench.py {arguments[0]} needs {counted(world_size, 'process')} with these flags, but torchrun has "
                 f"started {launch_info.world_size}; run it without torchrun, or with torchrun --nproc_per_node "
                 f"{world_size}")
-        bind_to_cores(launch_info)
+        bind_to(cores_of(launch_info.local_rank, launch_info.local_world_size))
         text, record = question.answer(flags, launch_info)
         if launch_info.rank == 0:
             print(text + (f"\n{TOO_NOISY}: {WHAT_IS_TOO_NOISY}" if TOO_NOISY in text else ""))
@@ -121,9 +115,7 @@ def add_config_flags(parser, names=CONFIG_FLAGS, **defaults):
 
 
 def config_of(flags, world_size: int, **settings) -> Config:
-    """Return the resolved Config of the parsed `flags`. settings: values that the question fixes, without a flag.
-    Raises UserError.
-    """
+    """Return the resolved Config of the parsed `flags`. settings: values that the question fixes. Raises UserError."""
     given = {name: getattr(flags, name) for name in CONFIG_FLAGS if hasattr(flags, name)}
     config = Config(**given, **settings).resolve(world_size)
     check_needs(config, getattr(flags, "given", ()))
@@ -142,13 +134,14 @@ def config_here(flags, world_size: int, **settings) -> Config:
     return config
 
 
+ABOUT = ("tp pp dp cp ep slices columns zero_stage schedule virtual_stages sequence_parallel cp_comm_type "
+         "recompute_granularity checkpoint_in_cpu model num_layers hidden_size num_attention_heads seq_length "
+         "vocab_size micro_batch_size global_batch_size microbatches dtype device compile").split()
+
+
 def about(config: Config) -> dict:
     """Return the layout, the memory options and the sizes of the model for the JSON line."""
-    names = ("tp", "pp", "dp", "cp", "ep", "slices", "columns", "zero_stage", "schedule", "virtual_stages",
-             "sequence_parallel", "cp_comm_type", "recompute_granularity", "checkpoint_in_cpu", "model", "num_layers",
-             "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "micro_batch_size", "global_batch_size",
-             "microbatches", "dtype", "device", "compile")
-    return {name: getattr(config, name) for name in names}
+    return {name: getattr(config, name) for name in ABOUT}
 
 
 def describe(config: Config) -> str:
@@ -166,35 +159,29 @@ def describe(config: Config) -> str:
 
 # ---- processes
 
-def start_processes(arguments: list[str], world_size: int, wire=nullcontext()) -> int:
+def start_processes(arguments: list[str], world_size: int, wire) -> int:
     """Start `world_size` processes of bench.py, wait for them, and return the first nonzero exit code, or 0. If one
-    fails, the others are ended.
+    fails, the others are ended. Each gets the environment variables that torchrun would set.
 
-    wire: the context manager of slow_network.slow_wire(), which yields for each rank what starts it there
-    """
-    if sys.stderr.isatty():
-        print(f"starting {counted(world_size, 'process')}", file=sys.stderr)
+    wire: a context manager that yields for each rank what starts it there (see slow_wire()), or None"""
     with (exit_on_signals(), wire as places, reserve_port() as reserved,
           tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder):
         processes = []
         try:
-            port = str(reserved.getsockname()[1])
-            for rank in range(world_size):
-                prefix, extra = places[rank] if places else ([], {})
-                environment = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
-                               "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-                               "TMPDIR": folder,               # is deleted even if the processes are killed
-                               "OMP_NUM_THREADS": str(len(cores_of(rank, world_size))), **extra}
-                # In its own session the process does not get Ctrl-C. Only this process gets it, and ends the others.
-                processes.append(subprocess.Popen([*prefix, sys.executable, str(BENCH), *arguments], env=environment,
-                                                  stdout=None if rank == 0 else subprocess.DEVNULL,
-                                                  start_new_session=True))
+            for rank, (prefix, more) in enumerate(places or [([], {})] * world_size):
+                environment = dict(
+                    RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size,
+                    MASTER_ADDR="127.0.0.1", MASTER_PORT=reserved.getsockname()[1],
+                    TMPDIR=folder,                             # is deleted even if the processes are killed
+                    OMP_NUM_THREADS=len(cores_of(rank, world_size)))
+                processes.append(subprocess.Popen(
+                    [*prefix, sys.executable, str(BENCH), *arguments], stdout=None if rank == 0 else subprocess.DEVNULL,
+                    env=os.environ | {name: str(value) for name, value in environment.items()} | more))
             while None in (codes := [process.poll() for process in processes]) and not any(codes):
                 time.sleep(0.05)
         finally:
             for process in processes:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGTERM)     # the process and its own child processes
+                process.terminate()
             for process in processes:
                 process.wait()
     return next((code for code in codes if code), 0)
@@ -202,8 +189,7 @@ def start_processes(arguments: list[str], world_size: int, wire=nullcontext()) -
 
 def reserve_port() -> socket.socket:
     """Return a socket that reserves a free TCP port of this host while it is open. The kernel gives this port to no
-    process that asks for any free port. A server can still listen on it, because both sockets allow reuse.
-    """
+    process that asks for any free port. A server can still listen on it, because both sockets allow reuse."""
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind(("127.0.0.1", 0))
@@ -211,37 +197,25 @@ def reserve_port() -> socket.socket:
 
 
 def cores_of(rank: int, world_size: int) -> list[int]:
-    """Return the cores for one process: an equal share. If there are fewer cores than processes, several processes
-    share a core.
-    """
+    """Return the cores for one process: an equal share. If there are fewer cores than processes, some share a core."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     share = len(cores) // world_size
     return cores[rank * share:(rank + 1) * share] if share else [cores[rank % len(cores)]]
 
 
-def bind_to_cores(launch: LaunchInfo):
-    """Bind this process to its share of the cores, with one thread per core."""
-    cores = cores_of(launch.local_rank, launch.local_world_size)
-    if launch.local_world_size > 1 and hasattr(os, "sched_setaffinity"):
+def bind_to(cores: list[int]):
+    """Bind this process to these cores, with one thread per core."""
+    if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
     torch.set_num_threads(len(cores))
 
 
-def bind_to_one_core():
-    """Bind this process to a single core, with one thread."""
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    torch.set_num_threads(1)
-
-
 def join(config: Config, launch: LaunchInfo, one_core=False) -> tuple[Config, Mesh]:
     """Join the process groups. Return the Config with its device, and the mesh, whose device is this process's own.
-
-    one_core: bind this process to a single core, if the device is the CPU
-    """
+    one_core: bind this process to a single core, if the device is the CPU"""
     device = find_device(config, launch)
     if one_core and device.type == "cpu":
-        bind_to_one_core()
+        bind_to(cores_of(0, 1)[:1])
     start_world(launch, device)
     return with_mesh(config, device)
 
@@ -253,13 +227,20 @@ def with_mesh(config: Config, device: torch.device) -> tuple[Config, Mesh]:
                       thread_blocks=config.thread_blocks))
 
 
+def gathered(value) -> list:
+    """Return a list of every rank's value, in rank order. Every rank must call it."""
+    values = [value]
+    if dist.is_initialized():
+        values *= dist.get_world_size()
+        dist.all_gather_object(values, value)
+    return values
+
+
 # ---- work
 
 class RandomTokens:
-    """Stands in for data.TokenDataset with one global batch of random tokens, the same at every step.
-
-    With --reset-position-ids or --reset-attention-mask, token 0 ends a document.
-    """
+    """Stands in for data.TokenDataset with one global batch of random tokens, the same at every step. With
+    --reset-position-ids or --reset-attention-mask, token 0 ends a document."""
 
     def __init__(self, config: Config, device=torch.device("cpu")):
         shape = (config.global_batch_size, config.seq_length + 1)
@@ -270,6 +251,25 @@ class RandomTokens:
         first = dp_rank * (global_batch_size // dp) + microbatch * micro_batch_size
         rows = self.tokens[first:first + micro_batch_size].clone()     # with its own memory, like TokenDataset's rows
         return Batch.from_rows(rows, list(range(first, first + micro_batch_size)), None, self.device, self.prepare)
+
+    def batches(self, config: Config) -> list[Batch]:
+        """Return the microbatches of the first replica."""
+        return [self.batch(0, i, 0, config.dp, config.micro_batch_size, config.global_batch_size)
+                for i in range(config.microbatches)]
+
+
+class Training:
+    """Trains nanodomino's model with train.py's train_step, as train.py builds it, on random tokens."""
+
+    def __init__(self, config: Config, mesh: Mesh, **trace):
+        self.config, self.mesh, self.tokens, self.losses = config, mesh, RandomTokens(config, mesh.device), []
+        self.model = train.model_builder(config, mesh)
+        self.optimizer = ZeroOptimizer(self.model, config, mesh, **trace)
+        self.stage = Domino(self.model, config.slices, config.columns, config.compiler, **trace)
+
+    def step(self):
+        result = train.train_step(len(self.losses) + 1, self.stage, self.optimizer, self.tokens, self.config, self.mesh)
+        self.losses.append(result.loss)
 
 
 # ---- alternatives in turn
@@ -289,6 +289,49 @@ def require_same_work(config: Config, what: str, values: dict[str, list[float]])
                 f"{tolerance:.0e} relative, so the times can't be compared; this is a bug")
 
 
+def in_turn(alternatives: dict, repeats: int, run) -> dict[str, list]:
+    """Call run(function) for each function of {name: function} in `repeats` rounds, after a warm-up round that does not
+    count. Return {name: what run() returned in each round}.
+
+    Each round calls every function once, in a new random order. In a fixed order, a function would always run after the
+    same other function, whose leftovers in memory and caches could make it faster or slower."""
+    found, shuffled = {name: [] for name in alternatives}, random.Random(0)    # one seed: all ranks draw the same order
+    with progress((repeats + 1) * len(alternatives)) as bar:
+        for round_ in range(1, repeats + 2):
+            for name in shuffled.sample(list(alternatives), len(alternatives)):
+                bar.set_description_str(f"round {round_} of {repeats + 1}: {name}")
+                found[name].append(run(alternatives[name]))
+                bar.update()
+    return {name: results[1:] for name, results in found.items()}
+
+
+def compare(alternatives: dict, repeats: int, device=torch.device("cpu")) -> dict[str, "Times"]:
+    """Time each function of {name: function}; see in_turn(). Every rank must call it."""
+    times = in_turn(alternatives, repeats, partial(timed, device))
+    return {name: Times(tuple(seconds)) for name, seconds in times.items()}
+
+
+def timed(device, function) -> float:
+    """Call the function on all ranks at once. Return the seconds that it takes on the slowest rank."""
+    synchronize = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    synchronize()
+    if dist.is_initialized():
+        dist.barrier()
+    start = time.perf_counter()
+    function()
+    synchronize()
+    return max(gathered(time.perf_counter() - start))
+
+
+def progress(total: int) -> tqdm:
+    """Return a progress bar with `total` steps. It is shown only by rank 0, and only if stderr is a terminal."""
+    shows = not dist.is_initialized() or dist.get_rank() == 0
+    return tqdm(total=total, disable=None if shows else True, leave=False, dynamic_ncols=True,
+                bar_format="{desc} |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]")
+
+
+# ---- figures and noise
+
 @dataclass(frozen=True)
 class Times:
     """Holds the measured seconds of one alternative: one value per round, in the order of the rounds."""
@@ -302,67 +345,6 @@ class Times:
         return f"{seconds_text(self.median)} [{seconds_text(min(self.seconds))} .. {seconds_text(max(self.seconds))}]"
 
 
-def seconds_text(seconds: float) -> str:
-    """Format 0.0123 as '12.3 ms' and 1.5 as '1.500 s'."""
-    return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.3f} s"
-
-
-def compare(alternatives: dict, repeats: int, device=torch.device("cpu"), about="") -> dict[str, Times]:
-    """Time each function of {name: function} in `repeats` rounds, after one untimed warm-up round.
-
-    Each round calls every function once, in a new random order. In a fixed order, a function would always run after the
-    same other function, whose leftovers in memory and caches could make it faster or slower. The time of a call is the
-    slowest rank's, so every rank must call compare(). about: a prefix for the progress line.
-    """
-    times, shuffled = {name: [] for name in alternatives}, random.Random(0)    # one seed: all ranks draw the same order
-    with progress((repeats + 1) * len(alternatives)) as bar:
-        for round_ in range(1, repeats + 2):
-            for name in shuffled.sample(list(alternatives), len(alternatives)):
-                words = name if isinstance(name, str) else " ".join(name)
-                bar.set_description_str(f"{about}round {round_} of {repeats + 1}: {words}")
-                synchronize_ranks(device)
-                start = time.perf_counter()
-                alternatives[name]()
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
-                times[name].append(slowest(time.perf_counter() - start))
-                bar.update()
-    return {name: Times(tuple(seconds[1:])) for name, seconds in times.items()}
-
-
-def synchronize_ranks(device):
-    """Wait for the GPU, then for all ranks."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    if dist.is_initialized():
-        dist.barrier()
-
-
-def slowest(seconds: float) -> float:
-    """Return the largest value that any rank passes."""
-    if not dist.is_initialized():
-        return seconds
-    value = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(value, dist.ReduceOp.MAX)
-    return value.item()
-
-
-def progress(total: int) -> tqdm:
-    """Return a progress bar with `total` steps. It is shown only by rank 0, and only if stderr is a terminal."""
-    shows = not dist.is_initialized() or dist.get_rank() == 0
-    return tqdm(total=total, disable=None if shows else True, leave=False, dynamic_ncols=True,
-                bar_format="{desc} |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]")
-
-
-def gathered(value) -> list:
-    """Return a list of every rank's value, in rank order. Every rank must call it."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-# ---- figures and noise
-
 # A figure is too noisy to tell if one of these, relative to its `size`, is exceeded:
 NOISY = 0.5                  # the interquartile range of its rounds; with up to three rounds their whole range
 BEYOND = 0.05                # how far its median is outside of the possible range
@@ -374,11 +356,8 @@ WHAT_IS_TOO_NOISY = ("the interquartile range of the rounds (with up to three ro
 
 @dataclass(frozen=True)
 class Figure:
-    """Holds a ratio or a share that was measured in several rounds.
-
-    least, most: the smallest and the largest possible value, for example 0 and 1 for a share.
-    size: the value that noise is compared with; by default the median. A share can be close to 0, so shares use 1.
-    """
+    """Holds a ratio or a share that was measured in several rounds. least, most: the smallest and the largest possible
+    value. size: what noise is compared with; by default the median. A share can be close to 0, so shares use 1."""
     rounds: tuple[float, ...]
     least: float = 0.0
     most: float = math.inf
@@ -404,11 +383,13 @@ class Figure:
 
     def __format__(self, form: str) -> str:
         """Return for example '0.98 [0.93 .. 1.02]': the value or "too noisy to tell", then the smallest and the largest
-        round. form: the format of each number, such as '.2f'.
-        """
-        least, most = self.spread
+        round. form: the format of each number, by default '.2f'."""
+        (least, most), form = self.spread, form or ".2f"
         value = TOO_NOISY if self.value is None else format(self.value, form)
         return f"{value} [{least:{form}} .. {most:{form}}]"
+
+    def __str__(self):
+        return f"{self}"
 
     def record(self, name: str) -> dict:
         """Return the value and the spread as entries for the JSON line, under `name` and `name`_spread."""
@@ -417,25 +398,24 @@ class Figure:
 
 def ratios(numerator: Times, denominator: Times, **possible) -> Figure:
     """Divide two alternatives' times round by round, since the load of the machine was similar within a round.
-
-    possible: the Figure's `least`, `most` or `size`.
-    """
+    possible: the Figure's `least`, `most` or `size`."""
     return Figure(tuple(above / below for above, below in zip(numerator.seconds, denominator.seconds)), **possible)
-
-
-def ratio_text(ratio: Figure) -> str:
-    return f"{ratio:.2f}"
 
 
 # ---- printing
 
 def table(head: list[str], rows: list[list]) -> str:
     """Return a text table: the first column is left-aligned, the others are right-aligned."""
-    rows = [[str(cell) for cell in row] for row in [head, *rows]]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    lines = ["  ".join(cell.ljust(width) if column == 0 else cell.rjust(width)
-                       for column, (cell, width) in enumerate(zip(row, widths))).rstrip() for row in rows]
+    columns = [[*map(str, column)] for column in zip(head, *rows)]
+    widths = [max(map(len, column)) for column in columns]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
+             for row in zip(*columns)]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def seconds_text(seconds: float) -> str:
+    """Format 0.0123 as '12.3 ms' and 1.5 as '1.500 s'."""
+    return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.3f} s"
 
 
 def bytes_text(count: float) -> str:

@@ -11,9 +11,9 @@ tbf, a token bucket filter, limits what a rank sends to `rate` bits per second. 
 senders' filters. Tokens collect while a link is idle, so after a pause BURST seconds of data (at least 128 KiB) leave
 at once.
 
-All devices are in namespaces whose names contain this process's id. The machine's own network stays unchanged. Deleting
-a namespace deletes its devices. The namespaces are deleted at the end, also after an error. If this process is killed,
-the next start deletes them. This needs root, and the commands `ip` and `tc` of iproute2.
+A namespace lives as long as a process in it, and its devices with it. Each one is kept by a process that ends together
+with this one, so nothing is left even if this process is killed. This needs root, iproute2's `ip` and `tc`, and
+`unshare` and `nsenter` of util-linux, which every Linux has.
 """
 
 import os
@@ -22,11 +22,10 @@ import shutil
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 from nanodomino.errors import require
 
-PREFIX = "nanodomino"
 INTERFACE = "wire"                         # the name of the network interface in each rank's namespace
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 SLOWEST, FASTEST = 1e6, 100e9              # bits per second
@@ -57,83 +56,64 @@ def parse_rate(text: str) -> int:
     return round(rate)
 
 
-def namespaces(pid: int, world_size: int) -> list[str]:
-    """Return the names of the namespaces: first the hub's, then each rank's."""
-    return [f"{PREFIX}-{pid}-hub", *(f"{PREFIX}-{pid}-{rank}" for rank in range(world_size))]
-
-
 def address(rank: int) -> str:
     """Return the IP address of a rank, such as 10.77.0.1 for rank 0."""
     return f"10.77.{(rank + 1) // 256}.{(rank + 1) % 256}"
 
 
-def build(hub: str, ranks: list[str], rate: int) -> list[str]:
-    """Return the commands that build the network drawn above. hub, ranks: namespaces(); rate: bits per second."""
+@contextmanager
+def namespace():
+    """Make a network namespace, and yield the id of the process that keeps it: `cat`, until its input is closed."""
+    with subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE, text=True, start_new_session=True) as keeper:      # gets no Ctrl-C
+        with suppress(BrokenPipeError):
+            keeper.stdin.write("ready\n")
+            keeper.stdin.flush()
+        started = keeper.stdout.readline()
+        require(started, failed("unshare --net", [] if started else keeper.stderr))
+        yield keeper.pid
+
+
+def inside(keeper: int) -> list[str]:
+    """Return the words that start a command in the namespace of this process."""
+    return ["nsenter", f"--net=/proc/{keeper}/ns/net"]
+
+
+def failed(command: str, errors) -> str:
+    return (f"--wire needs network namespaces, veth, bridge and tbf, but '{command}' failed: "
+            f"{' '.join(' '.join(errors).split())}; run a container with --privileged, or leave --wire out")
+
+
+def build(hub: int, ranks: list[int], rate: int):
+    """Build the network drawn above. hub, ranks: the processes of the namespaces; rate: bits per second."""
     burst = max(2 * LARGEST_PACKET, round(BURST * rate / 8))
-    commands = [f"ip netns add {hub}",
-                f"ip -n {hub} link add bridge type bridge",
-                f"ip -n {hub} link set bridge up"]
-    for rank, name in enumerate(ranks):
-        commands += [f"ip netns add {name}",
-                     f"ip -n {hub} link add port{rank} type veth peer name {INTERFACE} netns {name}",
-                     f"ip -n {hub} link set port{rank} master bridge up",
-                     f"ip -n {name} address add {address(rank)}/16 dev {INTERFACE}",
-                     f"ip -n {name} link set lo up",
-                     f"ip -n {name} link set {INTERFACE} up",
-                     f"tc -n {name} qdisc add dev {INTERFACE} root tbf rate {rate}bit burst {burst} "
-                     f"limit {burst + round(QUEUE * rate / 8)}"]
-    return commands
-
-
-def run(command: str) -> str:
-    """Run a command and return its output. Raises UserError with its error message if it fails."""
-    done = subprocess.run(command.split(), capture_output=True, text=True)
-    require(done.returncode == 0,
-            f"--wire needs network namespaces, veth, bridge and tbf, but '{command}' failed: "
-            f"{' '.join(done.stderr.split()) or done.returncode}; run a container with --privileged, or leave "
-            "--wire out")
-    return done.stdout
-
-
-def remove(is_obsolete):
-    """Delete the namespaces of each process for which is_obsolete(process id) is true."""
-    for line in run("ip netns list").splitlines():
-        match = re.match(rf"{PREFIX}-(\d+)-\w+", line)
-        if match and is_obsolete(int(match[1])):
-            # Its error is ignored: another process may be deleting the same namespace.
-            subprocess.run(["ip", "netns", "delete", match[0]], stderr=subprocess.DEVNULL)
-
-
-def is_dead(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass
-    return False
+    commands = [(hub, "ip link add bridge type bridge"), (hub, "ip link set bridge up")]
+    for rank, keeper in enumerate(ranks):
+        commands += [(hub, f"ip link add port{rank} type veth peer name {INTERFACE} netns {keeper}"),
+                     (hub, f"ip link set port{rank} master bridge up"),
+                     (keeper, f"ip address add {address(rank)}/16 dev {INTERFACE}"), (keeper, "ip link set lo up"),
+                     (keeper, f"ip link set {INTERFACE} up"),
+                     (keeper, f"tc qdisc add dev {INTERFACE} root tbf rate {rate}bit burst {burst} "
+                              f"limit {burst + round(QUEUE * rate / 8)}")]
+    for keeper, command in commands:
+        done = subprocess.run([*inside(keeper), *command.split()], capture_output=True, text=True)
+        require(done.returncode == 0, failed(command, [done.stderr]))
 
 
 @contextmanager
 def slow_wire(rate: str, world_size: int):
-    """Build the network, and delete it when the context ends.
+    """Build the network, which ends with the context.
 
     Yields one (command prefix, environment variables) per rank. A process started with both runs in the rank's
-    namespace. rate: how fast each rank can send, such as '500mbit'. Raises UserError if the network can't be built.
-    """
+    namespace. rate: how fast each rank can send, such as '500mbit'. Raises UserError if the network can't be built."""
     bits = parse_rate(rate)
     require(shutil.which("ip") and shutil.which("tc"),
             "--wire needs the commands ip and tc; install iproute2, or leave --wire out")
     require(os.geteuid() == 0,
             "--wire needs root, because it makes network namespaces; use sudo, or leave --wire out")
-    hub, *ranks = namespaces(os.getpid(), world_size)
     environment = {"MASTER_ADDR": address(0), "GLOO_SOCKET_IFNAME": INTERFACE, "TP_SOCKET_IFNAME": INTERFACE,
                    "TORCH_CPP_LOG_LEVEL": "ERROR"}             # silences c10d's warning about unknown host names
-    with exit_on_signals():
-        try:
-            remove(is_dead)
-            for command in build(hub, ranks, bits):
-                run(command)
-            yield [(["ip", "netns", "exec", name], environment) for name in ranks]
-        finally:
-            remove(lambda pid: pid == os.getpid())
+    with ExitStack() as stack:
+        hub, *ranks = [stack.enter_context(namespace()) for _ in range(world_size + 1)]
+        build(hub, ranks, bits)
+        yield [(inside(keeper), environment) for keeper in ranks]

@@ -27,23 +27,20 @@ from functools import partial
 import torch
 from torch import nn
 
-import train
 from benchmarks.plain_model import Plain, adamw, mean_loss
-from benchmarks.runner import (CONFIG_FLAGS, GPT2, RandomTokens, Times, about, add_config_flags, compare, config_here,
-                               describe, join, ratio_text, ratios, require_same_work, table)
+from benchmarks.runner import (CONFIG_FLAGS, RandomTokens, Times, Training, about, add_config_flags, compare,
+                               config_here, describe, join, ratios, require_same_work, table)
 from nanodomino.checkpoint.format import slices
-from nanodomino.domino import Domino
 from nanodomino.errors import require
 from nanodomino.estimate.formulas import find_peak_flops, flops_per_token, parameter_count
 from nanodomino.huggingface.families import FAMILIES, import_transformers, write_config
 from nanodomino.huggingface.tensors import map_tensors
-from nanodomino.zero import ZeroOptimizer
 
 
 FLAGS = ("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
          "seq_length", "vocab_size", "micro_batch_size", "global_batch_size", "dtype", "device")
 COMPARED_STEPS = 3
-BYTES = 257                  # vocabulary size: 256 bytes and the end of text
+BYTES, GPT2 = 257, 50304     # vocabulary sizes: 256 bytes and the end of text; GPT-2's, rounded up as in nanoGPT
 
 
 def add_flags(parser):
@@ -66,15 +63,14 @@ def answer(flags, launch):
     config = config_here(flags, launch.world_size, lr_decay_style="constant", lr_warmup_fraction=0.0,
                          compile=flags.compile, **no_loss)
     config, mesh = join(config, launch)
-    tokens = RandomTokens(config, mesh.device)
-    ours = OurTraining(config, mesh, tokens)
+    ours = Training(config, mesh)
     sides = {"nanodomino": ours}
     for name in flags.against:
         if name == "uncompiled":
-            sides[name] = OurTraining(dataclasses.replace(config, compile=False), mesh, tokens)
+            sides[name] = Training(dataclasses.replace(config, compile=False), mesh)
         else:
             model = plain(config, ours.model) if name == "plain" else transformers(config, ours.model)
-            sides[name] = PlainTraining(config, mesh, tokens, model)
+            sides[name] = PlainTraining(config, mesh, model)
     times = compare({name: side.step for name, side in sides.items()}, max(flags.repeats, COMPARED_STEPS - 1),
                     mesh.device)
     return report(config, mesh, times, {name: side.losses[:COMPARED_STEPS] for name, side in sides.items()})
@@ -82,30 +78,16 @@ def answer(flags, launch):
 
 # ---- the implementations
 
-class OurTraining:
-    """Trains nanodomino's model with train.py's train_step."""
-
-    def __init__(self, config, mesh, tokens):
-        self.config, self.mesh, self.tokens, self.losses = config, mesh, tokens, []
-        self.model = train.model_builder(config, mesh)
-        self.optimizer = ZeroOptimizer(self.model, config, mesh)
-        self.stage = Domino(self.model, config.slices, config.columns, config.compiler)
-
-    def step(self):
-        result = train.train_step(len(self.losses) + 1, self.stage, self.optimizer, self.tokens, self.config, self.mesh)
-        self.losses.append(result.loss)
-
-
 class PlainTraining:
     """Trains a model with nanoGPT's step.
 
     model: maps (tokens, labels), both [b, s], to the mean loss. A subclass may wrap it in another `network`, and set
     no_sync(). All microbatches but the last run in this context, in which DistributedDataParallel adds to the gradients
-    without an all-reduce.
-    """
+    without an all-reduce."""
 
-    def __init__(self, config, mesh, tokens, model):
-        self.config, self.mesh, self.tokens, self.losses, self.no_sync = config, mesh, tokens, [], nullcontext
+    def __init__(self, config, mesh, model):
+        self.config, self.mesh, self.losses, self.no_sync = config, mesh, [], nullcontext
+        self.tokens = RandomTokens(config, mesh.device)
         half = config.params_dtype == torch.bfloat16
         self.autocast = partial(torch.autocast, mesh.device.type, torch.bfloat16, enabled=half)
         self.model = model.to(mesh.device, torch.float32 if half else config.params_dtype)
@@ -129,14 +111,15 @@ class PlainTraining:
 
 
 class MeanLoss(nn.Module):
-    """Adds the loss to a model. logits_of(model, tokens): returns the logits [b, s, v]."""
+    """Adds the loss to a model that returns the logits [b, s, v], or an object that has them."""
 
-    def __init__(self, model, logits_of):
+    def __init__(self, model, **options):
         super().__init__()
-        self.model, self.logits_of = model, logits_of
+        self.model, self.options = model, options
 
     def forward(self, tokens, labels):
-        return mean_loss(self.logits_of(self.model, tokens), labels)
+        logits = self.model(tokens, **self.options)
+        return mean_loss(getattr(logits, "logits", logits), labels)
 
 
 def plain(config, ours) -> MeanLoss:
@@ -145,7 +128,7 @@ def plain(config, ours) -> MeanLoss:
             and not config.swiglu and config.num_query_groups == config.num_attention_heads and config.tied,
             "plain_model.py has only GPT-2's LayerNorm, learned positions, GELU, multi-head attention and tied head, "
             "but this model differs; try --against transformers")
-    return MeanLoss(Plain(config).load(ours.state_dict()), lambda model, tokens: model(tokens))
+    return MeanLoss(Plain(config).load(ours.state_dict()))
 
 
 def transformers(config, ours) -> MeanLoss:
@@ -162,7 +145,7 @@ def transformers(config, ours) -> MeanLoss:
     model, problems = getattr(import_transformers(), configuration.architectures[0]).from_pretrained(
         None, config=configuration, dtype=torch.float32, state_dict=theirs, output_loading_info=True)
     require(not any(problems.values()), f"Transformers can't load what nanodomino exports ({problems}); this is a bug")
-    return MeanLoss(model.train(), lambda model, tokens: model(tokens, use_cache=False).logits)
+    return MeanLoss(model.train(), use_cache=False)
 
 
 # ---- the report
@@ -175,11 +158,11 @@ def report(config, mesh, times: dict[str, Times], losses: dict[str, list]):
     speeds = {name: tokens / time.median for name, time in times.items()}
     mfu = {name: speed * flops_per_token(config) / peak if peak else None for name, speed in speeds.items()}
     gains = {name: ratios(times[name], times[ours]) for name in others}
-    rows = [[name, time, f"{speeds[name]:,.0f}", f"{mfu[name]:.1%}" if peak else "n/a",
-             ratio_text(gains[name]) if name in gains else ""] for name, time in times.items()]
     text = "\n".join([
         f"{config.model}: {parameter_count(config):,} parameters; {describe(config)}",
-        table(["", "step: median [min .. max]", "tokens/s", "MFU", "nanodomino's speed / its speed"], rows),
+        table(["", "step: median [min .. max]", "tokens/s", "MFU", "nanodomino's speed / its speed"],
+              [[name, time, f"{speeds[name]:,.0f}", f"{mfu[name]:.1%}" if peak else "n/a", gains.get(name, "")]
+               for name, time in times.items()]),
         f"the losses of the first {len(losses[ours])} steps agree"])
     return text, {"parameters": parameter_count(config), **about(config),
                   **{f"{name}_s": time.median for name, time in times.items()},

@@ -4,24 +4,19 @@
     python bench.py timeline --picture schedules
     python bench.py timeline --picture zero
 
-    --picture    one of the tables in PICTURES; each of its lines becomes a recording, all on one scale
-    --output     the SVG file (default: docs/timeline-PICTURE.svg in this folder)
-    --wire       the rate of a slow link between the ranks, as in bench.py overlap
-
-After a step that warms up, --repeats steps are recorded, and the quickest is drawn. Each rank has one core.
+Each line of a table in PICTURES becomes a recording, all on one scale. After a step that warms up, --repeats steps are
+recorded, and the quickest is drawn. Each rank has one core.
 """
 
 from dataclasses import replace
 from pathlib import Path
 
 import train
-from benchmarks.runner import BENCH, RandomTokens, about, config_of, describe, join
+from benchmarks.runner import BENCH, Training, about, config_of, describe, join
 from nanodomino.comm.trace import Trace
-from nanodomino.domino import Domino
 from nanodomino.files import write_file
 from nanodomino.pictures.drawing import svg, timeline
 from nanodomino.pictures.merged_trace import Recording, gather, table
-from nanodomino.zero import ZeroOptimizer
 
 SLOW = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=1, num_layers=2, hidden_size=512,
             seq_length=256, micro_batch_size=8, global_batch_size=8)
@@ -67,12 +62,10 @@ def answer(flags, launch):
 def record(config, mesh, caption: str, repeats: int) -> Recording | None:
     """Return the recording of the quickest step after the first. Returns None on other ranks than rank 0."""
     trace, recordings = Trace(mesh.device), []
-    model = train.model_builder(config, mesh)
-    optimizer = ZeroOptimizer(model, config, mesh, trace)
-    stage = Domino(model, config.slices, config.columns, config.compiler, trace)
-    train.warm_up(stage, optimizer, config, mesh)
-    for step in range(1, repeats + 2):
-        train.train_step(step, stage, optimizer, RandomTokens(config, mesh.device), config, mesh)
+    training = Training(config, mesh, trace=trace)
+    train.warm_up(training.stage, training.optimizer, config, mesh)
+    for _ in range(repeats + 1):
+        training.step()
         recordings.append(gather(trace, mesh))
     if recordings[0] is None:
         return None

@@ -8,28 +8,17 @@ called sides, run in turn with the same initial weights and tokens. The losses o
     zero-2      nanodomino: gradients are sharded, too, and reduced after each microbatch
     ddp-zero    torch: DistributedDataParallel around plain_model.py with ZeroRedundancyOptimizer, which gives each
                 replica the optimizer state of some whole parameters. Gradients are reduced once, in the last microbatch
-    ddp         torch: DistributedDataParallel with AdamW; nothing is sharded
-    fsdp2       torch: fully_shard of each layer, which is ZeRO-3. Each layer's weights are gathered in forward, freed,
-                and gathered again in backward. Gradients are reduced after each microbatch
-    fsdp2-keep  torch: the same with reshard_after_forward=False, which corresponds to ZeRO-2: gathered weights are kept
-                until backward
+    fsdp2-keep  torch: fully_shard of each layer. Each layer's weights are gathered in forward and kept until backward
+                (reshard_after_forward=False), which corresponds to ZeRO-2. Gradients are reduced after each microbatch
 
 The columns of the table:
 
     step              the step's time on the slowest rank
-    peak              on CUDA: by how much two steps raise max_memory_allocated, on the rank with the most. On CPUs see
-                      `bench.py memory --dp 2 --zero-stage 1`
     state/parameter   bytes of parameters, gradients and optimizer state after a step, divided by the number of
                       parameters, on the rank with the most. A storage that several tensors share counts once
     formula           the expected value, with d replicas (1910.02054, sections 5.1 and 5.2, but with fp32 gradients):
-
-                                             fp32        16-bit training
-                                  zero-1     8 +  8/d    6 + 12/d
-                                  zero-0    16          18
-                                  zero-2     4 + 12/d    2 + 16/d
-                                  ddp-zero   8 +  8/d    the same: torch's sides keep fp32 weights, under autocast
-                                  ddp       16           the same
-                                  fsdp2        16/d      the same
+                      zero-1 8 + 8/d, zero-0 16, zero-2 4 + 12/d; in 16 bits 6 + 12/d, 18, 2 + 16/d. torch's sides keep
+                      fp32 weights, under autocast: ddp-zero 8 + 8/d, fsdp2-keep 16/d
 
 On CPUs each rank has one core, which also handles the rank's network traffic. ZeRO-2 saves memory only if --bucket-size
 is small compared with the model.
@@ -44,14 +33,13 @@ from contextlib import nullcontext
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import train
 from benchmarks.plain_model import adamw
-from benchmarks.runner import (RandomTokens, Times, about, add_config_flags, bytes_text, compare, config_here, describe,
-                               gathered, join, ratio_text, ratios, require_same_work, table)
-from benchmarks.throughput import COMPARED_STEPS, OurTraining, PlainTraining, plain
+from benchmarks.runner import (Times, Training, about, add_config_flags, compare, config_here, describe,
+                               gathered, join, ratios, require_same_work, table)
+from benchmarks.throughput import COMPARED_STEPS, PlainTraining, plain
 from nanodomino.errors import require
 from nanodomino.estimate.formulas import parameter_count, state_bytes_per_parameter
 from nanodomino.estimate.rank import state_tensors
@@ -88,106 +76,87 @@ def config_for(flags) -> Config:
 def answer(flags, launch):
     config, mesh = join(config_for(flags), launch, one_core=True)
     config = dataclasses.replace(config, compile=False)
-    sides, peaks, cuda = {}, {}, config.device == "cuda"
-    for name, (_, make) in SIDES.items():
-        if cuda:
-            torch.cuda.reset_peak_memory_stats(mesh.device)
-            before = torch.cuda.memory_allocated(mesh.device)
-        sides[name] = make(config, mesh)
-        for _ in range(2):                                     # AdamW's moments exist only after the first step
-            sides[name].step()
-        if cuda:
-            peaks[name] = max(gathered(torch.cuda.max_memory_allocated(mesh.device) - before))
-    times = compare({name: side.step for name, side in sides.items()}, flags.repeats, mesh.device)
-    losses = {name: mean_over_replicas(side.losses[:COMPARED_STEPS]) for name, side in sides.items()}
+    sides = {name: make(config, mesh) for name, (_, make) in SIDES.items()}
+    times = compare({name: side.step for name, side in sides.items()}, max(flags.repeats, COMPARED_STEPS - 1),
+                    mesh.device)
+    # A torch side has its own replica's loss; a nanodomino side has the mean of all replicas already.
+    losses = {name: [sum(step) / config.dp for step in zip(*gathered(side.losses[:COMPARED_STEPS]))]
+              for name, side in sides.items()}
     require_same_work(config, "losses", losses)
     states = {name: max(gathered(counted_bytes(side.tensors()))) for name, side in sides.items()}
-    return report(config, times, peaks, states, losses)
+    return report(config, times, states, losses)
 
 
 # ---- the sides
 
-class OurReplica(OurTraining):
+class OurReplica(Training):
     """Trains with train.py's step. stage: the ZeRO stage, 0, 1 or 2."""
 
     def __init__(self, config, mesh, stage: int):
-        super().__init__(dataclasses.replace(config, zero_stage=stage), mesh, RandomTokens(config, mesh.device))
+        super().__init__(dataclasses.replace(config, zero_stage=stage), mesh)
 
     def tensors(self):
-        """Yield this rank's parameters, gradients and optimizer state."""
-        for held in state_tensors(self.model, self.optimizer).values():
-            yield from held
+        """Return this rank's parameters, gradients and optimizer state."""
+        return [tensor for held in state_tensors(self.model, self.optimizer).values() for tensor in held]
 
 
 class TorchReplica(PlainTraining):
     """Trains the plain model."""
 
     def __init__(self, config, mesh):
-        super().__init__(config, mesh, RandomTokens(config, mesh.device),
-                         plain(config, train.model_builder(config, mesh)))
+        super().__init__(config, mesh, plain(config, train.model_builder(config, mesh)))
 
     def tensors(self):
-        """Yield this rank's parameters, gradients and optimizer state. For a DTensor, yield its local shard."""
-        for weight in self.model.parameters():
-            yield from (local(weight), local(weight.grad))
-        for state in getattr(self.optimizer, "optim", self.optimizer).state.values():
-            yield from (local(tensor) for tensor in state.values())
+        """Return this rank's parameters, gradients and optimizer state. Of a DTensor, return the local shard."""
+        weights, states = [*self.model.parameters()], getattr(self.optimizer, "optim", self.optimizer).state.values()
+        tensors = [*weights, *(weight.grad for weight in weights), *(one for state in states for one in state.values())]
+        return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
 
 
 class DDP(TorchReplica):
     """Trains with DistributedDataParallel, which all-reduces buckets of gradients during backward.
 
-    sharded: use ZeroRedundancyOptimizer. Two options that are off by default in torch are on here. Gradients are views
-    of the buckets, which saves a second copy. ZeroRedundancyOptimizer also makes the weights views of buckets, so that
-    it broadcasts a whole bucket at once.
+    Two options that are off by default in torch are on here. Gradients are views of the buckets, which saves a second
+    copy. ZeroRedundancyOptimizer also makes the weights views of buckets, so that it broadcasts a whole bucket at once.
     """
 
-    def __init__(self, config, mesh, sharded=True):
-        super().__init__(config, mesh)
-        if sharded:
-            from torch.distributed.optim import ZeroRedundancyOptimizer      # takes seconds to import
+    def __init__(self, config, mesh):
+        from torch.distributed.optim import ZeroRedundancyOptimizer          # takes seconds to import
 
-            self.optimizer = ZeroRedundancyOptimizer(self.optimizer.param_groups, torch.optim.AdamW,
-                                                     parameters_as_bucket_view=True, fused=True)
+        super().__init__(config, mesh)
+        self.optimizer = ZeroRedundancyOptimizer(self.optimizer.param_groups, torch.optim.AdamW,
+                                                 parameters_as_bucket_view=True, fused=True)
         self.network = nn.parallel.DistributedDataParallel(self.model, gradient_as_bucket_view=True)
         self.no_sync = self.network.no_sync
 
 
 class FSDP(TorchReplica):
-    """Trains with FSDP2, which all-gathers each layer's weights for forward and reduce-scatters its gradients.
+    """Trains with FSDP2, which all-gathers each layer's weights for forward and reduce-scatters its gradients."""
 
-    reshard: free the gathered weights after forward and gather them again for backward.
-    """
-
-    def __init__(self, config, mesh, reshard=True):
+    def __init__(self, config, mesh):
         from torch.distributed.device_mesh import init_device_mesh           # takes seconds to import
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         super().__init__(config, mesh)
-        replicas, inner, outer = init_device_mesh(mesh.device.type, (config.dp,)), {}, {}
+        shard = partial(fully_shard, mesh=init_device_mesh(mesh.device.type, (config.dp,)), reshard_after_forward=False)
+        inner, outer = {}, {}
         if config.dtype == "bfloat16":
             self.autocast = nullcontext                        # FSDP converts the weights itself
             inner = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             outer = dict(inner, output_dtype=torch.float32)            # logits
         network = self.model.model                             # without the loss, which stays in fp32
         for layer in network.layers.values():
-            fully_shard(layer, mesh=replicas, mp_policy=MixedPrecisionPolicy(**inner), reshard_after_forward=reshard)
-        fully_shard(network, mesh=replicas, mp_policy=MixedPrecisionPolicy(**outer), reshard_after_forward=reshard)
+            shard(layer, mp_policy=MixedPrecisionPolicy(**inner))
+        shard(network, mp_policy=MixedPrecisionPolicy(**outer))
         self.optimizer = adamw(self.model, config)
 
 
 SIDES = {"zero-1": ("ZeRO-1", partial(OurReplica, stage=1)), "zero-0": ("ZeRO-0", partial(OurReplica, stage=0)),
          "zero-2": ("ZeRO-2", partial(OurReplica, stage=2)), "ddp-zero": ("DDP, ZeroRedundancyOptimizer", DDP),
-         "ddp": ("DDP, AdamW", partial(DDP, sharded=False)), "fsdp2": ("FSDP2", FSDP),
-         "fsdp2-keep": ("FSDP2, weights kept", partial(FSDP, reshard=False))}
+         "fsdp2-keep": ("FSDP2, weights kept", FSDP)}
 
 
 # ---- memory
-
-def local(tensor):
-    """Return a DTensor's local shard, or the tensor itself."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
 
 def counted_bytes(tensors) -> int:
     """Return the bytes of the tensors' storages. A storage that several tensors share counts once."""
@@ -196,42 +165,29 @@ def counted_bytes(tensors) -> int:
 
 
 def formula_bytes(name: str, config: Config) -> float:
-    """Return a side's expected bytes of state per parameter, from the table at the top of this file. Padding is not
-    included.
-    """
+    """Return a side's expected bytes of state per parameter, as at the top of this file. Padding is not included."""
     whole, d = 4 * max(4, config.params_dtype.itemsize), config.dp     # whole: weight, gradient and AdamW's two moments
-    torch_sides = {"ddp": whole, "ddp-zero": whole / 2 + whole / 2 / d, "fsdp2": whole / d, "fsdp2-keep": whole / d}
+    torch_sides = {"ddp-zero": whole / 2 + whole / 2 / d, "fsdp2-keep": whole / d}
     return torch_sides.get(name) or state_bytes_per_parameter(dataclasses.replace(config, zero_stage=int(name[-1])))
 
 
 # ---- the report
 
-def mean_over_replicas(losses: list[float]) -> list[float]:
-    """Average each step's loss over the replicas. A torch side has its own replica's mean; a nanodomino side already
-    has the mean of all replicas, so averaging does not change it.
-    """
-    mean = torch.tensor(losses, dtype=torch.float64) / dist.get_world_size()
-    dist.all_reduce(mean)
-    return mean.tolist()
-
-
-def report(config, times: dict[str, Times], peaks, states, losses):
-    """Return (text, record). peaks, states: {side: bytes on the rank with the most}; peaks: {} on a CPU."""
+def report(config, times: dict[str, Times], states, losses):
+    """Return (text, record). states: {side: bytes on the rank with the most}"""
     count = parameter_count(config)
     ratio = {name: ratios(time, times["zero-1"]) for name, time in times.items()}
     speed_of_2 = ratios(times["fsdp2-keep"], times["zero-2"])
     expected = {name: formula_bytes(name, config) for name in SIDES}
-    rows = [[SIDES[name][0], times[name], ratio_text(ratio[name]), bytes_text(peaks[name]) if peaks else "n/a",
-             f"{states[name] / count:.2f}", f"{expected[name]:.2f}"] for name in SIDES]
     text = "\n".join([
         f"{count:,} parameters, buckets of {config.bucket_size:,} elements; {describe(config)}",
-        table(["", "step: median [min .. max]", "step / ZeRO-1's", "peak", "state/parameter", "formula"], rows),
-        f"speed of ZeRO-1 / DDP with ZeroRedundancyOptimizer: {ratio_text(ratio['ddp-zero'])}; speed of ZeRO-2 / FSDP2 "
-        f"with weights kept: {ratio_text(speed_of_2)}; the losses of the first {COMPARED_STEPS} steps agree"])
+        table(["", "step: median [min .. max]", "step / ZeRO-1's", "state/parameter", "formula"],
+              [[SIDES[name][0], times[name], ratio[name], f"{states[name] / count:.2f}", f"{expected[name]:.2f}"]
+               for name in SIDES]),
+        f"speed of ZeRO-1 / DDP with ZeroRedundancyOptimizer: {ratio['ddp-zero']}; speed of ZeRO-2 / FSDP2 with "
+        f"weights kept: {speed_of_2}; the losses of the first {COMPARED_STEPS} steps agree"])
     sides = {name: {"step_s": times[name].median, "step_over_zero_1": ratio[name].value, "spread": ratio[name].spread,
-                    "peak_bytes": peaks.get(name), "state_bytes": states[name],
-                    "bytes_per_parameter": states[name] / count, "formula": expected[name], "losses": losses[name]}
-             for name in SIDES}
-    return text, {"speed_over_ddp_zero": ratio["ddp-zero"].value, "speed_over_fsdp2": ratio["fsdp2"].value,
-                  "speed_of_zero_2_over_fsdp2_keep": speed_of_2.value, "sides": sides, "parameters": count,
-                  "bucket_size": config.bucket_size, **about(config)}
+                    "state_bytes": states[name], "bytes_per_parameter": states[name] / count,
+                    "formula": expected[name], "losses": losses[name]} for name in SIDES}
+    return text, {"speed_over_ddp_zero": ratio["ddp-zero"].value, "speed_of_zero_2_over_fsdp2_keep": speed_of_2.value,
+                  "sides": sides, "parameters": count, "bucket_size": config.bucket_size, **about(config)}

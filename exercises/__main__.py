@@ -60,11 +60,8 @@ def line_of(text, number):
 def hint(number):
     """Print the next hint. The file hints.json beside the work file counts them."""
     seen_file, hints = workbook.WORK / "hints.json", workbook.check_of(number).HINTS
-    try:
-        seen = json.loads(seen_file.read_text()) if seen_file.exists() else {}
-        count = seen[str(number)] = int(seen.get(str(number), 0)) % len(hints) + 1
-    except (ValueError, AttributeError, TypeError, OverflowError, RecursionError):
-        sys.exit(f"{shown(seen_file)} must hold {{exercise: number of hints}}, but it is damaged; delete the file.")
+    seen = json.loads(seen_file.read_text()) if seen_file.exists() else {}
+    count = seen[str(number)] = seen.get(str(number), 0) % len(hints) + 1
     seen_file.parent.mkdir(exist_ok=True)
     seen_file.write_text(json.dumps(seen))
     last = f"\nThis was the last hint. The reference: python -m exercises show {number}" * (count == len(hints))
@@ -84,8 +81,9 @@ def check(number):
 def show(number):
     """Print the reference."""
     source = workbook.source_of(number)
-    print(f"# {shown(source)}, line {line_of(source.read_text(), number)}\n")
-    print("\n\n".join(workbook.reference(number)))
+    text = source.read_text()
+    print(f"# {shown(source)}, line {line_of(text, number)}\n")
+    print("\n\n".join(workbook.answer_in(text, number)))
 
 
 def status():

@@ -3,10 +3,10 @@
 Only one thread runs at a time. It runs until it must wait for another rank; then the next rank that can continue takes
 its turn. So every run is the same, and if no rank can continue, that is known at once: nothing hangs.
 
-    collectives    The n-th call of a rank on a group meets the n-th call of each other rank. If they differ in kind,
-                   operation, shape or dtype, an error names the ranks and the calls.
-    in flight      From its launch until wait(), the result of a collective or receive is filled with NaN. So code that
-                   reads it too early computes NaN. Code that writes to it, or to a tensor being sent, gets an error.
+    collectives    The n-th call of a rank on a group meets the n-th call of each other rank. If they differ, an error
+                   names the ranks and the calls.
+    in flight      From its launch until wait(), the result of a collective or receive is filled with NaN. Code that
+                   writes to it, or to a tensor being sent, gets an error.
     messages       A send ends only when its receive is posted, as with large messages. Between two ranks, messages are
                    carried out in the order in which they were posted, and those of one batch together, as with NCCL.
     the end        Each launch needs a wait(), and each call its partners; otherwise an error names the rank and call.
@@ -106,8 +106,7 @@ class World:
     """`World(size).run(function)` calls function() on each rank and returns the results.
 
     wire: virtual seconds per byte of a collective, where one FLOP takes one second. After the run, clock[rank] is the
-    time at which a rank ended, and exposed[rank] is the part of it that the rank waited for the wire.
-    """
+    time at which a rank ended, and exposed[rank] is the part of it that the rank waited for the wire."""
 
     def __init__(self, size, wire=0.0):
         self.size, self.wire = size, wire
@@ -255,8 +254,8 @@ class World:
 
     def match(self, a, b):
         """Match the first pending send from a to b with b's first pending receive; return False if one is missing."""
-        send = next((message for message in self.active(a, b) if message.kind == "isend"), None)
-        receive = next((message for message in self.active(b, a) if message.kind == "irecv"), None)
+        send, receive = (next((message for message in self.active(*ranks) if message.kind == kind), None)
+                         for kind, *ranks in (("isend", a, b), ("irecv", b, a)))
         if not (send and receive):
             return False
         if send.tensor.shape != receive.tensor.shape or send.tensor.dtype != receive.tensor.dtype:
@@ -313,23 +312,17 @@ class FakeDistributed:
             "reduce_scatter", group, f"{describe(output)}, {str(op).split('.')[-1]}", input_list, [output],
             lambda calls: [reduced(op, (inputs[self.get_rank(group)] for inputs in calls.values()))], async_op)
 
-    def reduce_scatter_tensor(self, output, input, op=ReduceOp.SUM, group=None, async_op=False):
-        return self.reduce_scatter(output, list(input.flatten().chunk(self.get_world_size(group))), op, group, async_op)
-
     def all_gather(self, tensor_list, tensor, group=None, async_op=False):
         self.need_one_each("all_gather", tensor_list, tensor, group)
         return here.world.launch(
             "all_gather", group, describe(tensor), [tensor], tensor_list,
             lambda calls: [calls[member][0] for member in group or range(here.world.size)], async_op)
 
-    def all_gather_into_tensor(self, output, input, group=None, async_op=False):
-        return self.all_gather(list(output.chunk(self.get_world_size(group))), input, group, async_op)
-
     def need_one_each(self, name, tensors, tensor, group):
-        if [part.shape for part in tensors] != [tensor.shape] * self.get_world_size(group):
-            raise RankError(f"rank {here.rank} calls {name} with a list of {describe(*tensors)}, but it needs "
-                            f"{self.get_world_size(group)} tensors of {describe(tensor)}, one for each rank of the "
-                            "group")
+        size = self.get_world_size(group)
+        if [part.shape for part in tensors] != [tensor.shape] * size:
+            raise RankError(f"rank {here.rank} calls {name} with a list of {describe(*tensors)}, but it needs {size} "
+                            f"tensors of {describe(tensor)}, one for each rank of the group")
 
     # ---- messages
 
@@ -339,12 +332,11 @@ class FakeDistributed:
     def irecv(self, tensor, src, group=None, tag=0):
         return here.world.post([Message("irecv", here.rank, src, tensor)])[0]
 
-    def send(self, tensor, dst, group=None, tag=0):
-        self.isend(tensor, dst).wait()
+    def send(self, *arguments, **options):
+        self.isend(*arguments, **options).wait()
 
-    def recv(self, tensor, src, group=None, tag=0):
-        self.irecv(tensor, src).wait()
-        return src
+    def recv(self, *arguments, **options):
+        self.irecv(*arguments, **options).wait()
 
     def P2POp(self, op, tensor, peer, group=None, tag=0):
         if op not in (self.isend, self.irecv):
@@ -355,10 +347,8 @@ class FakeDistributed:
         return Message("isend" if op == self.isend else "irecv", here.rank, peer, tensor)
 
     def batch_isend_irecv(self, messages):
-        if not messages:
-            raise RankError(f"rank {here.rank} calls batch_isend_irecv with an empty list, "
-                            "which torch.distributed refuses")
-        if not all(isinstance(message, Message) for message in messages):
-            raise RankError(f"rank {here.rank} calls batch_isend_irecv with a list that does not hold only P2POp")
+        if not messages or not all(isinstance(message, Message) for message in messages):
+            raise RankError(f"rank {here.rank} calls batch_isend_irecv with " + (
+                "a list that does not hold only P2POp" if messages else "an empty list, which torch refuses"))
         return here.world.post(messages)
 

@@ -4,25 +4,23 @@ FOLDER holds, under each student's name, a copy of exercises/work or a single Py
 of its own, which works in a temporary folder with a copy of the file. The table goes to the screen and to
 FOLDER/grades.txt; the results also to FOLDER/grades.json.
 
-What is enforced: LIMIT seconds for each answer. On Linux 6.2 and later with landlock, also that the code creates,
-changes and removes files only in its temporary folder (the table says if landlock is missing); from 6.7 on that it
-opens no TCP connection, from 6.12 on that it signals no process outside. What is not: the code can read what you can
-read, change the permissions of your files, take all memory, leave a process behind, and forge its result, because it
-runs in the process that judges it. So grade in a container what you do not trust, and read the code.
+What is enforced is only LIMIT, the seconds for each answer. The code can read and change what you can, take all memory,
+leave a process behind, and forge its result, because it runs in the process that judges it. So grade in a container
+what you do not trust, and read the code.
 """
 
-import ctypes
 import json
 import os
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+
+from . import workbook
 
 FOLDER = Path(__file__).resolve().parent
 LIMIT = 60.0                                                              # seconds, with the import of torch
@@ -61,29 +59,24 @@ def table(results):
                 sentences.setdefault((name, record["sentence"]), []).append(str(number))
     lines += ["+ solved   x wrong   t time limit   . not answered", ""]
     lines += [f"{name}, {' '.join(its)}: {sentence}" for (name, sentence), its in sentences.items()]
-    if not all(record["confined"] for found in results.values() for record in found.values()):
-        lines.append("Not confined: without landlock, a file could write anywhere (exercises/grade.py).")
     return "\n".join(lines) + "\n"
 
 
 def results_of(path: Path):
-    """Return {exercise: {"result": ..., "sentence": ... or None, "confined": ...}} for the exercises in a file."""
-    from . import workbook                                                # not above: a child first confines itself
-
+    """Return {exercise: {"result": ..., "sentence": ... or None}} for the exercises in a file."""
     numbers = next((workbook.exercises_of(one) for one in workbook.SOURCES if one.name == path.name), workbook.CHECKS)
     try:
         states = {number: workbook.state_of(workbook.read(path), number) for number in numbers}
     except workbook.Wrong as wrong:
-        return {number: {"result": "wrong", "sentence": str(wrong), "confined": True} for number in numbers}
-    results = {number: {"result": state, "sentence": None, "confined": True} for number, state in states.items()
-               if state != "missing"}
+        return {number: {"result": "wrong", "sentence": str(wrong)} for number in numbers}
+    results = {number: {"result": state, "sentence": None} for number, state in states.items() if state != "missing"}
     answered = [number for number in results if results[number]["result"] == "answered"]
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         return results | dict(zip(answered, threads.map(lambda number: run(path, number), answered)))
 
 
 def run(path: Path, number):
-    """Check one exercise in a confined process; return its record."""
+    """Check one exercise in a process of its own; return its record."""
     with (tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place,
           tempfile.TemporaryFile("w+", errors="replace") as out):
         shutil.copy(path, place)
@@ -100,35 +93,16 @@ def run(path: Path, number):
         out.seek(0)
         lines = out.read(10**6).splitlines()
     try:
-        result, sentence = ("wrong", str(json.loads(lines[1]))) if lines[1] != "null" else ("solved", None)
+        result, sentence = ("wrong", str(json.loads(lines[0]))) if lines[0] != "null" else ("solved", None)
     except (ValueError, IndexError):                                      # no sentence, or the code wrote lines
         result, sentence = "wrong", "The process ended."
     if not ended:
         result, sentence = "time limit", f"It ran for {LIMIT:g} seconds."
-    return {"result": result, "sentence": sentence, "confined": lines[:1] == ["true"]}
-
-
-def confine(folder: Path) -> bool:
-    """Let this process write only in `folder`, with Linux's landlock. Return False if the system has none.
-
-    Call it before torch starts threads: each thread has its own rules, and new ones inherit them.
-    """
-    system = ctypes.CDLL(None)
-    version = system.syscall(444, None, 0, 1) if sys.platform == "linux" else 0
-    if version < 3:
-        return False
-    writes = sum(1 << right for right in (1, *range(4, 15)))              # all but execute and read
-    rules = struct.pack("QQQ", writes, 3, 2)[:8 if version < 4 else 16 if version < 6 else 24]   # files, TCP, signals
-    ruleset = system.syscall(444, rules, len(rules), 0)
-    system.syscall(445, ruleset, 1, struct.pack("=Qi", writes, os.open(folder, os.O_PATH)), 0)
-    system.prctl(38, 1, 0, 0, 0)                                          # no new privileges, which landlock requires
-    return system.syscall(446, ruleset, 0) == 0
+    return {"result": result, "sentence": sentence}
 
 
 if __name__ == "__main__":
-    # A child: it prints whether it is confined, then a sentence or null, as lines of JSON.
+    # A child: it prints a sentence or null, as a line of JSON. What the answer prints goes nowhere.
     file, out = Path(sys.argv[1]), os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)                                                         # what the answer prints goes nowhere
-    print(json.dumps(confine(Path.cwd())), file=out)
-    from . import workbook
+    os.dup2(2, 1)
     print(json.dumps(workbook.check(int(sys.argv[2]), workbook.read(file), file)), file=out)

@@ -22,8 +22,7 @@ def judge(program, answer, mistakes, right=None):
     program: runs a module on fake ranks and returns {name: value} for each rank, in the order in which the values are
     computed. The first value that differs is compared with the value that each mistake computes. Of several mistakes
     that explain it, the one that explains the most values is told.
-    mistakes: {sentence: patches}
-    """
+    mistakes: {sentence: patches}"""
     right, found = right or effect(program), program(answer)
     names = list(dict.fromkeys(name for one in right for name in one))
 

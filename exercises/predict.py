@@ -12,8 +12,8 @@ TASKS = {
     "bytes": (
         "How many bytes does each of two tensor-parallel ranks all-reduce in a step? The model has 4 layers of hidden "
         "size 64; 8 microbatches of 2 samples of 32 tokens; fp32; no pipeline, no replicas.",
-        "collectives --tp 2 --pp 1 --dp 1",
-        lambda record: next(row["bytes"] for row in record["rows"] if row["group"] == "tp"), 0.01,
+        "memory --tp 2 --pp 1 --hidden-size 64 --seq-length 32 --micro-batch-size 2",
+        lambda record: next(row["bytes"] for row in record["collectives"] if row["group"] == "tp"), 0.01,
         "For each microbatch 18 all-reduces of [b, s, h], 16384 bytes: one for the embedding, two for each layer "
         "forward and two backward, one for the head's gradient. Cross entropy adds three numbers per token."),
     "bubble": (
@@ -50,6 +50,8 @@ def predict(name, number):
     if bench.returncode:
         sys.exit(f"The measurement failed; run it yourself: python bench.py {command}\n{bench.stderr}")
     measured = measured_in(json.loads(bench.stdout.splitlines()[-1]))
+    if measured is None:
+        sys.exit("The measurement is too noisy to tell; try again while the machine does nothing else.")
     right = abs(number / measured - 1) <= tolerance
     print(f"You predicted {number:,.7g}; measured: {measured:,.7g}. You are {'' if right else 'not '}right: a "
           f"prediction may differ by {tolerance:.0%}.")

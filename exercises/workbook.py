@@ -83,11 +83,6 @@ def work_of(number):
     return WORK / source_of(number).name
 
 
-def reference(number):
-    """Return the reference's sources, one for each function of an exercise."""
-    return answer_in(source_of(number).read_text(), number)
-
-
 def answer_in(text, number):
     """Return the source of an exercise's functions in a file, without marks, or None if one is missing."""
     places, lines, names = parts(text), text.splitlines(), names_in(number)
@@ -109,7 +104,7 @@ def blanks(number):
     """Return an exercise's functions without their bodies. Signatures and docstrings stay; the first gets FACTS."""
     facts = getattr(check_of(number), "FACTS", "") + f"If you are stuck: python -m exercises hint {number}"
     sources, comment = [], [f"    # {line}" for line in facts.strip().splitlines()]
-    for source in reference(number):
+    for source in answer_in(source_of(number).read_text(), number):
         lines, top = source.split("\n"), ast.parse(source).body[0]
         methods = [node for node in top.body if isinstance(node, ast.FunctionDef)]
         for function in reversed(methods or [top]):
@@ -125,7 +120,7 @@ def blanks(number):
 
 def state_of(text, number):
     """Return "given", "blank", "missing" or "answered" for an exercise in a work file."""
-    answer, right = answer_in(text, number), reference(number)
+    answer, right = answer_in(text, number), answer_in(source_of(number).read_text(), number)
     if answer is None:
         return "missing"
     if answer == blanks(number):
@@ -138,8 +133,7 @@ def state_of(text, number):
 def load(text=None, number=None, path=None, texts=None):
     """Return minimal.py and beyond.py, or other `texts` of both, as one module on fake ranks.
 
-    The functions of exercise `number` come from `text`. So do functions, imports and constants that only `text` has.
-    """
+    The functions of exercise `number` come from `text`. So do functions, imports and constants that only `text` has."""
     module = types.ModuleType("minimal")
     for source, its_text in zip(SOURCES, texts or map(Path.read_text, SOURCES)):
         exec(compiled(its_text, source), vars(module))

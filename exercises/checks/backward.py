@@ -100,8 +100,7 @@ def hidden_share(minimal, slices, matmuls):
     """Return how much of backward's all-reduce time is hidden behind computation, as a share from 0 to 1.
 
     It is the smallest share of any rank. The times are virtual (fake_ranks.py), so nothing disturbs them.
-    matmuls: an all-reduce takes as long as this many of the MLP's matmuls. Backward has four matmuls per sublayer.
-    """
+    matmuls: an all-reduce takes as long as this many of the MLP's matmuls. Backward has four matmuls per sublayer."""
     sites = ["layers.0.mlp", "layers.1.mlp"]
     world = World(2, wire=matmuls * 8 / 2)                     # one matmul: 2 x 4 h / t FLOPs per number of 8 bytes
 

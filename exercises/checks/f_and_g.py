@@ -27,14 +27,10 @@ MISTAKES = {
         ("return h.view_as(h)", "dist.all_reduce(h := h.clone(), group=group); return h"),
     "The gradient of h is only this rank's own part: every rank computes a part of h's gradient, so f's backward "
     "must all-reduce it.": (F_BACKWARD, "pass"),
-    "The gradient of h is the mean of the ranks' parts: each part is an addend of the gradient, so f's backward "
-    "must sum them without dividing.": (F_BACKWARD, F_BACKWARD + "; gradient /= 2"),
     "The gradient of h is summed over all ranks of the world: pass the group to all_reduce.":
         (F_BACKWARD, "dist.all_reduce(gradient := gradient.clone())"),
     "The output of g is this rank's addend alone: g's forward must all-reduce it.":
         (G_FORWARD, "total = addend.clone()"),
-    "The output of g is the mean of the addends: g's forward must sum them without dividing.":
-        (G_FORWARD, G_FORWARD + "; total /= 2"),
     "The output of g is summed over all ranks of the world: pass the group to all_reduce.":
         (G_FORWARD, "dist.all_reduce(total := addend.clone())"),
     "The gradient of the row-parallel weight is 2 x too large: g's backward must not sum again, since d sum / d addend "

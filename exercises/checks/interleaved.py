@@ -22,8 +22,6 @@ MISTAKES = {
         "for chunk in range(chunks) for i in range(microbatches)]"),
     "The warm-up is that of 1F1B, so all stages wait forever: before its first B, even the last stage must run "
     "(chunks - 1) * stages more.": (WARM_UP, "min(stages - stage - 1, len(order))"),
-    "The warm-up counts each later stage once: chunks are short, and both F and B pass a later stage before B is here, "
-    "so a stage needs 2 * (stages - stage - 1).": (WARM_UP, WARM_UP.replace("2 * (", "(")),
     "All forwards run before the first backward, so a stage keeps all microbatches.": (WARM_UP, "len(order)"),
 }
 

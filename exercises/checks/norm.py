@@ -19,8 +19,6 @@ REDUCE = "    dist.all_reduce(sums)\n    return"
 MISTAKES = {
     "The norm counts copies: norms and b2 once per tp rank, and the word embedding on both of its stages; multiply by "
     "stage.counts.": (SUM, "gradient.square().sum()"),
-    "The norm leaves out the shards of all tp ranks but the first: they have no copies elsewhere, so multiply by "
-    "stage.counts, not by tp_rank == 0.": (SUM, "gradient.square().sum() * (stage.grid.tp_rank == 0)"),
     "The norm is a sum of the ranks' norms: sum the squares first, then take the square root.":
         (REDUCE, "    sums[1] = sums[1].sqrt(); dist.all_reduce(sums); sums[1] = sums[1].square()\n    return"),
     "The norm is not a root: take the square root of the sum of squares.":

@@ -18,8 +18,6 @@ MISTAKES = {
     "stage - 1 in all.": (WARM_UP, "min(max(stages - stage - 2, 0), microbatches)"),
     "All stages of your list warm up with stages - 1 microbatches, but a stage needs only one F for each stage "
     "after it: stages - stage - 1.": (WARM_UP, "min(stages - 1, microbatches)"),
-    "Your warm-up grows with the stage, but stage 0 waits longest for its first B: it must warm up with stages - 1 "
-    "microbatches, the last stage with none.": (WARM_UP, "min(stage, microbatches)"),
     "Your warm-up has more F than there are microbatches: it is at most the number of microbatches.":
         (WARM_UP, "stages - stage - 1"),
     "Your list misses the last B: after the pairs, the B of the warm-up's microbatches remain.":

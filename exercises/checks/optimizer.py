@@ -32,7 +32,6 @@ MISTAKES = {
     "The gradient is only this replica's own: reduce-scatter stage.grad, so that the owner gets the sum over replicas.":
         ("dist.reduce_scatter(gradient, list(stage.grad.chunk(grid.dp)), group=grid.dp_group)",
          "gradient.copy_(stage.grad.chunk(grid.dp)[grid.dp_rank])"),
-    "The loss is not divided by the number of tokens.": ("loss / tokens, gradient)", "loss, gradient)"),
     "Replicas do not get the parts that others updated: all-gather the parts into stage.flat.":
         ("dist.all_gather(list(stage.flat.chunk(grid.dp)), weight.clone(), group=grid.dp_group)", "pass"),
     "The gradient is not clipped.": (CLIP, "pass"),
@@ -43,8 +42,6 @@ MISTAKES = {
     "No weight decays.": (DECAY, "pass"),
     "The weight decay goes through the moments, as in Adam with L2: AdamW shrinks the weight itself.":
         (DECAY, "gradient += decay * weight * stage.decays.chunk(grid.dp)[grid.dp_rank]"),
-    "The weight decay is not multiplied by the learning rate: a step shrinks a matrix by lr * decay.":
-        (DECAY, DECAY.replace("lr * ", "")),
     "The moments' bias is not corrected: both start at 0, so divide by 1 - beta ^ step, or the first steps have the "
     "wrong size.": ("deviation = (square / (1.0 - beta2 ** step)).sqrt_().add_(1e-8)\n"
                     "    weight.addcdiv_(moment, deviation, value=-lr / (1.0 - beta1 ** step))",

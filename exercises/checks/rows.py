@@ -23,9 +23,6 @@ MISTAKES = {
         (G, "sums.copy_(parts[dist.get_rank(group)])"),
     "g's backward sums: a sum passes its gradient to each addend unchanged, so only gather the rows.":
         (G_BACKWARD, "return torch.cat(parts) * len(parts), None"),
-    "g's backward returns only this rank's rows, and zeros elsewhere: all-gather the others.": (
-        G_BACKWARD, "own = dist.get_rank(ctx.group)\n"
-                    "        return torch.cat([part * (i == own) for i, part in enumerate(parts)]), None"),
 }
 
 

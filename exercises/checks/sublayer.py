@@ -22,7 +22,6 @@ MISTAKES = {
         (G, "return SumOverRanks.apply(addend + x, stage.grid.tp_group) + b2"),
     "The output misses x: a sublayer returns x + sublayer(x).":
         (G, "return SumOverRanks.apply(addend, stage.grid.tp_group) + b2"),
-    "The output misses b2.": (G, "return x + SumOverRanks.apply(addend, stage.grid.tp_group)"),
     "The output misses b1, the bias of W1.":
         ("addend = F.linear(core(stage, site, F.linear(h, w1, b1)), w2)",
          "addend = F.linear(core(stage, site, F.linear(h, w1)), w2)"),

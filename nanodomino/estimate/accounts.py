@@ -6,8 +6,8 @@ torch calls a TorchDispatchMode for every operation, below autograd. `Accounts` 
     traffic      {(group, kind): [calls, bytes]} of the collectives and messages
     events       what a Clock turns into seconds: operations, launches, waits, ends of actions
 
-It counts a real run as well; `bench.py memory` and `bench.py collectives` compare both. For meta tensors it replaces
-what needs numbers or other ranks: the host reads 1 from every tensor, and no collective sends anything.
+It counts a real run as well; `bench.py memory` compares both. For meta tensors it replaces what needs numbers or other
+ranks: the host reads 1 from every tensor, and no collective sends anything.
 
 torch's shape functions are written in Python and take 0.2 ms. A training step repeats the same operations on the same
 shapes, so each is called once for each combination of shapes, and then remembered.

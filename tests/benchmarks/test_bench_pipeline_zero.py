@@ -29,16 +29,13 @@ def test_pipeline():
     record = ask("pipeline", *TINY, "--num-layers", "4", "--microbatches", "2", "3", "--repeats", "2")
     rows = {(row["microbatches"], row["schedule"]): row for row in record["rows"]}
     assert set(rows) == {(m, schedule) for m in (2, 3) for schedule in SCHEDULES}
-    for (m, schedule), row in rows.items():
-        assert row["even"] == pytest.approx(1 / (m + 1)) or schedule not in ("1f1b", "gpipe", "paired")
+    for (_, schedule), row in rows.items():
         assert 0 < row["idle_spread"][0] < 1 and within(row["idle"], row["idle_spread"])
         assert 0 < row["step_s"] < 60 and within(row["of_1f1b"], row["of_1f1b_spread"])
         assert ("speed_spread" in row) == (schedule in pipeline.TORCH_CLASSES)
-        assert 0 < row["simulated"] < 1 and row["simulated_of_1f1b"] > 0 and 1 <= row["imbalance"] < 2
+        assert 0 < row["simulated"] < 1 and row["simulated_of_1f1b"] > 0
         assert schedule != "1f1b" or row["of_1f1b"] == row["simulated_of_1f1b"] == 1
         assert 5 < row["loss"] < 7, "of 256 words drawn at random"
-    assert {name for stage in rows[3, "paired"]["seconds"] for name in stage} == {"forward 0", "pair 0", "backward 0"}
-    assert [len(stage) for stage in rows[3, "zb-v"]["seconds"]] == [5, 6], "F, I, W of each chunk, or F, B"
 
 
 def worked(row) -> dict:
@@ -49,18 +46,17 @@ def worked(row) -> dict:
     return found
 
 
-@pytest.mark.parametrize("work", [(1.0, 1.0), (1.0, 1.0, 1.0, 1.0), (1.0, 3.0), (2.0, 1.0, 1.5)])
+@pytest.mark.parametrize("work", [(1.0, 1.0, 1.0, 1.0), (2.0, 1.0, 1.5)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_idle_time_without_delays_is_the_simulations(schedule, work):
-    """With equal stages it is the bubble; with unequal stages the slowest determines the step."""
+    """With unequal stages the slowest determines the step."""
     m, p = 6, len(work)
     plan = timetable(schedule, p, m, SCHEDULES[schedule].chunks[0])
     rows = simulate(plan, lambda stage, action: action.length * work[stage])
-    found = pipeline.idle(plan, [step_time(rows)] * 2, [[worked(row)] * 2 for row in rows])
+    found = pipeline.idle(plan, [step_time(rows)] * 2, [[worked(row) for row in rows]] * 2)
     assert found["idle"].value == pytest.approx(found["simulated"]) and found["simulated_step_s"] == step_time(rows)
-    assert found["imbalance"] == pytest.approx(max(work) * p / sum(work))
     if len(set(work)) == 1:
-        assert found["even"] == pytest.approx(found["simulated"]) == pytest.approx(bubble(rows) / (1 + bubble(rows)))
+        assert found["simulated"] == pytest.approx(bubble(rows) / (1 + bubble(rows)))
 
 
 def test_waits_are_not_part_of_an_actions_duration():
@@ -80,8 +76,8 @@ def test_zero():
     wider = [*TINY, "--hidden-size", "256", "--microbatches", "2"]       # so that padding hardly counts
     record = ask("zero", *wider, "--repeats", "2")
     sides = record["sides"]
-    assert list(sides) == ["zero-1", "zero-0", "zero-2", "ddp-zero", "ddp", "fsdp2", "fsdp2-keep"]
-    assert [side["formula"] for side in sides.values()] == [12, 16, 10, 12, 16, 8, 8] and record["microbatches"] == 2
+    assert list(sides) == ["zero-1", "zero-0", "zero-2", "ddp-zero", "fsdp2-keep"]
+    assert [side["formula"] for side in sides.values()] == [12, 16, 10, 12, 8] and record["microbatches"] == 2
     for side in sides.values():
         # A rank may own a parameter more than another.
         assert side["bytes_per_parameter"] == pytest.approx(side["formula"], rel=0.2)
@@ -93,8 +89,8 @@ def test_zero():
         assert sides[f"zero-{stage}"]["state_bytes"] == sum(run.state.values())
 
 
-@pytest.mark.parametrize("dtype, expected", [("float32", [10, 16, 7, 10, 16, 4, 4]),
-                                             ("bfloat16", [9, 18, 6, 10, 16, 4, 4])])
+@pytest.mark.parametrize("dtype, expected", [("float32", [10, 16, 7, 10, 4]),
+                                             ("bfloat16", [9, 18, 6, 10, 4])])
 def test_expected_bytes_of_state_per_parameter(dtype, expected):
     config = tiny(4, data_parallel_size=4, dtype=dtype)
     assert [zero.formula_bytes(name, config) for name in zero.SIDES] == expected
@@ -105,13 +101,12 @@ class Side:
 
     def __init__(self, loss, gradient, placement=""):
         self.step, self.gradients = lambda: loss, lambda: [torch.tensor([gradient])]
-        self.parts = SimpleNamespace(placement=placement)
+        self.config = SimpleNamespace(placement=placement)
 
 
 @pytest.mark.parametrize("other", [(5.01, 3.0), (5.0, 3.01)])
-def test_pipeline_refuses_to_compare_different_work(monkeypatch, other):
+def test_pipeline_refuses_to_compare_different_work(other):
     """Gradients may differ between placements of the layers."""
-    monkeypatch.setattr(pipeline, "gathered", lambda value: [value])
     sides = {("1f1b", "domino"): Side(5.0, 3.0), ("zb-v", "domino"): Side(5.0, 2.0, "folded")}
     pipeline.check_same_work(tiny(dtype="float32"), sides)
     with pytest.raises(UserError, match="of 1f1b torch are .* those of 1f1b domino"):

@@ -33,7 +33,8 @@ def ideal_world(start=start_ideal_world, **arguments):
 
 def stage_of(**changes):
     settings = SIZES | dict(tensor_model_parallel_size=2, slices=2, dtype="float32") | changes
-    return ideal_world(IdealStage, config=tiny(settings["tensor_model_parallel_size"], **settings))
+    ranks = settings["tensor_model_parallel_size"] * settings.get("data_parallel_size", 1)
+    return ideal_world(IdealStage, config=tiny(ranks, **settings))
 
 
 def test_a_wire_carries_one_message_after_another_in_each_direction():
@@ -85,18 +86,22 @@ def test_the_bench_prints_its_table():
 
 @pytest.mark.parametrize("changes, latency, domino, paired", [
     ({}, 0, 0.07, 1.075), ({"tensor_model_parallel_size": 8}, 0.05, 0.075, 1.08),
-    ({"sequence_parallel": True}, 0, 0.115, 1.11)])
+    ({"sequence_parallel": True}, 0, 0.115, 1.11),
+    (dict(num_experts=8, moe_ffn_hidden_size=64, disable_bias_linear=True, swiglu=True, num_layers=6, seq_length=32,
+          tensor_model_parallel_size=1, expert_model_parallel_size=2, data_parallel_size=2), 0, 0.05, 1.06)], ids=str)
 def test_the_schedules_hide_the_communication(changes, latency, domino, paired):
     """domino: how far its bound may lie above the floor; paired: the bound of the schedule `paired`. latency: as a part
-    of a matmul."""
+    of a matmul. The counts of the experts' rows do not wait behind the rows."""
     with stage_of(**changes) as stage:
         alternatives = stage.alternatives()
         logs = {name: log_of(stage.wire, alternatives[name]) for name in ("forward", "one slice", "domino", "paired")}
     whole = logs["domino"]
     assert logs["one slice"].work == pytest.approx(whole.work) and logs["one slice"].sent == whole.sent
     shares = logs["forward"].work / whole.work, logs["forward"].sent / whole.sent
-    assert shares[0] == pytest.approx(1 / 3)
-    latency *= whole.work / (8 * 2 * 4 * 2 * 6)              # microbatches, slices, layers, sublayers, matmuls
+    assert shares[0] == pytest.approx(1 / 3, rel=2e-3)
+    if "num_experts" in changes:                              # all-to-alls, layers, microbatches, tokens x topk / ep
+        assert whole.sent == pytest.approx(4 * 6 * 4 * 8 * 32 * 2 / 2 * 64 * 4, rel=0.01)
+    latency *= whole.work / (8 * 2 * 4 * 2 * 6)               # microbatches, slices, layers, sublayers, matmuls
     for ratio in RATIOS:
         assert 0.999 < whole.bound(ratio, latency) - floor(ratio, *shares) + 1 < 1 + domino
         assert 0.999 < logs["paired"].bound(ratio, latency) < paired
@@ -115,21 +120,3 @@ def test_minimal_hides_as_much_as_domino():
     assert log.work == pytest.approx(domino.work, rel=0.05)            # its head multiplies by the padding rows, too
     for ratio in RATIOS:
         assert log.bound(ratio) < 1.05 * domino.bound(ratio)
-
-
-def test_the_all_to_alls_of_experts_are_hidden():
-    """With two slices and with pairs; with one slice they are not. The counts of rows do not wait behind the rows."""
-    experts = dict(num_experts=8, moe_ffn_hidden_size=64, disable_bias_linear=True, swiglu=True, num_layers=6,
-                   tensor_model_parallel_size=1, expert_model_parallel_size=2, data_parallel_size=2, seq_length=32,
-                   global_batch_size=64, dtype="float32", slices=2)
-    with ideal_world(IdealStage, config=tiny(2, **SIZES | experts)) as stage:
-        alternatives = stage.alternatives()
-        logs = {name: log_of(stage.wire, alternatives[name]) for name in ("forward", "one slice", "domino", "paired")}
-    whole = logs["domino"]
-    rows = 4 * 6 * 4 * 8 * 32 * 2 / 2                         # all-to-alls, layers, microbatches, tokens x topk / ep
-    assert whole.sent == pytest.approx(rows * 64 * 4, rel=0.01)
-    shares = logs["forward"].work / whole.work, logs["forward"].sent / whole.sent
-    for ratio in RATIOS:
-        assert 0.999 < whole.bound(ratio) < floor(ratio, *shares) + 0.05
-        assert 0.999 < logs["paired"].bound(ratio) < 1.06
-    assert logs["one slice"].bound(1.0) > 1.7

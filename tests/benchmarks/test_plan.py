@@ -35,7 +35,7 @@ def test_a_gpu_reaches_the_rates_of_its_data_sheet_times_the_efficiencies():
         multiprocessors=132)
 
 
-def test_a_plan_has_the_bytes_and_collectives_of_a_whole_dry_run(capsys):
+def test_a_plan_has_the_bytes_of_a_whole_dry_run(capsys):
     """Both stages; the plan itself runs only a few layers and microbatches."""
     layout = ["--tp", "2", "--pp", "2", "--num-layers", "12"]
     code, text, record, _ = here(capsys, "plan", *SMALL, *layout)
@@ -43,11 +43,10 @@ def test_a_plan_has_the_bytes_and_collectives_of_a_whole_dry_run(capsys):
     flags = parse(plan, ["plan", *SMALL, *layout])
     plan.processes(flags)
     config = config_of(flags, 8)
-    for stage, (need, sent) in enumerate(zip(record["memory"], record["communication"])):
+    for stage, need in enumerate(record["memory"]):
         run = dry_run(train, config, 4 * stage)
-        assert {name: need[name] for name in run.state} == run.state and need["communicators"] > 0
+        assert {name: need[name] for name in run.state} == run.state
         assert need["activations"] == pytest.approx(run.activations, rel=0.01)
-        assert {(row["group"], row["kind"]): (row["calls"], row["bytes"]) for row in sent} == run.traffic
     for said in ("stage 1", "exposed tp communication", "(p - 1)/m of the ideal time in 1F1B", "--product-efficiency"):
         assert said in text
 

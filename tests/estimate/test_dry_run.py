@@ -8,8 +8,8 @@ from support.harness import FAMILIES, build, tiny
 from support.published_sizes import machine
 
 import train
-from benchmarks import measured
-from benchmarks.collectives import comparable
+from benchmarks import memory
+from benchmarks.memory import comparable
 from benchmarks.runner import RandomTokens
 from nanodomino.errors import UserError
 from nanodomino.estimate.accounts import Accounts, ActionEnd, Launch, Operation, Wait, operation_of, workspace
@@ -35,8 +35,8 @@ def real_rank(config):
     """Train a step for real and return this rank's RankRun."""
     mesh, _, optimizer, stage = build(config)
     dataset = RandomTokens(config, mesh.device)
-    measured.first_update(optimizer, stage, dataset, config)
-    return measured.measure(optimizer, stage, dataset, config)
+    memory.first_update(optimizer, stage, dataset, config)
+    return memory.measure(optimizer, stage, dataset, config)
 
 
 def runs_of(pool, world_size, *changes):
