@@ -68,8 +68,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanodomino.comm.trace import NO_TRACE
-from nanodomino.layers.gradients import add_gradients
-from nanodomino.layers.residual import add_residual, residual_backward
+from nanodomino.layers.gradients import add_gradients, add_residual, residual_backward
 from nanodomino.overlap.ends import EmbeddingAndHead, ResidualNorm, bias_and_mask
 from nanodomino.overlap.slices import GradientsReady, Slice, SliceOps, TapeEntry
 

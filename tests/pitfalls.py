@@ -47,7 +47,7 @@ from nanodomino.domino import Domino
 from nanodomino.layers import attention
 from nanodomino.layers import dropout_and_positions
 from nanodomino.layers.dropout_and_positions import MasksAndPositions
-from nanodomino.layers.residual import seeded_generator
+from nanodomino.layers.dropout_and_positions import seeded_generator
 from nanodomino.optim import buckets
 from nanodomino.optim.buckets import Bucket
 from nanodomino.optim.optimizers import LossScale

@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanodomino.errors import NotFinite, require
 from nanodomino.layers.attention_mask import AttentionInputs, AttentionMask, rotation, to_device
-from nanodomino.layers.residual import seeded_generator
+from nanodomino.layers.dropout_and_positions import seeded_generator
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT, Chunk
 from nanodomino.parallel import gather_logits

@@ -28,8 +28,7 @@ import torch.nn.functional as F
 
 from nanodomino.comm.world import on_gpu
 from nanodomino.layers.attention_mask import Runs, inverse_rotation, rotate
-from nanodomino.layers.gradients import add_gradients, run_segment
-from nanodomino.layers.residual import drop
+from nanodomino.layers.gradients import add_gradients, drop, run_segment
 from nanodomino.layers.sublayers import Norm, Sublayer
 from nanodomino.parallel import ColumnParallelLinear, RowParallelLinear
 
@@ -166,9 +165,8 @@ def varlen_attention(q, k, v, runs: Runs):
 
     b, grouped = q.size(0), k.size(1) < q.size(1)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))         # [b m, heads, d], without a copy
-    keys = (runs.starts, runs.longest) if runs.key_starts is None else (runs.key_starts, runs.longest_keys)
     before = -1 if runs.window is None else runs.window
-    context = varlen_attn(q, k, v, runs.starts, keys[0], runs.longest, keys[1],
+    context = varlen_attn(q, k, v, runs.starts, runs.key_starts, runs.longest, runs.longest_keys,
                           window_size=(before, 0), enable_gqa=grouped)     # 0: no key after the query
     return context.unflatten(0, (b, -1)).transpose(1, 2)
 

@@ -20,9 +20,9 @@ three numbers per token (Megatron-LM, 1909.08053, section 3):
     cross_entropy_gradient     softmax(z) - one_hot(label) for this rank's logits, without communication
 
 **Memory.** Logits are the largest tensor of a step. They stay in their own dtype until the gradient overwrites them.
-Training creates no other tensor of their size, because it makes fp32 temporaries for a block of rows at a time. (Only
-VocabParallelCrossEntropy, which the plain model uses, copies the logits.) Sums are in fp32 or wider.
-With `narrow` (--fp16-lm-cross-entropy), the temporaries have the logits' own dtype; the plain model has no such choice.
+Training creates no other tensor of their size, because it makes fp32 temporaries for a block of rows at a time. With
+`narrow` (--fp16-lm-cross-entropy), the temporaries have the logits' own dtype. Sums are always in fp32 or wider.
+vocab_parallel_cross_entropy(), which the plain model uses, copies the logits to fp32 and leaves backward to autograd.
 """
 
 import torch
@@ -46,7 +46,7 @@ def in_blocks(function):
 
 def max_and_sum_exp_of_rows(logits, narrow=False):
     """Return (largest logit, sum of exp(z - largest)) of logits [rows, n], both [rows] in fp32 or wider."""
-    wide, largest = wide_dtype(logits), logits.amax(dim=-1, keepdim=True)
+    wide, largest = wide_dtype(logits), logits.detach().amax(dim=-1, keepdim=True)
     wide_largest = largest.to(wide)
     exps = (logits - (largest if narrow else wide_largest)).exp_()
     return wide_largest.squeeze(-1), exps.sum(dim=-1, dtype=wide)
@@ -65,7 +65,7 @@ def local_max_and_sum_exp(logits, vocabulary, of_rows=in_blocks(max_and_sum_exp_
     A rank that owns only padding returns -inf and 0.
     """
     if not vocabulary.num_words:
-        zeros = torch.zeros(logits.shape[:-1], dtype=wide_dtype(logits), device=logits.device)
+        zeros = logits[..., :0].sum(dim=-1, dtype=wide_dtype(logits))
         return zeros - torch.inf, zeros
     logits[..., vocabulary.num_words:] = -torch.inf
     return [x.view(logits.shape[:-1]) for x in of_rows(logits.flatten(0, 1))]
@@ -106,30 +106,17 @@ def cross_entropy_gradient(logits, labels, loss, maximum, sums, gradient, vocabu
     return logits
 
 
-class VocabParallelCrossEntropy(torch.autograd.Function):
-    """Runs the steps above with blocking all-reduces, for the plain model."""
-
-    @staticmethod
-    def forward(ctx, logits, labels, vocabulary):
-        logits = logits.clone()
-        largest, sum_exp = local_max_and_sum_exp(logits, vocabulary)
-        maximum = largest.clone()
-        if vocabulary.group.size() > 1:
-            dist.all_reduce(maximum, dist.ReduceOp.MAX, group=vocabulary.group)
-        sums = partial_loss_sums(logits, labels, largest, sum_exp, maximum, vocabulary)
-        if vocabulary.group.size() > 1:
-            dist.all_reduce(sums, group=vocabulary.group)
-        loss = loss_from_sums(sums)
-        ctx.save_for_backward(logits, labels, loss, maximum, sums)
-        ctx.vocabulary = vocabulary
-        return loss
-
-    @staticmethod
-    def backward(ctx, gradient):
-        logits, *saved = ctx.saved_tensors
-        return cross_entropy_gradient(logits.clone(), *saved, gradient, ctx.vocabulary), None, None
-
-
 def vocab_parallel_cross_entropy(logits, labels, vocabulary):
-    """Return the loss [b, s], in fp32 or wider, from this rank's logits [b, s, num_logits] and labels [b, s]."""
-    return VocabParallelCrossEntropy.apply(logits, labels, vocabulary)
+    """Return the loss [b, s], in fp32 or wider, from this rank's logits [b, s, num_logits] and labels [b, s].
+
+    Runs the steps above with blocking all-reduces and plain autograd. This is the definition.
+    """
+    logits = logits.to(wide_dtype(logits), copy=True)
+    largest, sum_exp = local_max_and_sum_exp(logits, vocabulary)
+    maximum = largest.detach().clone()
+    if vocabulary.group.size() > 1:
+        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=vocabulary.group)
+    sums = partial_loss_sums(logits, labels, largest, sum_exp, maximum, vocabulary)
+    if vocabulary.group.size() > 1:
+        dist.all_reduce(sums.detach(), group=vocabulary.group)           # in place, and for autograd the identity, as g
+    return loss_from_sums(sums)

@@ -38,8 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanodomino.layers.gradients import wide_dtype
-from nanodomino.layers.residual import add_residual
+from nanodomino.layers.gradients import add_residual, wide_dtype
 from nanodomino.optim.buckets import parameter
 from nanodomino.parallel import ColumnParallelLinear, RowParallelLinear
 

@@ -46,8 +46,7 @@ from torch import nn
 
 from nanodomino.comm.collectives import all_to_all
 from nanodomino.comm.world import capability_of, on_gpu, streams_of
-from nanodomino.layers.gradients import add_weight_gradient, main_grad_of
-from nanodomino.layers.residual import add_residual
+from nanodomino.layers.gradients import add_residual, add_weight_gradient, main_grad_of
 from nanodomino.layers.sublayers import ACTIVATIONS, Sublayer
 from nanodomino.optim.buckets import parameter
 from nanodomino.optim.optimizers import OptimizerSpec, SignUpdate
