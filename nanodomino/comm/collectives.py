@@ -11,9 +11,9 @@ from point-to-point messages: each part goes straight to its owner, or from its 
 reduce-scatter needs a receive buffer as large as the tensor.
 
 **Post the receives before the sends.** Two ranks that exchange 2 MB over a link with 500 Mbit/s in each direction need
-35 ms, but 67 ms if each posts its receive after its send. The reason: gloo starts a send only after the receiver has
-sent back a short "ready". If the receiver's own large send has already started, this "ready" queues behind all of it on
-the same connection. So the two directions run one after the other, as in gloo's own all-to-all and broadcasts.
+35 ms, but 67 ms if each posts its receive after its send. gloo starts a send only after the receiver has sent back a
+short "ready". If the receiver's own large send has already started, this "ready" queues behind it on the same
+connection. So the two directions run one after the other, as in gloo's own all-to-all and broadcasts.
 
 The functions only launch the operation. Do not read or change the tensor before wait() has returned.
 """
@@ -35,8 +35,8 @@ TAGS = {"reduce_scatter": 0, "all_gather": 1, "all_to_all": 2}    # so that benc
 def reduce_scatter(whole, group):
     """Launch a reduce-scatter of the flat tensor `whole`. Returns (work, received). On GPUs `received` is None, and
     after work.wait() this rank's part of `whole` is the sum. On CPUs `received` is a tensor [n, size/n]: after
-    work.wait() its row i is rank i's addend of this part, and the caller must add up the rows. Their order is always
-    the same, so the sum has the same bits in every run. Ignore the other parts of `whole`."""
+    work.wait() its row i is rank i's addend of this part. The caller must add up the rows, in this order, so that the
+    sum has the same bits in every run. Ignore the other parts of `whole`."""
     parts, rank = whole.chunk(group.size()), group.rank()
     if on_gpu(whole):
         return native_reduce_scatter(parts[rank], whole, group=group, async_op=True), None
@@ -84,11 +84,7 @@ class Messages:
 
     def wait(self):
         if self.future:
-            self.future.wait()
-        else:
-            self.finish()
-
-    def finish(self):
+            return self.future.wait()
         while self.works:
             self.works.pop(0).wait()
 
@@ -97,7 +93,8 @@ class Messages:
         futures, so a thread waits for them."""
         def thread():
             try:
-                self.finish()
+                for work in self.works:
+                    work.wait()
                 future.set_result(None)
             except RuntimeError as error:                # future.wait() will raise it
                 future.set_exception(error)

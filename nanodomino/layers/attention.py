@@ -10,15 +10,14 @@ into t contiguous parts gives each rank whole groups:
     [ q q k v | q q k v | q q k v | q q k v ]      4 groups of 2 query heads; every letter is d rows
       rank 0              rank 1                   (all q, then all k, then all v would give rank 0 only queries)
 
-Then q and k may each be normalized (qk_layernorm) and rotated by their positions. attention_mask.py explains the
-rotation, and which keys a query sees.
+Then q and k may be normalized (qk_layernorm) and rotated by their positions. attention_mask.py explains the rotation,
+and which keys a query sees.
 
 Without attention dropout, torch's fused kernel never writes the [s, s] probabilities to memory. With dropout they are
 computed explicitly, because the fused kernel would draw its own mask, and that mask would depend on the layout.
 
-Training calls core_forward and core_backward. In these, autograd differentiates only attend() (gradients.py).
-The backward of the norms and rotations is written by hand. torch.compile (--compile) fuses the norms and rotations, and
-their backward, into a few kernels.
+Training calls core_forward and core_backward. In these, autograd differentiates only attend() (gradients.py). The
+backward of norms and rotations is written by hand, and torch.compile (--compile) fuses it into a few kernels.
 """
 
 from functools import partial
@@ -70,13 +69,12 @@ class Attention(Sublayer):
             return varlen_attention(q, k, v, inputs.runs)
         if inputs.dropout_mask is None:
             return fused_attention(q, k, v, inputs.bias)
-        s = q.size(2)
         k, v = repeat_kv(q, k, v)
         scale = self.head_dim ** -0.5          # applied inside the matmul, because unscaled scores may overflow fp16
         scores = torch.baddbmm(q.new_empty(()), q.flatten(0, 1), k.flatten(0, 1).mT, beta=0, alpha=scale)
         scores = scores.view(inputs.dropout_mask.shape)
         if inputs.bias is None:
-            scores = scores.masked_fill(torch.ones(s, s, dtype=torch.bool, device=q.device).triu(1), -torch.inf)
+            scores = scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), -torch.inf)
         else:
             scores = scores + inputs.bias
         return drop(scores.softmax(dim=-1), inputs.dropout_mask) @ v
@@ -112,8 +110,7 @@ class Attention(Sublayer):
         return self.prepare_backward(kernel, *self.attend_backward(segment, gradient), saved)
 
     def prepare(self, kernel, qkv, inputs):
-        """Split qkv [b, s, ..], normalize and rotate. Return q, k, v [b, s, groups, .., d] and what prepare_backward
-        needs."""
+        """Return q, k, v [b, s, groups, .., d], normalized and rotated, and what prepare_backward needs."""
         q, k, v = self.split(qkv)
         before_norms = (q, k) if self.q_layernorm else None
         q, k, v, *statistics = kernel(q, k, v, inputs.rotary, *self.norm_weights)
@@ -144,8 +141,7 @@ class Attention(Sublayer):
 def fused_attention(q, k, v, bias):
     """Return softmax(q k^T / sqrt(d) + bias) v [b, heads, m, d] for q [b, heads, m, d], k and v [b, groups, s, d].
 
-    Without a bias, attention is causal if m = s. In generation m is 1: the only query is the last token, which attends
-    to all s tokens.
+    Without a bias, attention is causal if m = s. In generation m is 1: the last token attends to all s tokens.
 
     On CUDA, only flash attention and cuDNN's attention handle groups without repeating k and v. They need 16-bit
     inputs, and flash attention takes no bias. In other cases torch would silently use a kernel that stores all scores,
@@ -188,12 +184,11 @@ def join_heads(context):
 
 
 def norm_and_rotate(q, k, v, rotary, q_weights, k_weights, epsilon, normalization):
-    """Normalize and rotate q [b, s, groups, group_size, d] and k [b, s, groups, 1, d].
+    """Normalize and rotate q [b, s, groups, group_size, d] and k [b, s, groups, 1, d]. Return (q, k, v, the statistics
+    of q's norm, those of k's norm).
 
     rotary, normalization: None if the model does not rotate or normalize q and k
     q_weights, k_weights: (weight, bias) of the norms
-
-    Returns (q, k, v, the statistics of q's norm, the statistics of k's norm).
     """
     q_statistics = k_statistics = ()
     if normalization is not None:
@@ -207,11 +202,10 @@ def norm_and_rotate(q, k, v, rotary, q_weights, k_weights, epsilon, normalizatio
 
 
 def norm_and_rotate_backward(q, k, v, rotary, before_norms, statistics, q_weights, k_weights, normalization):
-    """Turn the gradients of q, k and v [b, s, groups, .., d] into the gradient of qkv [b, s, ..].
+    """Turn the gradients of q, k and v [b, s, groups, .., d] into (the gradient of qkv [b, s, ..], the gradients of
+    q's norm weights, those of k's norm weights).
 
-    before_norms: q and k before the norms; statistics: of q's norm and of k's norm. Without norms, they are not used.
-
-    Returns (the gradient of qkv, the gradients of q's norm weights, the gradients of k's norm weights).
+    before_norms: q and k before the norms; statistics: of q's norm and of k's norm. Not used without norms.
     """
     q_gradients = k_gradients = ()
     if rotary is not None:

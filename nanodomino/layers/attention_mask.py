@@ -32,29 +32,23 @@ token in its sample. So every rule only moves the first place, and an AttentionM
     --window-size W          W places before the query, but at least 0
     both                     the later of the two
 
-The queries may be all tokens of the samples, a rank's share of them (context parallelism) or the new tokens
-(generation). Attention is computed in one of three ways:
-
-    causal       torch's causal attention reads no mask. It fits if all first places are 0
-    bias         a tensor [b, 1, queries, keys] is added to the scores: -inf where a query does not see a key. In 16 bit
-                 the bias of a sample of 32,768 tokens takes 2.1 GB, and many scores are computed only to be discarded
-    varlen_attn  torch's flash attention for sequences of different lengths. It has neither problem, but takes no
-                 dropout and only 16 bits, and CPUs do not have it
-
-varlen_attn is given *runs*: consecutive queries of one document, and the keys that they see. Its sequences are the runs
-of all samples:
+The queries are all tokens of the samples, a rank's share of them (context parallelism) or the new tokens (generation).
+Attention is computed in one of three ways. torch's causal attention reads no mask: it fits if all first places are 0. A
+bias [b, 1, queries, keys] adds -inf to the score of each key that a query does not see. In 16 bit, the bias of a sample
+of 32,768 tokens takes 2.1 GB, and many scores are computed only to be discarded. torch's varlen_attn, a form of flash
+attention, has neither problem. But it takes no dropout and only 16-bit numbers, and CPUs do not have it. Its input are
+*runs*: consecutive queries of one document, and the keys that they see.
 
     samples      a  b  #  c | d  e  #  #         #: end-of-text; each sample starts a document, too
     documents    0  0  0  1 | 0  0  0  1
     starts       0        3   4        7   8     the last number is the number of all queries
 
-If a run has more keys than queries, the kernel aligns their *ends*. For example, two ranks share a sample of one
-document:
+If a run has more keys than queries, the kernel aligns their *ends*. For two ranks that share a sample of one document:
 
     rank 0    queries 0 1    keys 0 1              rank 1    queries 2 3 4 5    keys 0 1 2 3 4 5
               queries 6 7    keys 0 1 .. 7
 
-The keys of one run must follow those of the previous run, so a key that two runs see is copied.
+The keys of one run follow those of the previous run, so a key that two runs see is copied.
 """
 
 import math
@@ -91,7 +85,7 @@ def rotary_size(config) -> int:
 
 @lru_cache(maxsize=8)
 def rotary_table(config, device: torch.device) -> torch.Tensor:
-    """Return (cos, sin) of all angles in fp32 as one tensor [2, positions, 1, 1, pairs], to broadcast over heads."""
+    """Return cos and sin of all angles in fp32 as one tensor [2, positions, 1, 1, pairs], to broadcast over heads."""
     positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
     angles = torch.outer(positions, rotary_frequencies(config))
     return torch.stack([angles.cos(), angles.sin()]).to(device)[:, :, None, None]
@@ -214,9 +208,8 @@ class AttentionInputs:
 
 def fits_varlen(config) -> bool:
     """Return whether varlen_attn can compute this model's attention on GPUs that have the kernel."""
-    # torch's kernel takes multiples of 8 channels; above 192, some GPUs have no backward
-    return (config.params_dtype.itemsize == 2 and config.attention_dropout == 0.0
-            and config.kv_channels % 8 == 0 and config.kv_channels <= 192)
+    channels = config.kv_channels              # the kernel takes multiples of 8; above 192, some GPUs have no backward
+    return config.params_dtype.itemsize == 2 and config.attention_dropout == 0 and channels % 8 == 0 and channels <= 192
 
 
 def uses_varlen(config, device: torch.device) -> bool:

@@ -16,8 +16,6 @@ graph, which starts at q, k and v:
     output, segment = run_segment(function, q, k, v)      output = function(q, k, v)
     segment.backward(gradient)                            returns the gradients of q, k, v
 
-Until backward, the segment keeps its inputs and whatever autograd saved in its graph.
-
 **A shortcut.** The graph of one fused operation is a single autograd node. A node can be called like a function: it
 takes the gradient of its output and returns the gradients of its inputs. That costs the host a quarter of the time of
 torch.autograd.grad(), which prepares for any graph and uses another thread for each GPU. The call is only correct if
@@ -93,10 +91,8 @@ def drop(x, mask):
 
 
 def add_residual(x, y, bias, mask):
-    """Return x + dropout(y + bias), the residual stream after a sublayer.
-
-    x, y, mask: [b, s, h]; y is already summed over the ranks. bias: [h]. bias and mask may be None.
-    """
+    """Return x + dropout(y + bias) for x, y, mask [b, s, h] and bias [h]. y is already summed over the ranks. bias and
+    mask may be None."""
     branch = drop(y if bias is None else y + bias, mask)
     return x + branch if branch is y else branch.add_(x)
 
@@ -114,7 +110,7 @@ def residual_backward(gradient, mask, has_bias):
 
 @dataclass
 class Segment:
-    """Holds the inputs and the autograd graph of a segment."""
+    """Holds the inputs of a segment, and the autograd graph with whatever autograd saved in it."""
     inputs: list[torch.Tensor]
     output_edge: GradientEdge
 

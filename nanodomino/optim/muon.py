@@ -1,8 +1,8 @@
 """Muon: orthogonalized momentum for the matrices of the layers, AdamW for everything else (--optimizer muon).
 
-A step of AdamW changes each number of a weight by itself. A step of Muon changes a matrix as a whole: it replaces the
-momentum M = U S V^T (its singular value decomposition) by U V^T. So all directions of the matrix learn at the same
-rate, not only those with large gradients (github.com/KellerJordan/Muon; 2502.16982):
+AdamW changes each number of a weight by itself. Muon changes a matrix as a whole: it replaces the momentum M = U S V^T
+(its singular value decomposition) by U V^T. So all directions of the matrix learn at the same rate, not only those with
+large gradients (github.com/KellerJordan/Muon; 2502.16982):
 
     m = b m + (1 - b) g     u = b m + (1 - b) g     w = (1 - lr decay) w - lr 0.2 sqrt(max(rows, columns)) orthogonal(u)
 
@@ -11,10 +11,9 @@ learns more at twice AdamW's --lr, the default here (docs/running.md). Five Newt
 by matmuls alone, in the training type. Matrices that share one weight, such as q, k and v, are updated one by one.
 
 **Whole matrices.** A rank holds only a shard of a matrix (tensor parallelism), and updates only its partition of a flat
-bucket (ZeRO). So each step gathers twice: first the updates u of a bucket over the replicas, then, for each matrix that
-lies at least partly in this rank's partition, the shards of the tensor-parallel ranks. Each rank orthogonalizes these
-matrices, and keeps its own part of the result. The gather of the next bucket, and of the next matrix, is in flight
-while a matrix is orthogonalized.
+bucket (ZeRO). So each step gathers twice: first the updates u of a bucket over the replicas, then the tensor-parallel
+ranks' shards of each matrix that lies at least partly in this rank's partition. Each rank orthogonalizes these matrices
+and keeps its part of the result, while the gathers of the next bucket and the next matrix are in flight.
 
 Word embedding, head and position embedding stay with AdamW, as do vectors: their rows are looked up one by one.
 """
@@ -29,7 +28,7 @@ COEFFICIENTS, ITERATIONS = (3.4445, -4.7750, 2.0315), 5      # Keller Jordan's, 
 
 
 def orthogonal(matrices, dtype):
-    """Return about U V^T, in `dtype`, of each matrix U S V^T of a tensor [.., rows, columns]; 0 for a zero matrix."""
+    """Return about U V^T, in `dtype`, for each matrix U S V^T of a tensor [.., rows, columns]; 0 for a zero matrix."""
     a, b, c = COEFFICIENTS
     tall = matrices.size(-2) > matrices.size(-1)
     x = matrices.mT if tall else matrices
@@ -85,8 +84,8 @@ class Muon(torch.optim.Optimizer):
         return self.gather(gradient.lerp(moment, self.momentum), bucket.kind.replicas, bucket.partitions)
 
     def gather(self, own, group: str, ranks: int):
-        """Launch an all-gather of the flat tensor `own` over a group. Returns a function that waits for the whole
-        tensor and returns it; on one rank it is `own`."""
+        """Launch an all-gather of the flat tensor `own`. Return a function that waits for the whole tensor and returns
+        it; on one rank it is `own`."""
         if ranks == 1:
             return lambda: own
         whole = own.new_empty(ranks * len(own))

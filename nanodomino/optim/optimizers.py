@@ -9,8 +9,8 @@ r"""What a step does with the gradients: the learning rate, the loss scale, and 
     min_lr  /           `----            /                        `---
            warm-up | cosine             warm-up |    stable    | decay
 
-**The loss scale** multiplies fp16 gradients, so that small ones are not rounded to 0 (1710.03740, section 3.2). An fp16
-number has 11 significant bits. The largest is 65504. Below 2^-14 numbers have fewer bits, and below 2^-24 there is only
+**The loss scale** multiplies fp16 gradients, so that small ones are not rounded to 0 (1710.03740, section 3.2). fp16 has
+11 significant bits. Its largest number is 65504. Below 2^-14 numbers have fewer bits, and below 2^-24 there is only
 zero. Weights and activations fit into this range. Gradients of activations do not: for the mean loss of 2^19 tokens
 they start at 2^-19, and they shrink as the model learns. But backward is linear. If it starts with a gradient of
 `scale` instead of 1 for each token's loss, every gradient is `scale` times as large.
@@ -22,19 +22,17 @@ they start at 2^-19, and they shrink as the model learns. But backward is linear
 
 A scale of 1 would be too small: after 60 steps of the preset nano a quarter of the numbers that enter backward's
 matmuls are below 2^-14. Much more than the initial 2^15 would be too large, since a logit's gradient can be as large as
-the scale. Sums over tokens can be larger still, so all of them are computed in fp32. Megatron-LM scales the mean loss:
-its initial scale of 2^32 is 2^13 per token if a replica has 2^19 tokens.
-
-zero.py divides the parameters' gradients, in fp32, by the scale and the number of tokens before it computes the norm.
-A power of two changes only exponents, so such a scale changes no bit of the result unless a number over- or underflows.
+the scale. Sums over tokens can be larger still, so they are computed in fp32. Megatron-LM scales the mean loss: its
+initial scale of 2^32 is 2^13 per token if a replica has 2^19 tokens. zero.py divides the parameters' gradients, in
+fp32, by the scale and the number of tokens before it computes the norm. The scale is a power of two. So it changes only
+exponents, and no bit of the result, unless a number over- or underflows.
 
 **AdamW** changes each element w of a weight by its gradient g, and keeps two moments, m and v (1711.05101):
 
     m = b1 m + (1 - b1) g     v = b2 v + (1 - b2) g^2
     w = (1 - lr decay) w - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-t counts the updates. Because each element is updated by itself, ZeRO may cut flat buffers anywhere. zero.py passes this
-rank's partition of each buffer as one tensor, and checkpoints save each moment next to its weight. Muon (muon.py)
+t counts the updates. Because each element is updated by itself, ZeRO may cut flat buffers anywhere. Muon (muon.py)
 updates whole matrices. A new optimizer is one entry of OPTIMIZERS.
 """
 

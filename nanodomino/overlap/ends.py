@@ -10,16 +10,13 @@
                                             |  of attention     | of MLP
 
 So a residual + norm belongs to two sublayers: y, bias and dropout mask to the previous one, the norm's weights to the
-next one. The residual + norm *after* a sublayer applies the sublayer's row-parallel bias and computes its gradient. So
-in backward, the gradient of this bias is ready before the gradients of the sublayer's other weights.
-
-A residual + norm treats each token by itself, so it does not matter whether a rank holds all rows or a shard. Below,
+next one. It treats each token by itself, so it does not matter whether a rank holds all rows or a shard. Below,
 [b, s, h] means the rows that this rank holds. There is no matmul, but many bytes are read and written. So torch.compile
 (--compile) fuses forward into one kernel, and backward into another.
 
 **The ends of the model** are the word embedding, and final norm + head + cross entropy. Both matrices are cut along the
-vocabulary (parallel.py), so both ends need collectives. Other slices hide these, as in a sublayer. Collectives in
-parentheses are only needed if an option shards the residual stream:
+vocabulary (parallel.py), so both ends need collectives, which other slices hide. Collectives in parentheses are only
+needed if an option shards the residual stream:
 
     embedding    forward    reduce of the word embeddings           backward    (gather of the gradient of x)
     head         forward    (gather of h)                           backward    reduce of the gradient of h
@@ -59,13 +56,10 @@ class SavedResidualNorm:
 
 
 class ResidualNorm:
-    """Runs residual + norm for slices.
-
-    norm: any Norm of the model; all of them have the same normalization and epsilon
-    compiled: torch.compile with its backend, or a function that returns its argument
-    """
+    """Runs residual + norm for slices."""
 
     def __init__(self, norm, compiled):
+        """norm: any Norm of the model; all have the same normalization and epsilon. compiled: see Domino."""
         normalization, epsilon = norm.normalization, norm.epsilon
         # lambdas, because torch.compile treats all functools.partials as one function and keeps few versions of it
         self.forward_kernel = compiled(lambda *inputs: residual_norm(*inputs, epsilon, normalization))
@@ -86,10 +80,7 @@ class ResidualNorm:
 
     def backward(self, slice, saved: SavedResidualNorm, grad_x, grad_h):
         """Turn the gradients of x' and h into those of x and y. Add the gradients of the bias and of the norm's weights
-        to main_grad.
-
-        grad_x, grad_h: the gradients of x' and h; grad_x is None in the head, which uses only h.
-        """
+        to main_grad. grad_x, grad_h: the gradients of x' and h; grad_x is None in the head, which uses only h."""
         bias, mask = bias_and_mask(slice, saved.previous, grad_h)
         grad_x, grad_y, *gradients = self.backward_kernel(
             grad_x, grad_h, saved.x, saved.statistics, *saved.weights, mask, saved.previous is not None,
@@ -114,10 +105,8 @@ def residual_norm(x, y, bias, mask, weight, norm_bias, epsilon, normalization):
 
 def residual_norm_backward(grad_x, grad_h, x, statistics, weight, norm_bias, mask, has_residual, has_bias,
                            normalization):
-    """Return the gradients of x, y, bias, norm weight and norm bias; None for those that do not exist.
-
-    grad_x, grad_h: the gradients of x' and h. x: x' itself.
-    """
+    """Return the gradients of x, y, bias, norm weight and norm bias; None for those that do not exist. grad_x, grad_h:
+    the gradients of x' and h. x: x' itself."""
     gradient, grad_weight, grad_norm_bias = normalization.backward(grad_h, x, statistics, weight, norm_bias)
     if grad_x is not None:
         gradient = gradient.add_(grad_x)
@@ -140,11 +129,9 @@ class EmbeddingAndHead:
     """Runs the embedding and the head, forward and backward. All methods except head_backward are generators."""
 
     def __init__(self, model, ops, residual_norm, compiled=None):
-        """compiled: torch.compile with its backend, or None.
-
-        The cross entropy must not create temporaries as large as the logits. torch.compile avoids them by fusing the
-        operations. Without it, in_blocks() processes a few rows at a time.
-        """
+        """compiled: a function such as torch.compile, or None. The cross entropy must not create temporaries as large
+        as the logits. torch.compile avoids them by fusing the operations. Without it, in_blocks() processes a few rows
+        at a time."""
         self.model, self.ops, self.residual_norm = model, ops, residual_norm
         narrow = dict(narrow=model.config.fp16_lm_cross_entropy and model.config.dtype == "float16")
         self.max_and_sum_exp_of_rows, self.scaled_exp_of_rows = map(compiled or in_blocks, (
@@ -164,10 +151,7 @@ class EmbeddingAndHead:
         return words.clone() if self.ops.stream.shards > 1 else words          # a view would keep the rows of all ranks
 
     def embed_backward(self, slice, grad_x):
-        """Add the gradients of the word and position embeddings to main_grad.
-
-        grad_x [b, s, h]: the gradient of embed()'s result.
-        """
+        """Add the gradients of the word and position embeddings to main_grad. grad_x [b, s, h]: of embed()'s result."""
         gradient = drop(grad_x, slice.masks_and_positions.hidden_dropout_mask("embedding", grad_x))
         flights = self.ops.gather(slice, "embedding", gradient)
         self.model.embedding.add_position_gradients(gradient, self.ops.stream.own_rows(slice.batch.positions))
@@ -182,11 +166,8 @@ class EmbeddingAndHead:
         main_grad_of(words.weight).index_add_(0, row.flatten(), gradient)
 
     def head(self, slice, x, y, previous):
-        """Return (the loss of each token [b, s], the HeadTape).
-
-        x, y: the residual stream before the last sublayer's addition, and that sublayer's output.
-        previous: the last sublayer.
-        """
+        """Return (the loss of each token [b, s], the HeadTape). x, y: the residual stream before the addition of the
+        last sublayer `previous`, and its output."""
         ops, (vocabulary,) = self.ops, self.model.head
         h, norm = self.residual_norm.forward(slice, x, y, previous, self.model.final_norm.weights)
         flights = ops.gather(slice, "head", h)
@@ -200,10 +181,8 @@ class EmbeddingAndHead:
         return loss_from_sums(sums), HeadTape(norm, result_of(flights), logits, maximum, sums)
 
     def head_backward(self, slice, tape: HeadTape, gradient):
-        """Return (flights of the gradient of h, the matmuls of the weight gradient, which the caller runs).
-
-        gradient: the gradient of the losses [b, s].
-        """
+        """Return (flights of the gradient of h, the matmuls of the weight gradient, which the caller runs). gradient
+        [b, s]: of the losses."""
         (vocabulary,) = self.model.head
         grad_logits = cross_entropy_gradient(tape.logits, slice.batch.labels, slice.output, tape.maximum, tape.sums,
                                              gradient, vocabulary, self.scaled_exp_of_rows)

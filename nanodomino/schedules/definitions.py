@@ -15,9 +15,9 @@ The actions of a stage, for a microbatch and one of the stage's chunks of layers
 
 Zero-bubble schedules split B into I and W (2401.10241; the paper calls these parts B and W).
 
-The *bubble* of a schedule is the busiest stage's idle time, divided by its computing time. Below, F, I and W
-are the times that a stage takes for a microbatch's forward, input gradients and weight gradients. So a whole backward
-takes I + W. v is the number of chunks per stage:
+The *bubble* of a schedule is the busiest stage's idle time, divided by its computing time. Below, a stage takes F, I and
+W for a microbatch's forward, input gradients and weight gradients. So a whole backward takes I + W. v is the number of
+chunks per stage:
 
                  idle time of a step        microbatches held           source
     gpipe        (p - 1)(F + I + W)         m                           1811.06965
@@ -36,8 +36,8 @@ chunks counts 1/v. Three formulas for the idle time hold only under conditions:
     zb-v         m is at least (3 p - 1)/2, and F = I = W
 
 In zb-v no stage idles between its first and its last action. But the stages start and end at different times, and all
-wait for the last one, because clipping needs the global gradient norm. (The paper does not wait: it updates before the
-norm is known and undoes the update if clipping was necessary, section 4.)
+wait for the last one, because clipping needs the global gradient norm. (The paper updates before the norm is known, and
+undoes the update if clipping was necessary: section 4.)
 
 A new schedule is a function and a line in SCHEDULES. Its cost and its messages follow from its actions.
 """
@@ -146,8 +146,8 @@ def paired(stage: int, stages: int, microbatches: int, chunks=1) -> list:
 
     A stage can use the activation or the gradient of another stage's pair only after that pair ends. So each later
     stage delays a microbatch's backward by two pairs: one in forward, one in backward. The last stage adds one more
-    pair, because it runs the backward one pair after the forward. The warm-up has as many forwards as this delay has
-    pairs. With fewer, two pairs would wait for each other.
+    pair, because it runs the backward one pair after the forward. The warm-up has one forward for each of these pairs.
+    With fewer, two pairs would wait for each other.
     """
     warm_up = min(2 * (stages - stage - 1) + 1, microbatches)
     return ([Forward(i) for i in range(warm_up)]
@@ -159,8 +159,8 @@ def interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> list
     """Run 1F1B over several chunks per stage. A chunk is shorter than a whole stage, so the pipeline fills faster.
 
     A round takes `stages` microbatches through chunk 0 of a stage, then the same microbatches through chunk 1, and so
-    on. When the round's first microbatch comes back for the next chunk, the stage has just finished the round's last
-    microbatch. If the last round has fewer microbatches, the actions of the missing ones are left out.
+    on. When the first of them comes back for the next chunk, the stage has just finished the last. If the last round
+    has fewer microbatches, the actions of the missing ones are left out.
     """
     rounds = range(0, microbatches, stages)
     order = [(i, chunk) for first in rounds for chunk in range(chunks) for i in range(first, first + stages)]
@@ -174,9 +174,9 @@ def interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> list
 
 
 def zb_h1(stage: int, stages: int, microbatches: int, chunks=1) -> list:
-    """Run 1F1B, but delay the weight gradients by `stage` microbatches, because no stage waits for them. So the
-    last stages compute weight gradients at the end of the step, where they would idle in 1F1B. The price is memory:
-    every stage holds p microbatches. In 1F1B only the first stage holds that many."""
+    """Run 1F1B, but delay the weight gradients by `stage` microbatches. So the last stages compute weight gradients at
+    the end of the step, where they would idle in 1F1B. The price is memory: every stage holds p microbatches. In 1F1B
+    only the first stage holds that many."""
     warm_up, actions = min(stages - stage - 1, microbatches), []
     for i in range(microbatches + stages):
         actions += [Forward(i)] if i < microbatches else []
@@ -218,9 +218,7 @@ def zb_v(stage: int, stages: int, microbatches: int, chunks=2) -> list:
     do(stage, (down, InputBackward), (up, InputBackward))
     do(stages - stage, (down, InputBackward), (down, WeightBackward))
     actions += [*up[WeightBackward], *down[WeightBackward]]
-    if stage == 0:
-        # No stage waits for the input gradient of the model's first chunk. So run whole backwards there, in which the
-        # weight gradients hide the all-reduces.
+    if stage == 0:     # no stage waits for the first chunk's input gradient: in a whole B, W hides the all-reduces
         actions = [Backward(action.microbatch) if isinstance(action, InputBackward) and action.chunk == 0 else action
                    for action in actions if not (isinstance(action, WeightBackward) and action.chunk == 0)]
     return drop_missing(actions, microbatches)

@@ -11,8 +11,7 @@ chunk is placed in the reverse order of stages:
 
 The placement says which message each action sends to which stage. In the simulation, actions have durations and
 messages have delays, in any unit of time. An action starts when its stage has finished the previous one and its inputs
-have arrived. The simulated times give the step time, the bubble, a picture, and the moment at which pipeline.py must
-post each receive.
+have arrived. The times give the bubble, a picture, and the moment at which pipeline.py must post each receive.
 """
 
 from bisect import bisect_left
@@ -28,13 +27,9 @@ from nanodomino.schedules.definitions import SCHEDULES, Action, Forward, InputBa
 # ---- which layers each stage holds, and what it sends
 
 def stage_layers(num_layers: int, stage: int, stages: int, behind_head=0) -> range:
-    """Return the indices of the layers that a stage holds. If the layers cannot be split equally, each of the
-    first stages holds one layer more.
-
-    For example, 10 layers on 4 stages are split into 3, 3, 2 and 2, so stage 1 holds layers 3, 4 and 5.
-    behind_head: the number of further layers behind the head. The last stage holds them all, so it has fewer layers of
-        the model, but at least one.
-    """
+    """Return the indices of the layers that a stage holds. For example, 10 layers on 4 stages are split into 3, 3, 2
+    and 2, so stage 1 holds layers 3, 4 and 5. behind_head: the number of further layers behind the head. The last stage
+    holds them all, so it has fewer layers of the model, but at least one."""
     if behind_head and stages > 1:
         first = num_layers - max((num_layers + behind_head) // stages - behind_head, 1)         # the last stage's
         return stage_layers(first, stage, stages - 1) if stage < stages - 1 else range(first, num_layers)
@@ -120,8 +115,7 @@ class Timetable:
     rows: tuple[tuple, ...]
 
     def __hash__(self):
-        """Hash only the lengths of the rows. The table is a cache key in every step, and hashing its thousands of
-        actions each time would be slow."""
+        """Hash only the lengths of the rows: the table is a cache key in every step, and has thousands of actions."""
         return hash((self.placement, *map(len, self.rows)))
 
     @cached_property
@@ -134,10 +128,8 @@ class Timetable:
     def dependencies(self) -> list[list[tuple]]:
         """The input of simulate(): a list of (action, needed, caused) for each stage.
 
-        needed: the events for which the action waits.
-        caused: (event, elsewhere) for each event that the action causes; elsewhere: True if on another stage.
-        An event is the end of a pass or the arrival of a message. It is represented by an integer, which keeps the
-        simulation of thousands of actions fast.
+        needed: the events for which the action waits. caused: (event, whether on another stage) for each event that it
+        causes. An event is the end of a pass or the arrival of a message, as an integer, which is fast.
         """
         number, table = defaultdict(count().__next__), [[] for _ in self.rows]
         for stage, row in enumerate(self.rows):
@@ -163,12 +155,9 @@ def timetable(schedule: Schedule | str, stages: int, microbatches: int, chunks=1
 # ---- the simulation
 
 def simulate(table: Timetable, duration=lambda stage, action: action.length, message=0) -> list[list[tuple]]:
-    """Return for each stage a list of (action, start, end).
-
-    duration(stage, action): how long an action takes.
-    message: the delay between an action's end and the arrival of its output on another stage.
-    Raises ValueError if the stages wait for each other forever.
-    """
+    """Return for each stage a list of (action, start, end). duration(stage, action): how long an action takes. message:
+    the delay between an action's end and the arrival of its output on another stage. Raises ValueError if the stages
+    wait for each other forever."""
     queues, rows = [deque(row) for row in table.dependencies], [[] for _ in table.rows]
     times = {}                                       # when each event happened
     while any(queues):
@@ -184,8 +173,7 @@ def simulate(table: Timetable, duration=lambda stage, action: action.length, mes
                     times[event] = free + message * elsewhere
         if len(times) == before:
             stuck = [f"{queue[0][0]} on stage {stage}" for stage, queue in enumerate(queues) if queue]
-            raise ValueError(f"a schedule must run to its end, but {', '.join(stuck)} are waiting for each other; "
-                             "change the order of the actions")
+            raise ValueError(f"a schedule must run to its end, but {', '.join(stuck)} are waiting for each other")
     return rows
 
 
@@ -205,11 +193,9 @@ def bubble(rows) -> float:
 
 
 def peak_microbatches(actions, size=lambda chunk: 1):
-    """Return the largest number of microbatches that a stage holds at the same time, each weighted by size(chunk).
-
-    A stage holds a microbatch from its forward to the end of its backward. If the backward is split, that is the end of
-    its WeightBackward, which needs the activations too.
-    """
+    """Return the largest number of microbatches that a stage holds at the same time, each weighted by size(chunk). A
+    stage holds a microbatch from its forward to the end of its Backward or WeightBackward, which needs the activations
+    too."""
     held = peak = 0
     for action in actions:
         for half in reversed(action.halves):                 # a pair holds both of its microbatches
@@ -223,11 +209,9 @@ def peak_microbatches(actions, size=lambda chunk: 1):
 
 @lru_cache(maxsize=16)
 def receives_to_post(table: Timetable, actions_ahead=0) -> list[list[list[Message]]]:
-    """Return, as result[stage][i], the messages whose receives a stage posts right before its action i.
-
-    Each receive is posted before the first action that starts at or after the time at which the simulation sends the
-    message. With `actions_ahead` it is posted that many actions earlier. pipeline.py says why.
-    """
+    """Return, as result[stage][i], the messages whose receives a stage posts right before its action i: the first
+    action that starts at or after the simulated time of the send. With `actions_ahead` they are posted that many
+    actions earlier. pipeline.py says why."""
     rows = simulate(table)
     sent = sorted(((end, sender, *target) for sender, row in enumerate(rows) for action, _, end in row
                    for half in action.halves if (target := message_sent(table.placement, sender, half))
