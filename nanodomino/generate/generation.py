@@ -6,8 +6,7 @@ On the last stage every tensor-parallel rank gathers the full row of logits and 
 the same seed, so all ranks choose the same token without communicating again.
 
 **The cache.** Attention needs the keys and values of every earlier token, and they do not change when a token is added.
-With a cache, each layer computes only one new position per token, however long the text is. The keys and values of a
-query group are cached once, for all of its heads.
+With a cache, each layer computes only one new position per token, however long the text is.
 
 When the text has filled the model's context, the cache cannot just drop the oldest token. Learned positions would all
 change. Rotary positions enter attention only as distances, but in the upper layers the cached keys and values still
@@ -35,9 +34,7 @@ KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacken
 
 
 class KeyValueCache:
-    """Holds the keys and the values of each attention layer of this stage, both [1, query groups/t, size, d].
-
-    Rotary positions are already applied to the keys.
+    """Holds the rotated keys and the values of each attention layer of this stage, both [1, query groups/t, size, d].
 
     size: the number of positions that the cache can hold; the first `length` of them are filled.
     end_of_text: the token that ends a text; an option may let it end what later tokens can see.
@@ -93,10 +90,8 @@ class KeyValueCache:
         return keys[:, :, first:end], values[:, :, first:end]
 
     def hidden_states(self, chunk: Chunk, tokens, hidden):
-        """Run the layers of a chunk on new tokens [1, m], or on hidden [1, m, h] from the previous chunk.
-
-        Returns hidden [1, m, h].
-        """
+        """Run the layers of a chunk on new tokens [1, m], or on hidden [1, m, h] from the previous chunk. Return hidden
+        [1, m, h]."""
         model, x = self.model, hidden
         if chunk.pre_process:
             x = model.embedding.add_positions(model.embedding.word_embeddings(tokens), self.positions, None)

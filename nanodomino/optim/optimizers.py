@@ -9,8 +9,8 @@ r"""What a step does with the gradients: the learning rate, the loss scale, and 
     min_lr  /           `----            /                        `---
            warm-up | cosine             warm-up |    stable    | decay
 
-**The loss scale** multiplies fp16 gradients, so that small ones are not rounded to 0 (1710.03740, section 3.2). fp16 has
-11 significant bits. Its largest number is 65504. Below 2^-14 numbers have fewer bits, and below 2^-24 there is only
+**The loss scale** multiplies fp16 gradients, so that small ones are not rounded to 0 (1710.03740, section 3.2). An fp16
+number has 11 significant bits. The largest is 65504. Numbers below 2^-14 have fewer bits, and below 2^-24 there is only
 zero. Weights and activations fit into this range. Gradients of activations do not: for the mean loss of 2^19 tokens
 they start at 2^-19, and they shrink as the model learns. But backward is linear. If it starts with a gradient of
 `scale` instead of 1 for each token's loss, every gradient is `scale` times as large.

@@ -15,9 +15,9 @@ The actions of a stage, for a microbatch and one of the stage's chunks of layers
 
 Zero-bubble schedules split B into I and W (2401.10241; the paper calls these parts B and W).
 
-The *bubble* of a schedule is the busiest stage's idle time, divided by its computing time. Below, a stage takes F, I and
-W for a microbatch's forward, input gradients and weight gradients. So a whole backward takes I + W. v is the number of
-chunks per stage:
+The *bubble* of a schedule is the busiest stage's idle time, divided by its computing time. Below, a stage takes F,
+I and W for a microbatch's forward, input gradients and weight gradients. So a whole backward takes I + W. v is the
+number of chunks per stage:
 
                  idle time of a step        microbatches held           source
     gpipe        (p - 1)(F + I + W)         m                           1811.06965

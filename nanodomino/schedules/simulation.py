@@ -192,18 +192,18 @@ def bubble(rows) -> float:
     return step_time(rows) / busy_time(rows) - 1
 
 
-def peak_microbatches(actions, size=lambda chunk: 1):
-    """Return the largest number of microbatches that a stage holds at the same time, each weighted by size(chunk). A
-    stage holds a microbatch from its forward to the end of its Backward or WeightBackward, which needs the activations
-    too."""
+def peak_microbatches(actions) -> int:
+    """Return the largest number of microbatches that a stage holds at the same time, counted in each chunk. A stage
+    holds a microbatch from its forward to the end of its Backward or WeightBackward, which needs the activations too.
+    """
     held = peak = 0
     for action in actions:
         for half in reversed(action.halves):                 # a pair holds both of its microbatches
             if half.kind == "forward":
-                held += size(half.chunk)
+                held += 1
                 peak = max(peak, held)
             elif half.kind in ("backward", "weight_backward"):
-                held -= size(half.chunk)
+                held -= 1
     return peak
 
 

@@ -143,7 +143,6 @@ def test_a_stage_holds_as_many_microbatches_as_the_formula_says(name, chunks):
                 assert formula - stages < held <= formula
             else:
                 assert held == formula
-            assert peak_microbatches(row, lambda chunk: 10) == 10 * held
 
 
 def idle(table, F, B, W):
