@@ -111,9 +111,8 @@ def dry_run(program, config: Config, rank=0) -> RankRun:
     with world_of(rank, config.world_size):
         mesh = make_mesh(config.pp, config.dp, config.tp, META, **config.mesh_options)
         accounts = Accounts(groups_of(mesh), host_counts=config.device == "cpu")
-        # AdamW's fused kernel refuses meta tensors, but an account of it needs no numbers
         with standing_for(StandIn(config.device, Streams(accounts))), accounts, FusedAttention(), \
-                mock.patch("torch.optim.adam._device_dtype_check_for_fused"):
+                mock.patch("torch.optim.adam._device_dtype_check_for_fused"):  # it refuses meta tensors
             model = program.model_builder(config, mesh)
             optimizer = ZeroOptimizer(model, config, mesh)
             domino = Domino(model, config.slices, config.columns, accounts.fuse if compiles else None)
@@ -157,14 +156,15 @@ def measured_step(program, domino, optimizer, dataset, config: Config, accounts:
 
 def state_tensors(model, optimizer) -> dict:
     """Return {"parameters", "gradients", "optimizer": tensors}, with one tensor of each storage."""
-    tensors = {"parameters": [*model.parameters(), *(bucket.weights for bucket in optimizer.buckets)],
-               "gradients": [bucket.own_grad for bucket in optimizer.buckets],
-               "optimizer": optimizer.state_tensors()}
-    found, known = {}, set()
-    for name, held in tensors.items():
-        found[name] = {storage(tensor): tensor for tensor in held if storage(tensor) not in known}.values()
-        known |= {*map(storage, held)}
-    return found
+    known, buckets = set(), optimizer.buckets
+
+    def new(tensors):
+        found = {storage(tensor): tensor for tensor in tensors if storage(tensor) not in known}
+        known.update(found)
+        return found.values()
+
+    return {"parameters": new([*model.parameters(), *(bucket.weights for bucket in buckets)]),
+            "gradients": new([bucket.own_grad for bucket in buckets]), "optimizer": new(optimizer.state_tensors())}
 
 
 PARTS = {"matmul": "matmuls", **dict.fromkeys(("attention", "attention backward"), "attention"),
