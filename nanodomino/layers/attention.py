@@ -11,10 +11,8 @@ into t contiguous parts gives each rank whole groups:
       rank 0              rank 1                   (all q, then all k, then all v would give rank 0 only queries)
 
 Then q and k may be normalized (qk_layernorm) and rotated by their positions. attention_mask.py explains the rotation,
-and which keys a query sees.
-
-Without attention dropout, torch's fused kernel never writes the [s, s] probabilities to memory. With dropout they are
-computed explicitly, because the fused kernel would draw its own mask, and that mask would depend on the layout.
+and which keys a query sees. Without attention dropout, torch's fused kernel never writes the [s, s] probabilities to
+memory. With dropout they are computed explicitly, because the fused kernel's mask would depend on the layout.
 
 Training calls core_forward and core_backward. In these, autograd differentiates only attend() (gradients.py). The
 backward of norms and rotations is written by hand, and torch.compile (--compile) fuses it into a few kernels.
@@ -72,11 +70,8 @@ class Attention(Sublayer):
         k, v = repeat_kv(q, k, v)
         scale = self.head_dim ** -0.5          # applied inside the matmul, because unscaled scores may overflow fp16
         scores = torch.baddbmm(q.new_empty(()), q.flatten(0, 1), k.flatten(0, 1).mT, beta=0, alpha=scale)
-        scores = scores.view(inputs.dropout_mask.shape)
-        if inputs.bias is None:
-            scores = scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), -torch.inf)
-        else:
-            scores = scores + inputs.bias
+        bias = torch.full_like(scores[0], -torch.inf).triu(1) if inputs.bias is None else inputs.bias
+        scores = scores.view(inputs.dropout_mask.shape) + bias
         return drop(scores.softmax(dim=-1), inputs.dropout_mask) @ v
 
     def core(self, qkv, inputs):
@@ -140,13 +135,10 @@ class Attention(Sublayer):
 
 def fused_attention(q, k, v, bias):
     """Return softmax(q k^T / sqrt(d) + bias) v [b, heads, m, d] for q [b, heads, m, d], k and v [b, groups, s, d].
-
-    Without a bias, attention is causal if m = s. In generation m is 1: the last token attends to all s tokens.
-
-    On CUDA, only flash attention and cuDNN's attention handle groups without repeating k and v. They need 16-bit
-    inputs, and flash attention takes no bias. In other cases torch would silently use a kernel that stores all scores,
-    so k and v are repeated here first.
-    """
+    Without a bias, attention is causal if m = s. In generation m is 1: the last token attends to all s tokens. On CUDA,
+    only flash attention and cuDNN's attention handle groups without repeating k and v. They need 16-bit inputs, and
+    flash attention takes no bias. In other cases torch would silently use a kernel that stores all scores, so k and v
+    are repeated here first."""
     if on_gpu(q) and (bias is not None or q.element_size() > 2):
         k, v = repeat_kv(q, k, v)
     return F.scaled_dot_product_attention(
@@ -155,8 +147,8 @@ def fused_attention(q, k, v, bias):
 
 
 def varlen_attention(q, k, v, runs: Runs):
-    """Return the attention output [b, heads, m, d] for q [b, heads, m, d]. k and v [b, groups, s, d] hold the keys of
-    the runs one after the other."""
+    """Return the attention output [b, heads, m, d] for q [b, heads, m, d], and for the runs' keys, k and v [b, groups,
+    s, d]."""
     from torch.nn.attention.varlen import varlen_attn          # imported here, because this import takes a second
 
     b, grouped = q.size(0), k.size(1) < q.size(1)
@@ -185,11 +177,8 @@ def join_heads(context):
 
 def norm_and_rotate(q, k, v, rotary, q_weights, k_weights, epsilon, normalization):
     """Normalize and rotate q [b, s, groups, group_size, d] and k [b, s, groups, 1, d]. Return (q, k, v, the statistics
-    of q's norm, those of k's norm).
-
-    rotary, normalization: None if the model does not rotate or normalize q and k
-    q_weights, k_weights: (weight, bias) of the norms
-    """
+    of q's norm, those of k's norm). rotary, normalization: None if the model does not rotate or normalize q and k.
+    q_weights, k_weights: (weight, bias) of the norms."""
     q_statistics = k_statistics = ()
     if normalization is not None:
         q, *q_statistics = normalization.forward(q, *q_weights, epsilon)
@@ -202,11 +191,9 @@ def norm_and_rotate(q, k, v, rotary, q_weights, k_weights, epsilon, normalizatio
 
 
 def norm_and_rotate_backward(q, k, v, rotary, before_norms, statistics, q_weights, k_weights, normalization):
-    """Turn the gradients of q, k and v [b, s, groups, .., d] into (the gradient of qkv [b, s, ..], the gradients of
-    q's norm weights, those of k's norm weights).
-
-    before_norms: q and k before the norms; statistics: of q's norm and of k's norm. Not used without norms.
-    """
+    """Turn the gradients of q, k and v [b, s, groups, .., d] into (the gradient of qkv [b, s, ..], the gradients of q's
+    norm weights, those of k's norm weights). before_norms: q and k before the norms; statistics: of q's norm and of k's
+    norm. Not used without norms."""
     q_gradients = k_gradients = ()
     if rotary is not None:
         opposite = inverse_rotation(rotary)

@@ -13,9 +13,7 @@ so the score of q at position m and k at position n depends only on m - n:
 
     (R(m) q) . (R(n) k)  =  q . R(n - m) k         R: block diagonal, [[cos, -sin], [sin, cos]] for each pair
 
-Rope has no parameters, adds nothing to the residual stream, and lets a window start at any position. Its backward
-rotates the gradient by the opposite angle.
-
+Rope has no parameters and adds nothing to the residual stream. Its backward rotates the gradient by the opposite angle.
 Angles are computed in fp32, with the same order of operations as in Llama's own code and in Transformers. Rounding
 makes an angle wrong by up to about 2^-24 times the position (0.01 radian at position 131,072). Published models were
 trained with exactly these errors, so we reproduce them.
@@ -34,10 +32,10 @@ token in its sample. So every rule only moves the first place, and an AttentionM
 
 The queries are all tokens of the samples, a rank's share of them (context parallelism) or the new tokens (generation).
 Attention is computed in one of three ways. torch's causal attention reads no mask: it fits if all first places are 0. A
-bias [b, 1, queries, keys] adds -inf to the score of each key that a query does not see. In 16 bit, the bias of a sample
-of 32,768 tokens takes 2.1 GB, and many scores are computed only to be discarded. torch's varlen_attn, a form of flash
-attention, has neither problem. But it takes no dropout and only 16-bit numbers, and CPUs do not have it. Its input are
-*runs*: consecutive queries of one document, and the keys that they see.
+bias adds -inf to the score of each key that a query does not see. In 16 bit, the bias of a sample of 32,768 tokens
+takes 2.1 GB, and many scores are computed only to be discarded. torch's varlen_attn, a form of flash attention, avoids
+both. But it takes no dropout and only 16-bit numbers, and CPUs do not have it. It works on *runs*: consecutive queries
+of one document, and the keys that they see.
 
     samples      a  b  #  c | d  e  #  #         #: end-of-text; each sample starts a document, too
     documents    0  0  0  1 | 0  0  0  1
@@ -153,8 +151,7 @@ class AttentionMask:
         return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
 
     def runs(self, device: torch.device, samples: int | None = None) -> "Runs":
-        """Return the runs of consecutive queries of a document, and the keys that they see. samples: b, needed only if
-        `begins` is one row for all samples."""
+        """Return the runs. samples: b, needed only if `begins` is one row for all samples."""
         b, m = samples or len(self.begins), len(self.places)
         starts = torch.ones(b, m, dtype=torch.bool)
         starts[:, 1:] = (self.places.diff() != 1) | (self.begins.diff(dim=1) != 0)
@@ -173,7 +170,7 @@ class AttentionMask:
 
     def inputs(self, config, samples: int, device: torch.device) -> dict:
         """Return the fields of AttentionInputs with which attention obeys this mask in training. samples: b. With
-        documents, every batch takes the same kernel, which the warm-up has loaded."""
+        documents, every batch takes the kernel that the warm-up has loaded."""
         if not config.reset_attention_mask and self.causal:
             return {}
         if uses_varlen(config, device):
@@ -196,8 +193,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """Holds what attention needs besides q, k and v. Each field may be None. Without bias and runs, attention is
-    causal."""
+    """Holds what attention needs besides q, k and v. Without bias and runs, attention is causal."""
     dropout_mask: torch.Tensor | None        # [b, heads/t, s, s], for the attention probabilities
     rotary: torch.Tensor | None              # (cos, sin), see rotation()
     bias: torch.Tensor | None = None         # see AttentionMask.bias()

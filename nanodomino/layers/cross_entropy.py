@@ -6,8 +6,7 @@ For one token, with all its logits z on one rank:
     exps    = (z - maximum).exp()
     sum_exp = exps.sum()
     loss    = sum_exp.log() - (z[label] - maximum)        # = -log softmax(z)[label]
-    grad_z  = exps / sum_exp                              # = softmax(z), minus 1 at the label:
-    grad_z[label] -= 1
+    grad_z  = exps / sum_exp - one_hot(label)             # = softmax(z), minus 1 at the label
 
 Here each rank has only v/t of a token's logits. Instead of gathering v logits per token, two all-reduces communicate
 three numbers per token (Megatron-LM, 1909.08053, section 3):
@@ -35,8 +34,7 @@ BLOCK_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}    # size of a temporary: fits a
 
 
 def in_blocks(function):
-    """Return a version of function(logits [rows, n], *others [rows]) that processes a few rows at a time and joins the
-    results [rows]."""
+    """Let function(logits [rows, n], *others [rows]) process a few rows at a time, and join the results [rows]."""
     def by_blocks(logits, *others):
         rows = max(1, BLOCK_BYTES[kind_of(logits.device)] // (4 * logits.size(-1)))
         results = [function(*block) for block in zip(*(tensor.split(rows) for tensor in (logits, *others)))]
@@ -61,9 +59,7 @@ def scaled_exp_of_rows(logits, maximum, factor, narrow=False):
 
 def local_max_and_sum_exp(logits, vocabulary, of_rows=in_blocks(max_and_sum_exp_of_rows)):
     """Return (largest, sum_exp) of logits [b, s, num_logits], both [b, s]. Overwrites the logits of padding with -inf.
-
-    A rank that owns only padding returns -inf and 0.
-    """
+    A rank that owns only padding returns -inf and 0."""
     if not vocabulary.num_words:
         zeros = logits[..., :0].sum(dim=-1, dtype=wide_dtype(logits))
         return zeros - torch.inf, zeros
@@ -73,9 +69,7 @@ def local_max_and_sum_exp(logits, vocabulary, of_rows=in_blocks(max_and_sum_exp_
 
 def partial_loss_sums(logits, labels, largest, sum_exp, maximum, vocabulary):
     """Return what this rank adds to the second all-reduce: sum_exp and z[label] - maximum, as one tensor [2, b, s].
-
-    largest, sum_exp: the results of local_max_and_sum_exp(). maximum: the largest logit over all ranks.
-    """
+    largest, sum_exp: the results of local_max_and_sum_exp(). maximum: the largest logit over all ranks."""
     row, is_local = vocabulary.local_rows(labels)
     sums = torch.stack([sum_exp * (largest - maximum).exp(), torch.zeros_like(maximum)])
     if vocabulary.num_words:
@@ -90,13 +84,9 @@ def loss_from_sums(sums):
 
 def cross_entropy_gradient(logits, labels, loss, maximum, sums, gradient, vocabulary,
                            of_rows=in_blocks(scaled_exp_of_rows)):
-    """Overwrite this rank's logits with (softmax - one_hot(label)) * gradient.
-
-    gradient [b, s]: the gradient of the loss.
-
-    At the label, softmax - 1 is computed as expm1(-loss). If the model is sure of a label, the label's probability
-    rounds to 1 in 16 bits, so the plain difference would be 0.
-    """
+    """Overwrite this rank's logits with (softmax - one_hot(label)) * gradient. gradient [b, s]: the gradient of the
+    loss. At the label, softmax - 1 is computed as expm1(-loss). If the model is sure of a label, the label's
+    probability rounds to 1 in 16 bits, so the plain difference would be 0."""
     if vocabulary.num_words:
         row, is_local = (tensor.unsqueeze(-1) for tensor in vocabulary.local_rows(labels))
         gradient = gradient.to(loss.dtype)
@@ -107,10 +97,8 @@ def cross_entropy_gradient(logits, labels, loss, maximum, sums, gradient, vocabu
 
 
 def vocab_parallel_cross_entropy(logits, labels, vocabulary):
-    """Return the loss [b, s], in fp32 or wider, from this rank's logits [b, s, num_logits] and labels [b, s].
-
-    Runs the steps above with blocking all-reduces and plain autograd. This is the definition.
-    """
+    """Return the loss [b, s], in fp32 or wider, from this rank's logits [b, s, num_logits] and labels [b, s]. Runs the
+    steps above with blocking all-reduces and plain autograd. This is the definition."""
     logits = logits.to(wide_dtype(logits), copy=True)
     largest, sum_exp = local_max_and_sum_exp(logits, vocabulary)
     maximum = largest.detach().clone()

@@ -7,8 +7,7 @@ on the layout, even with dropout:
     residual stream   [b, s, h]          every tp rank draws the same mask for its copy of the stream
     attention         [b, heads, s, s]   every tp rank draws the mask of all heads and keeps the part for its own heads
 
-A sample is identified by its number in the data order. So a different slicing, a recomputation or a resumed run draws
-the same mask again.
+A sample is its number in the data order. So a different slicing, a recomputation or a resumed run draws the same mask.
 """
 
 import hashlib
@@ -42,10 +41,8 @@ class MasksAndPositions:
         self.visible = {}                # {window: fields of AttentionInputs that all layers with this window share}
 
     def draw_masks(self, site, shape, probability, like):
-        """Draw a mask [b, *shape] of 0 and 1/(1 - probability). Return None if nothing is dropped.
-
-        probability: the probability of 0. like: the mask gets this tensor's device, and its dtype unless fp32 is wider.
-        """
+        """Draw a mask [b, *shape] of 0 and 1/(1 - probability). Return None if nothing is dropped. probability: the
+        probability of 0. like: the mask gets this tensor's device, and its dtype unless fp32 is wider."""
         if self.sample_ids is None or probability == 0.0:
             return None
         masks = torch.empty(len(self.sample_ids), *shape, device=like.device, dtype=wide_dtype(like))

@@ -9,22 +9,21 @@ without being rounded to 16 bits first.
 autograd differentiates add_residual(). Training calls residual_backward() instead.
 
 **Segments.** Plain autograd records one graph of the whole forward and runs it backward in its own order. Domino needs
-another order, with all-reduces between the operations, so most backward passes are written by hand. Fused attention is
-the exception: each device has its own kernel, and only torch knows the kernel's backward. So attention gets a separate
-graph, which starts at q, k and v:
+another order, so backward is written by hand. Fused attention is the exception: each device has its own kernel, and
+only torch knows the kernel's backward. So attention gets a separate graph, which starts at q, k and v:
 
     output, segment = run_segment(function, q, k, v)      output = function(q, k, v)
     segment.backward(gradient)                            returns the gradients of q, k, v
 
-**A shortcut.** The graph of one fused operation is a single autograd node. A node can be called like a function: it
-takes the gradient of its output and returns the gradients of its inputs. That costs the host a quarter of the time of
+**A shortcut.** The graph of one fused operation is a single autograd node. It can be called like a function that turns
+the gradient of its output into the gradients of its inputs. That costs the host a quarter of the time of
 torch.autograd.grad(), which prepares for any graph and uses another thread for each GPU. The call is only correct if
 nothing but the inputs comes after the node in backward:
 
     node.next_functions      [AccumulateGrad(q), AccumulateGrad(k), AccumulateGrad(v), None ..]
 
 None stands for an argument without a gradient, such as an attention bias. In all other cases, such as attention with
-dropout and varlen_attention(), Segment.backward() uses torch.autograd.grad().
+dropout, Segment.backward() uses torch.autograd.grad().
 """
 
 from dataclasses import dataclass
@@ -58,12 +57,9 @@ ADDS_TO_FP32 = torch.__version__ >= "2.10"
 
 
 def add_weight_gradient(main_grad, grad_output, activation):
-    """Add grad_output^T activation to a weight's main_grad [out, in], whose dtype may be wider.
-
-    grad_output [b, s, out], activation [b, s, in]. If activation is None, add the sum of grad_output over all tokens to
-    a bias's main_grad [out]. main_grad may have more rows than `out`, because a head does not multiply by all padding
-    rows.
-    """
+    """Add grad_output^T activation to a weight's main_grad [out, in], whose dtype may be wider. grad_output [b, s,
+    out], activation [b, s, in]; None: add the sum of grad_output over all tokens to a bias's main_grad [out]. main_grad
+    may have more rows than `out`, because a head does not multiply by all padding rows."""
     grad_output = grad_output.flatten(0, 1)
     main_grad = main_grad[:grad_output.size(-1)]
     if activation is None:
@@ -91,17 +87,14 @@ def drop(x, mask):
 
 
 def add_residual(x, y, bias, mask):
-    """Return x + dropout(y + bias) for x, y, mask [b, s, h] and bias [h]. y is already summed over the ranks. bias and
-    mask may be None."""
+    """Return x + dropout(y + bias) for x, y, mask [b, s, h] and bias [h], which may be None, as may the mask."""
     branch = drop(y if bias is None else y + bias, mask)
     return x + branch if branch is y else branch.add_(x)
 
 
 def residual_backward(gradient, mask, has_bias):
-    """Turn the gradient of x + dropout(y + bias) into the gradients of x, y and bias (None without a bias).
-
-    Without dropout, the gradients of x and y are the same tensor, so the caller must not write to either.
-    """
+    """Turn the gradient of x + dropout(y + bias) into the gradients of x, y and bias (None without a bias). Without
+    dropout, the gradients of x and y are the same tensor, so the caller must not write to either."""
     grad_y = drop(gradient, mask)
     return gradient, grad_y, grad_y.sum(dim=(0, 1), dtype=wide_dtype(grad_y)) if has_bias else None
 

@@ -3,11 +3,10 @@
     x -> norm -> f -> column-parallel matmul -> core -> row-parallel matmul -> g -> + bias, dropout -> + x
 
 The core is attention itself (attention.py), or the activation function of an MLP. It works on this rank's output of the
-first matmul: the rank's own heads, or its own ffn features. So f and g (parallel.py) are the only communication.
-
-Norm and core are written twice: once as a definition, which autograd differentiates, and once as a hand-written forward
-and backward, which training runs (overlap/). The hand-written pair shows what is kept for backward, and it costs the
-host a quarter of autograd's time. Tests compare the two.
+first matmul: the rank's own heads, or its own ffn features. So f and g (parallel.py) are the only communication. Norm
+and core are written twice: once as a definition, which autograd differentiates, and once as a hand-written forward and
+backward, which training runs (overlap/). The hand-written pair shows what is kept for backward, and it costs the host a
+quarter of autograd's time. Tests compare the two.
 
 **Norms.** Mean and variance are over the last dimension. Every tensor-parallel rank holds the whole weight:
 
@@ -20,8 +19,8 @@ host a quarter of autograd's time. Tests compare the two.
     swiglu(gate, up)   = silu(gate) * up, silu(x) = x sigmoid(x), as in Llama (2002.05202)
 
 **The MLP**, cut over t tensor-parallel ranks (Megatron-LM, 1909.08053, section 3). With SwiGLU, W1 stacks two matrices,
-[gate; up], of ffn rows each. The two are cut separately (partition_stride=2), so that every rank has the gate and the
-up projection of the same ffn/t features.
+[gate; up], of ffn rows each. They are cut separately (partition_stride=2), so that every rank has gate and up of the
+same ffn/t features.
 
     h [b, s, h] -> W1 (column-parallel) -> c [b, s, ffn/t] -> activation -> [b, s, ffn/t] -> W2 (row-parallel) -> y
 
@@ -97,10 +96,7 @@ NORMALIZATIONS = {
 
 
 class Norm(nn.Module):
-    """The norm that config.normalization names, over a last dimension of `size` numbers.
-
-    declared: further arguments of parameter() in optim/buckets.py.
-    """
+    """The norm that config.normalization names, over a last dimension of `size` numbers. declared: see parameter()."""
 
     def __init__(self, config, mesh, size: int, **declared):
         super().__init__()

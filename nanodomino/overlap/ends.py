@@ -67,10 +67,8 @@ class ResidualNorm:
 
     def forward(self, slice, x, y, previous, weights):
         """Add y to the residual stream x, with bias and dropout, and normalize the sum. Return (h, SavedResidualNorm).
-
         x, y [b, s, h]: the residual stream, and the output of the sublayer `previous`. y is None at a chunk's start.
-        weights: (weight, bias) of the next sublayer's norm.
-        """
+        weights: (weight, bias) of the next sublayer's norm."""
         x, h, *statistics = self.forward_kernel(x, y, *bias_and_mask(slice, previous, y), *weights)
         return h, SavedResidualNorm(weights, previous, x, statistics)
 

@@ -107,11 +107,9 @@ def result_of(flights: list[Flight]):
 
 
 class ReplicatedResidual:
-    """Gathers and reduces for a residual stream of which every tensor-parallel rank holds all rows.
-
-    gather and reduce are the operators f and g of parallel.py. In forward, gather comes before a pair of matmuls and
-    reduce after it. In backward it is the other way round. An option may replace this class to shard the rows.
-    """
+    """Gathers and reduces for a residual stream of which every tensor-parallel rank holds all rows. gather and reduce
+    are the operators f and g of parallel.py. In forward, gather comes before a pair of matmuls and reduce after it. In
+    backward it is the other way round. An option may replace this class to shard the rows."""
     shards = 1                           # the number of ranks that share the rows
 
     def __init__(self, group):
@@ -136,10 +134,8 @@ def in_flight(flights) -> bool:
 
 
 class SliceOps:
-    """Runs the steps of any slice. all_reduce and the methods whose names start with yield are generators.
-
-    Arguments slice (a Slice) and site (a name such as "layers.3.mlp") only label what the trace records.
-    """
+    """Runs the steps of any slice. all_reduce and the methods whose names start with yield are generators. Arguments
+    slice (a Slice) and site (a name such as "layers.3.mlp") only label what the trace records."""
 
     def __init__(self, stream: ReplicatedResidual, columns: int, trace, statistics_of, always_yields=True):
         """statistics_of: {site: tensor} to which sublayers add what they count; see GPT. always_yields: yield between

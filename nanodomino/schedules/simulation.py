@@ -126,11 +126,9 @@ class Timetable:
 
     @cached_property
     def dependencies(self) -> list[list[tuple]]:
-        """The input of simulate(): a list of (action, needed, caused) for each stage.
-
-        needed: the events for which the action waits. caused: (event, whether on another stage) for each event that it
-        causes. An event is the end of a pass or the arrival of a message, as an integer, which is fast.
-        """
+        """The input of simulate(): a list of (action, needed, caused) for each stage. needed: the events for which the
+        action waits. caused: (event, whether on another stage) for each event that it causes. An event is the end of a
+        pass or the arrival of a message, as an integer, which is fast."""
         number, table = defaultdict(count().__next__), [[] for _ in self.rows]
         for stage, row in enumerate(self.rows):
             for action in row:
