@@ -60,7 +60,7 @@ from nanodomino.layers.sublayers import Norm
 from nanodomino.model import GPT, Chunk
 from nanodomino.optim.buckets import parameter
 from nanodomino.options.documents import goes_on
-from nanodomino.overlap.ends import SavedResidualNorm
+from nanodomino.overlap.compute import SavedResidualNorm
 from nanodomino.overlap.slices import NothingBehindHead, Slice
 
 

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from nanodomino.data import Batch
     from nanodomino.layers.dropout_and_positions import MasksAndPositions
     from nanodomino.model import Chunk
-    from nanodomino.overlap.ends import HeadTape, SavedResidualNorm
-    from nanodomino.overlap.linear_pair import Branch, LinearPairTape
+    from nanodomino.overlap.compute import Branch, HeadTape, LinearPairTape, SavedResidualNorm
 
 
 @dataclass

@@ -22,7 +22,7 @@ from nanodomino.options.fp8 import FORMATS, RECIPES, Fp8Recipe, Fp8Weight, check
 from nanodomino.options.multi_token_prediction import MultiTokenPrediction
 from nanodomino.options.router import SCORE_FUNCTIONS
 from nanodomino.options.sequence_parallel import ShardedResidual
-from nanodomino.overlap.linear_pair import LinearPair
+from nanodomino.overlap.compute import LinearPair
 from nanodomino.overlap.slices import ReplicatedResidual, TapePolicy
 
 

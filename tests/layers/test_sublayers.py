@@ -9,7 +9,7 @@ from nanodomino.layers.dropout_and_positions import MasksAndPositions
 from nanodomino.layers.gradients import add_weight_gradient
 from nanodomino.layers.sublayers import ACTIVATIONS, NORMALIZATIONS, Norm
 from nanodomino.mesh import meta_mesh
-from nanodomino.overlap.ends import residual_backward
+from nanodomino.overlap.compute import residual_backward
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-13), (torch.bfloat16, 5e-2), (torch.float16, 6e-3)])
