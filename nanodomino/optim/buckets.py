@@ -17,12 +17,11 @@ computes logits.
     weights      | qkv.weight | dense.weight | ... |pad|     the model's parameters are views of it
     main_grad    | . . . . . . . . . . . . . . . . . . |     fp32 in 16-bit training; backward adds to views of it
 
-A collective or an optimizer then treats a bucket as one tensor, whatever parameters it holds. So all parameters of a
-bucket must have the same ParameterKind: the same weight decay, copies on the same ranks (the global norm counts each
-parameter once), and gradients that the same ranks must sum.
+A collective or an optimizer then treats a bucket as one tensor. So all its parameters must have the same ParameterKind:
+the same weight decay, copies on the same ranks (the global norm counts each parameter once), and gradients that the
+same ranks sum.
 """
 
-from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -82,10 +81,8 @@ def parameter(shape, config, mesh, *, cut=None, view=None, parts=None, std=None,
 
 def local_shard(whole, weight):
     """Return this rank's shard of a parameter in the parameter's shape. whole: the whole tensor, in any shape."""
-    shard = whole.view(weight.spec.shape)
-    for dim, (start, length) in enumerate(zip(weight.spec.offset, weight.spec.size)):
-        shard = shard.narrow(dim, start, length)
-    return shard.reshape(weight.shape)
+    own = tuple(slice(start, start + length) for start, length in zip(weight.spec.offset, weight.spec.size))
+    return whole.view(weight.spec.shape)[own].reshape(weight.shape)
 
 
 # ---- buckets
@@ -93,15 +90,13 @@ def local_shard(whole, weight):
 def sort_into_buckets(model) -> list[tuple[ParameterKind, list[nn.Parameter]]]:
     """Return a (kind, parameters) tuple for each bucket. Parameters are added in the order of backward, and a bucket is
     full when it has config.bucket_size elements or more."""
-    open_buckets, sizes, full = {}, Counter(), []
+    filling, full = {}, []
     for weight in reversed(list(model.parameters())):
         kind = weight.spec.kind
-        open_buckets.setdefault(kind, []).append(weight)
-        sizes[kind] += weight.numel()
-        if sizes[kind] >= model.config.bucket_size:
-            full.append((kind, open_buckets.pop(kind)))
-            del sizes[kind]
-    return full + list(open_buckets.items())
+        filling.setdefault(kind, []).append(weight)
+        if sum(other.numel() for other in filling[kind]) >= model.config.bucket_size:
+            full.append((kind, filling.pop(kind)))
+    return full + list(filling.items())
 
 
 def flat_layout(parameters, partitions: int) -> tuple[dict, int]:
@@ -115,8 +110,7 @@ def flat_layout(parameters, partitions: int) -> tuple[dict, int]:
 
 
 class Bucket:
-    """Holds parameters of one kind in flat buffers. The buffers divide into equal partitions. This rank owns number
-    `partition`.
+    """Holds parameters of one kind in flat buffers, of whose equal partitions this rank owns number `partition`.
 
     weights, main_grad: the whole flat buffers, with the weights and the gradients of all parameters.
     own_weights, own_grad: this rank's partition of them.

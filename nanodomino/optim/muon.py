@@ -8,14 +8,13 @@ large gradients (github.com/KellerJordan/Muon; 2502.16982):
 
 The factor 0.2 sqrt(max(rows, columns)) gives the update the size of AdamW's (2502.16982, section 2.2). A small model
 learns more at twice AdamW's --lr, the default here (docs/running.md). Five Newton-Schulz iterations approximate U V^T
-by matmuls alone, in the training type. Matrices that share one weight, such as q, k and v, are updated one by one.
+by matmuls alone, in the training type. Matrices that share one weight, such as q, k and v, are updated one by one. Word
+embedding, head, position embedding and vectors stay with AdamW: their rows are looked up one by one.
 
 **Whole matrices.** A rank holds only a shard of a matrix (tensor parallelism), and updates only its partition of a flat
 bucket (ZeRO). So each step gathers twice: first the updates u of a bucket over the replicas, then the tensor-parallel
 ranks' shards of each matrix that lies at least partly in this rank's partition. Each rank orthogonalizes these matrices
 and keeps its part of the result, while the gathers of the next bucket and the next matrix are in flight.
-
-Word embedding, head and position embedding stay with AdamW, as do vectors: their rows are looked up one by one.
 """
 
 import torch
@@ -32,8 +31,8 @@ def orthogonal(matrices, dtype):
     a, b, c = COEFFICIENTS
     tall = matrices.size(-2) > matrices.size(-1)
     x = matrices.mT if tall else matrices
-    # Divide the scale out before rounding, since fp16 rounds 1e-8 to 0. Divide by the largest element before the norm,
-    # since fp32 rounds the square of 1e-30 to 0.
+    # Divide before rounding, since fp16 rounds 1e-8 to 0, and by the largest element before the norm, since fp32 rounds
+    # the square of 1e-30 to 0.
     x = x / x.abs().amax(dim=(-2, -1), keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
     x = (x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1.0)).to(dtype)
     for _ in range(ITERATIONS):
@@ -52,8 +51,8 @@ def update_of(matrices, parts, dtype):
 
 
 def gathered_ahead(items, launch):
-    """Yield (item, the tensor that launch(item) gathers) for each item. launch returns a function that waits for its
-    gather. The gather of the next item is in flight while the caller uses the tensor of this one."""
+    """Yield (item, the tensor that launch(item) gathers) for each item. launch() returns a function that waits. While
+    the caller uses a tensor, the next gather is in flight."""
     ahead = [launch(item) for item in items[:1]]
     for index, item in enumerate(items):
         tensor = ahead.pop()()
@@ -98,8 +97,7 @@ class Muon(torch.optim.Optimizer):
         return wait
 
     def orthogonalize(self, bucket: Bucket, updates):
-        """Replace the matrices in the flat tensor `updates`, which is laid out like the bucket, and return this rank's
-        partition of it."""
+        """Replace the matrices in `updates`, which is laid out like the bucket, and return this rank's partition."""
         first, last = bucket.own_offset, bucket.own_offset + len(bucket.master)
         own = [weight for weight in bucket.parameters
                if bucket.offsets[weight] < last and bucket.offsets[weight] + weight.numel() > first]

@@ -55,48 +55,33 @@ DECAY_CURVES = {"exponential": lambda x: 2.0 * 0.5**x - 1.0, "linear": lambda x:
                 "cosine": lambda x: 0.5 * (1.0 + math.cos(math.pi * x)), "minus_sqrt": lambda x: 1.0 - math.sqrt(x)}
 
 
-def last_decay_step(config) -> int:
-    """Return the step at which the learning rate reaches min_lr."""
-    return config.lr_decay_iters or config.train_iters
-
-
-def warm_up_steps(config) -> int:
-    """Return the number of steps in which the learning rate rises."""
-    return round(config.lr_warmup_fraction * last_decay_step(config))      # int() would make 0.29 x 100 steps 28
-
-
-def decay(step: int, config, curve: str, steps=math.inf) -> float:
-    """Return what is left of lr - min_lr, from 1 to 0, if it decays in the last `steps` steps. The decay never starts
-    before the warm-up ends. curve: a key of DECAY_CURVES."""
-    end = last_decay_step(config)
-    start = max(end - steps, warm_up_steps(config))
-    return DECAY_CURVES[curve](min(max((step - start) / max(end - start, 1), 0.0), 1.0))
-
-
-# --lr-decay-style: what is left of lr - min_lr at a step after the warm-up, from 1 (the rate is lr) to 0 (it is min_lr)
+# --lr-decay-style: a function of the Config and the last step of the decay, which returns (a key of DECAY_CURVES, the
+# number of steps that decay); None: the rate stays
 LR_DECAY_STYLES = {
-    "cosine": lambda step, config: decay(step, config, "cosine"),
-    "linear": lambda step, config: decay(step, config, "linear"),
-    "constant": lambda step, config: 1.0,
-    "WSD": lambda step, config: decay(step, config, config.lr_wsd_decay_style, config.lr_wsd_decay_iters
-                                      or math.ceil(last_decay_step(config) / 10)),
-}
+    "cosine": lambda config, end: ("cosine", end), "linear": lambda config, end: ("linear", end),
+    "constant": lambda config, end: None,
+    "WSD": lambda config, end: (config.lr_wsd_decay_style, config.lr_wsd_decay_iters or math.ceil(end / 10))}
 
 
 def learning_rate(step: int, config) -> float:
-    """Return the learning rate of a step. Steps are counted from 1."""
-    if step <= warm_up_steps(config):
-        return config.lr * step / warm_up_steps(config)
-    return config.min_lr + (config.lr - config.min_lr) * LR_DECAY_STYLES[config.lr_decay_style](step, config)
+    """Return the learning rate of a step. Steps are counted from 1. The decay never starts before the warm-up ends."""
+    end = config.lr_decay_iters or config.train_iters
+    warm_up, decay = round(config.lr_warmup_fraction * end), LR_DECAY_STYLES[config.lr_decay_style](config, end)
+    if step <= warm_up:                                        # round, because int() would make 0.29 x 100 steps 28
+        return config.lr * step / warm_up
+    if decay is None:
+        return config.lr
+    curve, steps = decay
+    start = max(end - steps, warm_up)
+    left = DECAY_CURVES[curve](min(max((step - start) / max(end - start, 1), 0.0), 1.0))
+    return config.min_lr + (config.lr - config.min_lr) * left
 
 
 # ---- the loss scale
 
 class LossScale:
-    """Adapts the loss scale. value: the scale for the current step. It changes only in fp16 training without
-    --loss-scale. For other types it is 1 unless --loss-scale is set.
-
-    The best scale changes during training. So it is adapted, as in Megatron-LM's DynamicGradScaler:
+    """Holds the scale of the current step, `value`. It changes only in fp16 training without --loss-scale, as in
+    Megatron-LM's DynamicGradScaler. For other types it is 1 unless --loss-scale is set.
 
         some gradient is not finite      skip the step; from the `hysteresis`-th such step on, also halve the scale
         `window` good steps in a row     double the scale, and again tolerate hysteresis - 1 such steps
@@ -117,8 +102,8 @@ class LossScale:
         self.good_steps = 0
 
     def update(self, overflow: bool) -> bool:
-        """Adapt the scale after a step. overflow: whether a gradient was not finite. Return whether there was an
-        overflow at a scale above the minimum, so that a smaller scale might have prevented it."""
+        """Adapt the scale after a step. overflow: whether a gradient was not finite. Return whether a smaller scale
+        might have prevented an overflow."""
         if not overflow:
             self.good_steps += 1
             if self.good_steps >= self.window and 2.0 * self.value < LOSS_SCALE_LIMIT:
@@ -131,8 +116,7 @@ class LossScale:
         return can_shrink
 
     def advice(self) -> str:
-        """Return the first part of an error message's advice: "try a smaller ..., or " if the scale may be too large
-        and cannot get smaller by itself, otherwise an empty string."""
+        """Return the start of an error's advice if the scale may be too large and can't get smaller by itself."""
         if self.value <= 1.0 or self.value > self.least:
             return ""
         return f"try a smaller --{'min-' * self.moves}loss-scale than {self.least:g}, or "
@@ -165,8 +149,8 @@ class SignUpdate(torch.optim.Optimizer):
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """Describes an optimizer. make(groups, config, zero) returns a torch.optim.Optimizer. Each of the parameter groups
-    has the masters of some buckets as `params`, these buckets, and weight_decay. zero.py sets `lr` in each step."""
+    """Describes an optimizer. make(groups, config, zero) returns a torch.optim.Optimizer. A group has some `buckets`,
+    their masters as `params`, and weight_decay. zero.py sets `lr` in each step."""
     make: Callable
     moments: tuple[str, ...]            # the names of the state tensors that have the weight's shape
     counts_steps: bool = False          # whether the state also has a `step`

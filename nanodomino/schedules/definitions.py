@@ -110,22 +110,14 @@ def gpipe(stage: int, stages: int, microbatches: int, chunks=1) -> list:
 
 def one_f_one_b(stage: int, stages: int, microbatches: int, chunks=1, look_ahead=0) -> list:
     """After a warm-up of one forward for each later stage, alternate a forward and a backward. From then on the number
-    of microbatches held does not grow. look_ahead: see eager_1f1b().
+    of microbatches held does not grow.
 
         stage 0 |F0 F1 F2 F3                   B0 B0 F4 B1 B1 F5 B2 B2    B3 B3    B4 B4    B5 B5
         stage 1 |   F0 F1 F2             B0 B0 F3 B1 B1 F4 B2 B2 F5 B3 B3    B4 B4    B5 B5
         stage 2 |      F0 F1       B0 B0 F2 B1 B1 F3 B2 B2 F4 B3 B3 F5 B4 B4    B5 B5
         stage 3 |         F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 F5 B5 B5
-    """
-    warm_up = min((1 + look_ahead) * (stages - stage - 1), microbatches)
-    actions = [Forward(i) for i in range(warm_up)]
-    for i in range(microbatches - warm_up):
-        actions += [Forward(warm_up + i), Backward(i)]
-    return actions + [Backward(i) for i in range(microbatches - warm_up, microbatches)]
 
-
-def eager_1f1b(stage: int, stages: int, microbatches: int, chunks=1, look_ahead=1) -> list:
-    """Run 1F1B with `look_ahead` more warm-up forwards for each later stage, so that a stage has work while messages
+    Eager 1F1B runs `look_ahead` more warm-up forwards for each later stage, so that a stage has work while messages
     travel (2211.05322, section 4). With 4 stages, 64 microbatches and messages that take as long as a forward, a step
     takes 207 units of time instead of 301. Stage r of p then holds (1 + look_ahead) (p - r - 1) + 1 microbatches.
 
@@ -133,7 +125,11 @@ def eager_1f1b(stage: int, stages: int, microbatches: int, chunks=1, look_ahead=
         stage 1 |   F0 F1 F2    B0 B0 F3 B1 B1 F4 B2 B2 F5 B3 B3    B4 B4    B5 B5
         stage 2 |      F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 F5 B5 B5
     """
-    return one_f_one_b(stage, stages, microbatches, chunks, look_ahead)
+    warm_up = min((1 + look_ahead) * (stages - stage - 1), microbatches)
+    actions = [Forward(i) for i in range(warm_up)]
+    for i in range(microbatches - warm_up):
+        actions += [Forward(warm_up + i), Backward(i)]
+    return actions + [Backward(i) for i in range(microbatches - warm_up, microbatches)]
 
 
 def paired(stage: int, stages: int, microbatches: int, chunks=1) -> list:
@@ -245,4 +241,5 @@ class Schedule:
 SCHEDULES = {schedule.name: schedule for schedule in (
     Schedule("1f1b", one_f_one_b), Schedule("gpipe", gpipe), Schedule("paired", paired),
     Schedule("interleaved", interleaved, chunks=range(2, 1000)), Schedule("zb-h1", zb_h1),
-    Schedule("zb-v", zb_v, chunks=range(2, 3), folded=True), Schedule("eager-1f1b", eager_1f1b))}
+    Schedule("zb-v", zb_v, chunks=range(2, 3), folded=True),
+    Schedule("eager-1f1b", one_f_one_b, settings=(("look_ahead", 1),)))}

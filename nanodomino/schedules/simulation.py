@@ -67,8 +67,8 @@ class Placement:
         return (self.stages - 1 - index if self.folded and chunk % 2 else index), chunk
 
     def source(self, stage: int, action):
-        """Return the (stage, chunk) that sends the input of an action of `stage`, or None if there is no sender, as at
-        the model's ends and for weight gradients. `action` may also be a Message that `stage` receives."""
+        """Return the (stage, chunk) that sends the input of an action of `stage`, or a Message to it; None if there is
+        no sender, as at the model's ends and for weight gradients."""
         return self.location(self.virtual_stage(stage, action.chunk) - action.direction) if action.direction else None
 
     def target(self, stage: int, action: Action):
@@ -87,21 +87,14 @@ class Message:
         return ("F" if self.direction == 1 else "B") + str(self.microbatch) + "'" * self.chunk
 
 
-def prerequisites(placement: Placement, stage: int, half: Action) -> list:
-    """Return what an action waits for: earlier actions of its stage, and the message that it receives."""
-    earlier = {"forward": (), "weight_backward": (InputBackward,)}.get(half.kind, (Forward,))
-    message = [message_received(half)] if placement.source(stage, half) else []
-    return [action(half.microbatch, half.chunk) for action in earlier] + message
-
-
 def message_received(half: Action) -> Message:
     """Return the message that an action receives. Call this only if source() is not None."""
     return Message(half.microbatch, half.chunk, half.direction)
 
 
 def message_sent(placement: Placement, stage: int, half: Action) -> tuple[int, Message] | None:
-    """Return (receiving stage, message) for an action's output, or None if no stage receives it. The receiver may be
-    the same stage, for example between the two chunks of the last stage in a V."""
+    """Return (receiving stage, message) for an action's output, or None if no stage receives it. In a V, the last stage
+    sends to itself."""
     target = placement.target(stage, half)
     return target and (target[0], Message(half.microbatch, target[1], half.direction))
 
@@ -130,15 +123,16 @@ class Timetable:
         action waits. caused: (event, whether on another stage) for each event that it causes. An event is the end of a
         pass or the arrival of a message, as an integer, which is fast."""
         number, table = defaultdict(count().__next__), [[] for _ in self.rows]
+        previous = {"backward": Forward, "input_backward": Forward, "weight_backward": InputBackward}
         for stage, row in enumerate(self.rows):
             for action in row:
-                needed = [event for half in action.halves for event in prerequisites(self.placement, stage, half)]
+                needed = [previous[half.kind](half.microbatch, half.chunk) for half in action.halves
+                          if half.kind in previous]
+                needed += [message_received(half) for half in action.halves if self.placement.source(stage, half)]
                 sent = [target for half in action.halves if (target := message_sent(self.placement, stage, half))]
-                table[stage].append((
-                    action,
-                    [number[stage, event] for event in needed],
-                    [(number[stage, half], False) for half in action.halves]
-                    + [(number[target], target[0] != stage) for target in sent]))
+                table[stage].append((action, [number[stage, event] for event in needed],
+                                     [(number[stage, half], False) for half in action.halves]
+                                     + [(number[target], target[0] != stage) for target in sent]))
         return table
 
 
@@ -213,8 +207,7 @@ def receives_to_post(table: Timetable, actions_ahead=0) -> list[list[list[Messag
     rows = simulate(table)
     sent = sorted(((end, sender, *target) for sender, row in enumerate(rows) for action, _, end in row
                    for half in action.halves if (target := message_sent(table.placement, sender, half))
-                   and target[0] != sender),
-                  key=lambda message: message[:3])       # stable: a pair sends its backward's output first
+                   and target[0] != sender), key=lambda message: message[:3])      # stable: a pair's B is sent first
     starts, receives = [[start for _, start, _ in row] for row in rows], [[[] for _ in row] for row in rows]
     for time, _, receiver, message in sent:
         receives[receiver][max(bisect_left(starts[receiver], time) - actions_ahead, 0)].append(message)

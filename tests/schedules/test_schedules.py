@@ -237,12 +237,12 @@ def test_a_schedule_that_cannot_be_executed_is_refused(rows):
         simulate(Timetable(Placement(len(rows)), tuple(map(tuple, rows))))
 
 
-@pytest.mark.parametrize("schedule, arguments", [
-    (definitions.one_f_one_b, ("1f1b", 4, 6)), (definitions.paired, ("paired", 3, 6)),
-    (definitions.zb_v, ("zb-v", 2, 4, 2)), (definitions.eager_1f1b, ("eager-1f1b", 3, 6))])
-def test_the_pictures_in_docstrings_are_the_printed_ones(schedule, arguments):
+@pytest.mark.parametrize("schedule, drawn", [
+    (definitions.one_f_one_b, [("1f1b", 4, 6), ("eager-1f1b", 3, 6)]), (definitions.paired, [("paired", 3, 6)]),
+    (definitions.zb_v, [("zb-v", 2, 4, 2)])])
+def test_the_pictures_in_docstrings_are_the_printed_ones(schedule, drawn):
     lines = [line.strip() for line in schedule.__doc__.splitlines() if "|" in line]
-    assert lines == [line.strip() for line in picture(*arguments).splitlines()[1:]]
+    assert lines == [line.strip() for arguments in drawn for line in picture(*arguments).splitlines()[1:]]
 
 
 def test_the_bubble_is_printed_relative_to_the_ideal_time_and_to_the_step():
