@@ -9,8 +9,7 @@ torch calls a TorchDispatchMode for every operation, below autograd. `Accounts` 
 It counts a real run as well; `bench.py memory` and `bench.py collectives` compare both. For meta tensors it replaces
 what needs numbers or other ranks: the host reads 1 from every tensor, and no collective sends anything.
 
-torch's shape functions are written in Python and take 0.2 ms. A training step repeats the same operations on the same
-shapes, so the result for each combination of shapes is remembered.
+torch's shape functions take 0.2 ms. A step repeats the same operations on the same shapes, so results are remembered.
 """
 
 import re
@@ -30,7 +29,7 @@ from torch.utils._pytree import tree_map_only
 
 from nanodomino.comm.collectives import TAGS
 from nanodomino.comm.world import kind_of
-from nanodomino.errors import UserError
+from nanodomino.errors import require
 
 
 class Operation(NamedTuple):
@@ -73,8 +72,8 @@ KIND_OF_TAG = {tag: kind for kind, tag in TAGS.items()}
 
 
 def operation_of(name: str, given: dict, read, written) -> Operation:
-    """Describe an operation. given: its arguments by name; read, written: its tensors. A causal attention kernel skips
-    half of the scores. Its forward multiplies twice, its backward five times, since it computes q k^T again. Raises
+    """Describe an operation. given: its arguments by name; read, written: its tensors. Attention multiplies twice in
+    forward and five times in backward, which computes q k^T again. A causal kernel skips half of the scores. Raises
     UserError if the FLOPs are not known."""
     rows_of = read[0] if name in LOOK_UPS else None            # this tensor's bytes do not count
     moved = sum(size(one) for one in [*(read[1:] if name in OVERWRITES else read), *written] if one is not rows_of)
@@ -91,18 +90,16 @@ def operation_of(name: str, given: dict, read, written) -> Operation:
             pairs = q.size(1) * q.size(0) / sequences * (k.size(0) - q.size(0) / 2)
         else:
             pairs = q.size(0) * q.size(1) * q.size(2) * k.size(2) * (0.5 if given.get("is_causal") else 1)
-        backward = "backward" in name
-        return Operation("attention" + " backward" * backward, moved, (10 if backward else 4) * pairs * q.size(-1),
-                         (q.size(-1),))
-    if MULTIPLIES.search(name) and name not in VECTORS:
-        raise UserError(f"the dry run does not know the FLOPs of torch's {name}; add it to MATMULS in "
-                        "nanodomino/estimate/accounts.py")
+        kind, each = ("attention backward", 10) if "backward" in name else ("attention", 4)
+        return Operation(kind, moved, each * pairs * q.size(-1), (q.size(-1),))
+    require(name in VECTORS or not MULTIPLIES.search(name), f"the dry run does not know the FLOPs of torch's {name}; "
+            "add it to MATMULS in nanodomino/estimate/accounts.py")
     return Operation("memory", moved)
 
 
 def workspace(name: str, given: dict) -> int:
-    """Return the bytes that flash attention's backward allocates on a GPU until it ends: the gradient of q in fp32; if
-    query heads share k and v, also the gradients of k and v for each query head. q [b, heads, s, d] or [n, heads, d]"""
+    """Return the bytes that flash attention's backward allocates until it ends: the gradient of q in fp32; if query
+    heads share k and v, also the gradients of k and v for each query head. q [b, heads, s, d] or [n, heads, d]"""
     if not re.search(r"(flash_attention|varlen_attn)_backward", name):
         return 0
     q, k = given["query"], given["key"]
@@ -178,14 +175,12 @@ class Accounts(TorchDispatchMode):
         self.host_counts, self.in_kernel = host_counts, None   # in_kernel: the FLOPs of the fused kernel that runs
         self.alive, self.pinned = {}, set()                    # keys from storage(); pinned: in the host's memory
         self.now = self.peak = self.host_now = self.host_peak = self.launches = 0
-        self.arrivals = {}
+        self.arrivals = {}                                     # {number of a launch: its Arrival}
         self.restart()
 
     def restart(self):
         """Forget everything except the storages that are alive."""
         self.peak, self.host_peak, self.traffic, self.events = self.now, self.host_now, defaultdict(lambda: [0, 0]), []
-
-    # ---- operations
 
     @classmethod
     def _should_skip_dynamo(cls):                              # so that torch does not import its compiler
@@ -253,8 +248,6 @@ class Accounts(TorchDispatchMode):
             return result
         return kernel
 
-    # ---- memory
-
     def counts(self, tensor) -> bool:
         """Return whether a tensor is in the memory of the device, or in pinned memory."""
         return self.host_counts or tensor.device.type != "cpu" or storage(tensor) in self.pinned
@@ -279,8 +272,6 @@ class Accounts(TorchDispatchMode):
         else:
             self.now += bytes_
             self.peak = max(self.peak, self.now)
-
-    # ---- collectives
 
     def collective(self, function, name: str, args):
         """Count a collective or a message. On CPUs a reduce-scatter, an all-gather or an all-to-all over n ranks is

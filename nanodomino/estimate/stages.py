@@ -36,8 +36,8 @@ run_of = lru_cache(maxsize=512)(dry_run)
 
 def small_run(program, config: Config, depth: int, stage: int, stages: int) -> RankRun:
     """Run one stage of a pipeline of only `stages` stages, with just enough microbatches to show each kind of action.
-    depth: the layers of the last chunk, or its periods of different layers. Each other chunk has as many more as there
-    are layers behind the head."""
+    depth: how many times the last chunk has the `layer_period` layers. Each other chunk has as many more layers as
+    there are behind the head."""
     chunks, behind = stages * config.virtual_stages, config.behind_head.layers
     layers = depth * config.layer_period + (config.first_last_layers_bf16 and chunks == 1)
     small = dataclasses.replace(
@@ -135,7 +135,7 @@ class Stage:
 
 
 def stage_memory(program, config: Config, stage: int) -> dict[str, float]:
-    """Return {name: bytes} of a rank of this stage; see Stage.memory()."""
+    """Return Stage.memory() of a stage."""
     return Stage(program, config, stage).memory()
 
 

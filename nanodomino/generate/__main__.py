@@ -107,21 +107,16 @@ def find_tokenizer(checkpoint: Path, config: Config, flags: argparse.Namespace) 
     return found if imported else found.tokenizer(**encoding)
 
 
-class Writer:
-    """Prints a text token by token. A token may be a single byte, but a UTF-8 character has up to four bytes. The
-    decoder holds the bytes of an incomplete character back until it is complete or can't be UTF-8."""
+def make_writer(tokenizer: Tokenizer):
+    """Return a function that prints a token, or ends the text if it is given None. A token may be a single byte, but a
+    UTF-8 character has up to four bytes. So the bytes of an incomplete character are held back until it is complete or
+    can't be UTF-8. At the end of the text, U+FFFD is printed for them."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def __init__(self, tokenizer: Tokenizer):
-        self.tokenizer = tokenizer
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def write_token(self, token: int):
-        """Print the characters that this token completes."""
-        print(self.decoder.decode(self.tokenizer.token_bytes(token)), end="", flush=True)
-
-    def end_text(self):
-        """Print U+FFFD for an incomplete character, and a newline."""
-        print(self.decoder.decode(b"", final=True), flush=True)
+    def write(token: int | None):
+        text = decoder.decode(b"", final=True) + "\n" if token is None else decoder.decode(tokenizer.token_bytes(token))
+        print(text, end="", flush=True)
+    return write
 
 
 def write_texts(flags: argparse.Namespace, model: GPT, mesh: Mesh, tokenizer: Tokenizer, seed: int):
@@ -129,7 +124,7 @@ def write_texts(flags: argparse.Namespace, model: GPT, mesh: Mesh, tokenizer: To
     output is shown."""
     config = model.config
     is_rank_0, longest = dist.get_rank() == 0, config.context_length
-    writer, written, start_time = Writer(tokenizer), 0, time.perf_counter()
+    write, written, start_time = make_writer(tokenizer), 0, time.perf_counter()
     for number, (text, sample) in enumerate(product(flags.prompts, range(flags.num_samples))):
         begin = [] if tokenizer.begin_of_text is None else [tokenizer.begin_of_text]
         prompt = [*begin, *tokenizer.encode(text).tolist()] or [tokenizer.end_of_text]
@@ -138,9 +133,9 @@ def write_texts(flags: argparse.Namespace, model: GPT, mesh: Mesh, tokenizer: To
                   "context length", file=sys.stderr)
         print((SEPARATOR if number else "") + text, end="", flush=True)
         tokens = generate(model, mesh, prompt, flags.max_tokens, tokenizer.vocab_size, flags.temperature, flags.top_k,
-                          seed, number, writer.write_token, tokenizer.end_of_text)
+                          seed, number, write, tokenizer.end_of_text)
         written += len(tokens) - len(prompt)
-        writer.end_text()
+        write(None)
     seconds = time.perf_counter() - start_time
     if is_rank_0:
         print(f"{counted(written, 'token')} in {seconds:.2f} s, {written / seconds:.1f} tokens/s", file=sys.stderr)

@@ -8,9 +8,9 @@ the same seed, so all ranks choose the same token without communicating again.
 **The cache.** Attention needs the keys and values of every earlier token, and they do not change when a token is added.
 With a cache, each layer computes only one new position per token, however long the text is.
 
-When the text has filled the model's context, the cache cannot just drop the oldest token. Learned positions would all
-change. Rotary positions enter attention only as distances, but in the upper layers the cached keys and values still
-depend on the dropped token. So the cache is emptied, and the later half of the context is recomputed from position 0.
+When the text has filled the model's context, the cache can't just drop the oldest token. Learned positions would all
+change. Rotary positions enter only as distances, but in the upper layers cached keys and values still depend on the
+dropped token. So the cache is emptied, and the later half of the context is recomputed from position 0.
 
 **Kernels.** cuDNN's attention makes a new plan for each number of keys, which takes longer than a token (23 to 37 ms on
 an H100). So generate() allows only torch's other attention kernels.
@@ -57,8 +57,8 @@ class KeyValueCache:
         self.rotary = rotation(self.model.config, self.positions, tokens.size(1), tokens.device)
 
     def look_around(self, tokens, places):
-        """Return (the positions, the first visible place without a window) of the new tokens, both [1, m], in the
-        host's memory. places: [m]"""
+        """Return (the positions, the first visible places without a window), both [1, m], of new tokens at places [m],
+        all in the host's memory."""
         return places.unsqueeze(0), torch.zeros_like(places).unsqueeze(0)
 
     def finish(self, tokens):
@@ -98,11 +98,6 @@ class KeyValueCache:
         for layer in chunk.layers:
             x = layer(x, self)
         return x
-
-    def logits(self, x):
-        """Return the logits [1, m, num_words] of this rank's words for hidden states x [1, m, h]."""
-        (vocabulary,) = self.model.head
-        return F.linear(self.model.final_norm(x), vocabulary.logits_weight())[..., :vocabulary.num_words]
 
 
 @sdpa_kernel(KERNELS)
@@ -150,7 +145,9 @@ def next_token(cache: KeyValueCache, mesh: Mesh, new, vocab_size: int, temperatu
     cache.finish(new)
     token = torch.full([1], -1, device=mesh.device)            # tells all ranks if the logits are not finite
     if cache.model.post_process:
-        logits = gather_logits(cache.logits(x[:, -1:]), *cache.model.head, vocab_size)
+        (vocabulary,), last = cache.model.head, cache.model.final_norm(x[:, -1:])
+        own = F.linear(last, vocabulary.logits_weight())[..., :vocabulary.num_words]
+        logits = gather_logits(own, vocabulary, vocab_size)
         if logits.isfinite().all():
             token[0] = sample_token(logits[0, 0], temperature, top_k, generator)
     if mesh.pp > 1:

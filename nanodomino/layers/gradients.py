@@ -35,8 +35,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from nanodomino.comm.world import on_gpu
 
 
-# ---- sums of gradients
-
 def main_grad_of(weight):
     """Return the tensor that accumulates this weight's gradient. With ZeRO-2 it is allocated here, at its first use."""
     if weight.main_grad is None:
@@ -79,8 +77,6 @@ def wide_dtype(tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-# ---- the residual addition
-
 def drop(x, mask):
     """Return x * mask in x's dtype; x if mask is None. Masks are fp32, because 16 bits would round 1/(1 - p)."""
     return x if mask is None else (x * mask).to(x.dtype)
@@ -98,8 +94,6 @@ def residual_backward(gradient, mask, has_bias):
     grad_y = drop(gradient, mask)
     return gradient, grad_y, grad_y.sum(dim=(0, 1), dtype=wide_dtype(grad_y)) if has_bias else None
 
-
-# ---- autograd for a single operation
 
 @dataclass
 class Segment:

@@ -31,8 +31,6 @@ from torch import nn
 ALIGNMENT = 16       # each parameter starts at a multiple of 16 elements, because tensor cores need aligned matrices
 
 
-# ---- declarations
-
 @dataclass(frozen=True)
 class ParameterKind:
     """Says which ranks sum a parameter's gradient, and how the optimizer updates the parameter."""
@@ -84,8 +82,6 @@ def local_shard(whole, weight):
     own = tuple(slice(start, start + length) for start, length in zip(weight.spec.offset, weight.spec.size))
     return whole.view(weight.spec.shape)[own].reshape(weight.shape)
 
-
-# ---- buckets
 
 def sort_into_buckets(model) -> list[tuple[ParameterKind, list[nn.Parameter]]]:
     """Return a (kind, parameters) tuple for each bucket. Parameters are added in the order of backward, and a bucket is

@@ -48,8 +48,6 @@ LOSS_SCALE_LIMIT = 2.0**128    # scales must be smaller, because they multiply f
 SMALLEST_LOSS_SCALE = 2.0**-24     # with a smaller scale, fp16 gradients of up to 1 would all become 0
 
 
-# ---- the learning rate
-
 # What is left of lr - min_lr when the share x of a decay's steps is done, from 1 at x = 0 to 0 at x = 1
 DECAY_CURVES = {"exponential": lambda x: 2.0 * 0.5**x - 1.0, "linear": lambda x: 1.0 - x,
                 "cosine": lambda x: 0.5 * (1.0 + math.cos(math.pi * x)), "minus_sqrt": lambda x: 1.0 - math.sqrt(x)}
@@ -76,8 +74,6 @@ def learning_rate(step: int, config) -> float:
     left = DECAY_CURVES[curve](min(max((step - start) / max(end - start, 1), 0.0), 1.0))
     return config.min_lr + (config.lr - config.min_lr) * left
 
-
-# ---- the loss scale
 
 class LossScale:
     """Holds the scale of the current step, `value`. It changes only in fp16 training without --loss-scale, as in
@@ -131,8 +127,6 @@ class LossScale:
             self.value = max(state["value"], self.least)
             self.good_steps, self.patience = state["good_steps"], min(state["patience"], self.hysteresis)
 
-
-# ---- the optimizers
 
 class SignUpdate(torch.optim.Optimizer):
     """Moves each weight by `rate` against the sign of its gradient. It keeps no moments and ignores the groups' lr."""

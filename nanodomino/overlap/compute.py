@@ -44,8 +44,6 @@ from nanodomino.layers.gradients import (add_gradients, add_residual, drop, main
 from nanodomino.overlap.slices import Flight, SliceOps, result_of
 
 
-# ---- between two sublayers
-
 @dataclass
 class SavedResidualNorm:
     """Holds what forward keeps of a residual + norm for backward."""
@@ -112,8 +110,6 @@ def residual_norm_backward(grad_x, grad_h, x, statistics, weight, norm_bias, mas
         return gradient, None, None, grad_weight, grad_norm_bias
     return *residual_backward(gradient, mask, has_bias), grad_weight, grad_norm_bias
 
-
-# ---- from h to y
 
 class Branch:
     """The interface of a branch: LinearPair below, or an option's.
@@ -204,8 +200,6 @@ class LinearPair(Branch):
         tape.column_output = None
         tape.activation, tape.core = yield from self.core(slice, c)
 
-
-# ---- the ends of the model
 
 @dataclass
 class HeadTape:

@@ -1,7 +1,7 @@
 """The text that a model generates is the same on every layout, and is shown token by token at full speed.
 
     generate() in the pool's workers          layouts, samples, who is shown a token
-    the Writer                                characters that are cut over tokens
+    make_writer()                             characters that are cut over tokens
     python -m nanodomino.generate             what a person sees
 """
 
@@ -27,7 +27,7 @@ from support.reference import random_weights
 
 from nanodomino.corpus.tokenizers import TiktokenTokenizer, build_tokenizer
 from nanodomino.generate.generation import generate, sample_token
-from nanodomino.generate.__main__ import SEPARATOR, Writer
+from nanodomino.generate.__main__ import SEPARATOR, make_writer
 
 DOCUMENTS = dict(reset_position_ids=True, reset_attention_mask=True)
 UNTIED = dict(untie_embeddings_and_output_weights=True)
@@ -137,11 +137,11 @@ def test_incomplete_characters_are_never_shown(monkeypatch):
                                     (pairs, range(5), ["a", "aé", "aé€", "aé€😀", text])):
         shown = io.BytesIO()                        # what a terminal would have received
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, "utf-8"))
-        writer = Writer(tokenizer)
+        write = make_writer(tokenizer)
         for token, expected in zip(tokens, seen, strict=True):
-            writer.write_token(token)
+            write(token)
             assert shown.getvalue() == expected.encode()
-        writer.end_text()
+        write(None)
         assert shown.getvalue() == text.encode() + b"\n"
 
 
@@ -149,12 +149,12 @@ def test_invalid_bytes_are_marked_as_soon_as_they_are_certain(monkeypatch):
     """A byte model that has learned little writes them. A text may end within a character; the next is unaffected."""
     shown = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, "utf-8"))
-    writer = Writer(build_tokenizer("byte"))
+    write = make_writer(build_tokenizer("byte"))
     for byte, expected in zip(b"\xe2\x82a\xff\xc3", ("", "", "\ufffda", "\ufffda\ufffd", "\ufffda\ufffd")):
-        writer.write_token(byte)
+        write(byte)
         assert shown.getvalue().decode() == expected
-    writer.end_text()
-    writer.write_token(ord("b"))
+    write(None)
+    write(ord("b"))
     assert shown.getvalue().decode() == "\ufffda\ufffd\ufffd\nb"
 
 
