@@ -47,7 +47,7 @@ def reduce_scatter(whole, group):
 
 def all_gather(whole, own, group):
     """Launch an all-gather of the parts of `whole` from their owners. Returns the work to wait for. own: this rank's
-    part, which may lie in `whole` or elsewhere. NCCL copies it there itself."""
+    part, which may lie in `whole` or elsewhere."""
     if on_gpu(whole):
         return native_all_gather(whole, own, group=group, async_op=True)
     parts, rank = whole.chunk(group.size()), group.rank()
@@ -77,7 +77,7 @@ def exchange(sends, receives, group, tag):
 
 
 class Messages:
-    """Several messages in flight, combined into one work. wait() may be called twice, which torch's works forbid."""
+    """Several messages in flight, combined into one work, for which wait() may be called twice."""
 
     def __init__(self, works):
         self.works, self.future = works, None

@@ -18,8 +18,7 @@ The kinds of spans:
     wait                the rank waits for a collective or a message and has nothing to compute
     optimizer           adding up received gradients, gradient norm, clipping, update of this rank's partition
 
-The kinds of moments are `send` and `receive` of a message between stages. The watched collectives are `all_reduce`,
-`reduce_scatter`, `all_gather` and `all_to_all`.
+The kinds of moments are `send` and `receive` of a message between stages.
 
 On the CPU, times are read from the clock. On CUDA, calls return before the work is done. So there a CUDA event is
 recorded in the current stream, and take() turns it into a time later. The ends of a group's collectives are recorded in

@@ -55,7 +55,7 @@ class RankRun:
     events: list                 # what a Clock plays
     ranks_of: dict[str, tuple]   # {group: its ranks}
     layers: tuple[int, ...]      # layers in each chunk
-    alive: int                   # peak number of microbatches on the stage
+    held: int                    # the largest number of microbatches that the stage holds
     row: tuple[tuple, ...]       # the kinds of each action, in order
     kept: dict[tuple, float]     # {kinds: bytes that an action leaves alive, minus those that it frees}
     peaks: dict[tuple, float]    # {kinds: peak bytes of an action, besides what was alive before it}
@@ -146,7 +146,7 @@ def measured_step(program, domino, optimizer, dataset, config: Config, accounts:
         traffic={key: (round(calls), round(bytes_)) for key, (calls, bytes_) in accounts.traffic.items()},
         events=accounts.events, layers=tuple(len(chunk.layers) for chunk in domino.model.chunks),
         ranks_of={name: tuple(dist.get_process_group_ranks(group)) for name, group in groups_of(mesh).items() if group},
-        alive=simulation.peak_microbatches(actions), row=row,
+        held=simulation.peak_microbatches(actions), row=row,
         # the first action of a kind may also leave what all later ones use, so of two numbers `kept` takes the lower
         kept={kinds: statistics.median_low(found) for kinds, found in kept.items()},
         peaks={kinds: statistics.median(found) for kinds, found in extra.items()},

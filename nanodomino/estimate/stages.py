@@ -64,10 +64,10 @@ def extrapolate(one, two, first: float, second: float, layers: float, whole=1.0)
 
 def add_up(row, kept: dict, peaks: dict) -> tuple[float, float]:
     """Return (peak bytes between a row's actions, peak bytes at any time). kept, peaks: as in RankRun."""
-    held = most = peak = 0.0
+    alive = most = peak = 0.0
     for kinds in row:
-        peak, held = max(peak, held + peaks[kinds]), held + kept[kinds]
-        most = max(most, held)
+        peak, alive = max(peak, alive + peaks[kinds]), alive + kept[kinds]
+        most = max(most, alive)
     return most, peak
 
 
@@ -125,7 +125,7 @@ class Stage:
         most += self.linear(lambda run: run.activations - add_up(run.row, run.kept, run.peaks)[0])
         peak += self.linear(lambda run: run.first_peak - add_up(run.row[:-1], run.kept, run.peaks)[1])
         peak = max(peak, self.linear(lambda run: run.last_peak))
-        host = self.linear(lambda run: run.host / run.alive) * simulation.peak_microbatches(self.all_actions)
+        host = self.linear(lambda run: run.host / run.held) * simulation.peak_microbatches(self.all_actions)
         return {**self.linear(lambda run: run.state), "activations": most, "working": peak - most, "host": host}
 
     def seconds(self, machine) -> tuple[dict, dict]:

@@ -119,19 +119,12 @@ def to_device(x, device: torch.device):
 
 @dataclass(frozen=True, eq=False)
 class AttentionMask:
-    """Says which keys each query sees. All tensors are in the host's memory.
-
-    places: [m], the place of each query
-    begins: [b, m], the place where the document of each query begins; [1, m] of zeros if attention ignores documents
-    window: how many tokens before itself a query sees; None: all
-    keys: the number of keys of a sample
-    stored: [b, keys], where each key lies in the tensor [.., s, ..] of all keys; None: sample by sample, in order
-    """
-    places: torch.Tensor
-    begins: torch.Tensor
-    window: int | None
-    keys: int
-    stored: torch.Tensor | None = None
+    """Says which keys each query sees. All tensors are in the host's memory."""
+    places: torch.Tensor                     # [m], the place of each query
+    begins: torch.Tensor                     # [b, m], where each query's document begins; [1, m] of zeros to ignore it
+    window: int | None                       # how many tokens before itself a query sees; None: all
+    keys: int                                # the number of keys of a sample
+    stored: torch.Tensor | None = None       # [b, keys], where each key lies in the tensor of all keys; None: in order
 
     @property
     def first(self):

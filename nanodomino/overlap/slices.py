@@ -10,8 +10,7 @@ collective, yield to let the other slices compute, wait for the collective, mult
     flight.work.wait()                             done
     flight.result()                                returns the complete tensor
 
-If nothing has to be sent, for example because the group has only one rank, `collective` is "" and only result() is
-called.
+If nothing has to be sent, as in a group of one rank, `collective` is "" and only result() is called.
 
 **The column split** (Domino, 2409.15241, section 3.3) works within one slice, so it also helps at batch size 1. It cuts
 a matrix into `columns` parts along the features that are communicated. While the collective of one part is in flight,
@@ -40,17 +39,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class Flight:
-    """Holds a tensor and the collective that completes it.
-
-    start() launches the collective and returns (work, received). `received` is None, except for a reduce-scatter on
-    CPUs: result() sums its rows (see reduce_scatter in comm/collectives.py).
-    """
+    """Holds a tensor and the collective that completes it."""
     tensor: torch.Tensor
     collective: str = ""                            # such as "all_reduce" or "all_to_all"; "": nothing to send
     sent: torch.Tensor | None = None                # the whole tensor; a trace records its bytes
-    start: Callable | None = None
+    start: Callable | None = None                   # launches the collective and returns (work, received)
     work: dist.Work | None = None
-    received: torch.Tensor | None = None
+    received: torch.Tensor | None = None            # all addends of a reduce-scatter on CPUs, which result() adds up
     group: str = "tp"                               # a name for the trace
     complete: Callable | None = None                # turns the received tensor into the result; None: it is the result
 
@@ -81,8 +76,7 @@ def prepare_all_gather(own, shape, group, name="tp") -> Flight:
 
 
 def prepare_reduce_scatter(addend, shape, group, name="tp") -> Flight:
-    """Prepare a reduce-scatter: rank i gets the i-th part of the sum of all addends, in this shape. It overwrites
-    `addend`."""
+    """Prepare a reduce-scatter: rank i gets part i of the sum of all addends, in this shape. It overwrites `addend`."""
     flat = addend.view(-1)
     own = flat.chunk(group.size())[group.rank()].view(shape)
     return Flight(own, "reduce_scatter", flat, lambda: reduce_scatter(flat, group), group=name)
@@ -143,8 +137,6 @@ class SliceOps:
         self.stream, self.columns, self.trace, self.always_yields = stream, columns, trace, always_yields
         self.statistics_of = statistics_of
 
-    # ---- collectives
-
     def launch(self, slice, site, flight: Flight) -> Flight:
         """Launch a flight, if it sends anything. Its tensor must not be read or written until wait()."""
         if flight.collective:
@@ -170,8 +162,6 @@ class SliceOps:
         """All-reduce a tensor in place."""
         flight = prepare_all_reduce(tensor, self.stream.group, op)
         yield from self.yield_then_wait(slice, site, [self.launch(slice, site, flight)])
-
-    # ---- turns
 
     def yield_if_in_flight(self, flights):
         """Let other slices compute if any of the flights sends something."""
