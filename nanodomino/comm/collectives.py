@@ -5,10 +5,10 @@
     reduce_scatter     part i on rank i becomes the sum of all ranks' part i     each rank sends (n-1)/n of the tensor
     all_gather         part i on every rank becomes rank i's part i              each rank sends (n-1)/n of the tensor
 
-A reduce-scatter followed by an all-gather is an all-reduce. NCCL has both. gloo has both too, but its reduce-scatter
-all-reduces a copy, which sends twice as much, and its all-gather copies through extra buffers. So on CPUs we build both
-from point-to-point messages: each part goes straight to its owner, or from its owner to all others. The price is that a
-reduce-scatter needs a receive buffer as large as the tensor.
+A reduce-scatter followed by an all-gather is an all-reduce. NCCL has both. gloo's reduce-scatter all-reduces a copy,
+which sends twice as much, and its all-gather copies through extra buffers. So on CPUs we build both from point-to-point
+messages: each part goes straight to its owner, or from its owner to all others. The price is a receive buffer as large
+as the tensor.
 
 **Post the receives before the sends.** Two ranks that exchange 2 MB over a link with 500 Mbit/s in each direction need
 35 ms, but 67 ms if each posts its receive after its send. gloo starts a send only after the receiver has sent back a

@@ -6,8 +6,8 @@ the layers, so two depths give all others:
 
     value(L layers) = value(1) + (L - 1) (value(2) - value(1))
 
-These runs give the seconds of each kind of action, the bytes that it leaves alive, and its peak. The schedule of all
-stages and microbatches consists of the same kinds of actions:
+They give the seconds of each kind of action, the bytes that it leaves alive, and its peak. The schedule of all stages
+and microbatches consists of the same kinds of actions:
 
     memory    the state plus the largest peak of an action, on top of what the actions before it have left alive
     time      the simulated schedule, plus what follows the last action: gradients in flight, update, all-gather
@@ -116,10 +116,8 @@ class Stage:
 
     def memory(self) -> dict[str, float]:
         """Return {name: bytes} of a rank at its peak: parameters, gradients, optimizer, activations, working, host."""
-        kept, peaks = {}, {}
-        for kinds, action in self.actions.items():
-            kept[kinds] = self.of_action(action, lambda run, kinds: run.kept[kinds])
-            peaks[kinds] = self.of_action(action, lambda run, kinds: run.peaks[kinds])
+        kept, peaks = ({kinds: self.of_action(action, lambda run, kinds, name=name: getattr(run, name)[kinds])
+                        for kinds, action in self.actions.items()} for name in ("kept", "peaks"))
         most, peak = add_up(self.row, kept, peaks)
         # The small runs also know what the sums leave out, such as receives that are posted before the first action.
         most += self.linear(lambda run: run.activations - add_up(run.row, run.kept, run.peaks)[0])

@@ -6,11 +6,10 @@ On the last stage every tensor-parallel rank gathers the full row of logits and 
 the same seed, so all ranks choose the same token without communicating again.
 
 **The cache.** Attention needs the keys and values of every earlier token, and they do not change when a token is added.
-With a cache, each layer computes only one new position per token, however long the text is.
-
-When the text has filled the model's context, the cache can't just drop the oldest token. Learned positions would all
-change. Rotary positions enter only as distances, but in the upper layers cached keys and values still depend on the
-dropped token. So the cache is emptied, and the later half of the context is recomputed from position 0.
+With a cache, each layer computes only one new position per token, however long the text is. When the text has filled
+the model's context, the cache can't just drop the oldest token. Learned positions would all change. Rotary positions
+enter only as distances, but in the upper layers cached keys and values still depend on the dropped token. So the cache
+is emptied, and the later half of the context is recomputed from position 0.
 
 **Kernels.** cuDNN's attention makes a new plan for each number of keys, which takes longer than a token (23 to 37 ms on
 an H100). So generate() allows only torch's other attention kernels.
@@ -27,7 +26,7 @@ from nanodomino.errors import NotFinite, require
 from nanodomino.layers.attention_mask import AttentionInputs, AttentionMask, rotation, to_device
 from nanodomino.layers.dropout_and_positions import seeded_generator
 from nanodomino.mesh import Mesh
-from nanodomino.model import GPT, Chunk
+from nanodomino.model import GPT
 from nanodomino.parallel import gather_logits
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -35,11 +34,10 @@ KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacken
 
 class KeyValueCache:
     """Holds the rotated keys and the values of each attention layer of this stage, both [1, query groups/t, size, d].
+    The layers are given this cache instead of a MasksAndPositions, so it defines the methods that layers call.
 
     size: the number of positions that the cache can hold; the first `length` of them are filled.
     end_of_text: the token that ends a text; an option may let it end what later tokens can see.
-
-    The layers are given this cache instead of a MasksAndPositions, so it defines the methods that layers call.
     """
 
     def __init__(self, model: GPT, size: int, end_of_text: int | None):
@@ -89,16 +87,6 @@ class KeyValueCache:
         keys[:, :, self.length:end], values[:, :, self.length:end] = k, v
         return keys[:, :, first:end], values[:, :, first:end]
 
-    def hidden_states(self, chunk: Chunk, tokens, hidden):
-        """Run the layers of a chunk on new tokens [1, m], or on hidden [1, m, h] from the previous chunk. Return hidden
-        [1, m, h]."""
-        model, x = self.model, hidden
-        if chunk.pre_process:
-            x = model.embedding.add_positions(model.embedding.word_embeddings(tokens), self.positions, None)
-        for layer in chunk.layers:
-            x = layer(x, self)
-        return x
-
 
 @sdpa_kernel(KERNELS)
 @torch.no_grad()
@@ -108,8 +96,7 @@ def generate(model: GPT, mesh: Mesh, tokens: list[int], max_tokens: int, vocab_s
     sampled, the text ends without it. Every rank of a replica must call this with the same arguments.
 
     vocab_size: the number of tokens that the tokenizer knows. The model may have more, but they are never chosen.
-    sample: the number of this text; texts with the same seed but different numbers use different random numbers.
-    show(token): called on every rank after each token.
+    sample: the number of this text; each number has other random numbers. show(token): called after each token.
     """
     generator, longest = seeded_generator("cpu", seed, "generate", sample), model.config.context_length
     tokens, window, wanted = list(tokens), tokens[-longest:], len(tokens) + max_tokens
@@ -131,21 +118,24 @@ def generate(model: GPT, mesh: Mesh, tokens: list[int], max_tokens: int, vocab_s
 def next_token(cache: KeyValueCache, mesh: Mesh, new, vocab_size: int, temperature: float, top_k: int,
                generator) -> int:
     """Run the tokens `new` [1, m], which follow the cached ones, and return the next token, the same on all ranks."""
-    config, placement, x = cache.model.config, cache.model.config.placement, None
+    model, config, placement, x = cache.model, cache.model.config, cache.model.config.placement, None
     cache.start(new)
-    for number, chunk in enumerate(cache.model.chunks):        # in model order, as their inputs arrive
+    for number, chunk in enumerate(model.chunks):              # in model order, as their inputs arrive
         previous, following = (placement.location(placement.virtual_stage(mesh.pp_rank, number) + step)
                                for step in (-1, 1))
         if previous and previous[0] != mesh.pp_rank:
             x = torch.empty(1, new.size(1), config.hidden_size, dtype=config.params_dtype, device=mesh.device)
             dist.recv(x, mesh.rank_of(pp=previous[0]), group=mesh.pp_group)
-        x = cache.hidden_states(chunk, new, x)
+        if chunk.pre_process:
+            x = model.embedding.add_positions(model.embedding.word_embeddings(new), cache.positions, None)
+        for layer in chunk.layers:
+            x = layer(x, cache)                                # [1, m, h]
         if following and following[0] != mesh.pp_rank:
             dist.send(x, mesh.rank_of(pp=following[0]), group=mesh.pp_group)
     cache.finish(new)
     token = torch.full([1], -1, device=mesh.device)            # tells all ranks if the logits are not finite
-    if cache.model.post_process:
-        (vocabulary,), last = cache.model.head, cache.model.final_norm(x[:, -1:])
+    if model.post_process:
+        (vocabulary,), last = model.head, model.final_norm(x[:, -1:])
         own = F.linear(last, vocabulary.logits_weight())[..., :vocabulary.num_words]
         logits = gather_logits(own, vocabulary, vocab_size)
         if logits.isfinite().all():

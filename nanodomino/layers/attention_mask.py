@@ -1,7 +1,6 @@
 """Says at which position each token is, and which tokens it sees.
 
-Attention treats its input as a set: without positions, "dog bites man" equals "man bites dog". There are two ways to
-add positions:
+Attention treats its input as a set: without positions, "dog bites man" equals "man bites dog". Two ways to add them:
 
     learned_absolute   a vector per position, added to the word embedding (GPT-2); limited to the trained positions
     rope               q and k of each head are rotated by angles proportional to the position (RoFormer, 2104.09864)
@@ -32,21 +31,20 @@ token in its sample. So every rule only moves the first place, and an AttentionM
 
 The queries are all tokens of the samples, a rank's share of them (context parallelism) or the new tokens (generation).
 Attention is computed in one of three ways. torch's causal attention reads no mask: it fits if all first places are 0. A
-bias adds -inf to the score of each key that a query does not see. In 16 bit, the bias of a sample of 32,768 tokens
-takes 2.1 GB, and many scores are computed only to be discarded. torch's varlen_attn, a form of flash attention, avoids
-both. But it takes no dropout and only 16-bit numbers, and CPUs do not have it. It works on *runs*: consecutive queries
-of one document, and the keys that they see.
+bias adds -inf to the score of each key that a query does not see. In 16 bit, the bias of 32,768 tokens takes 2.1 GB,
+and many scores are computed only to be discarded. torch's varlen_attn, a form of flash attention, avoids both. But it
+takes no dropout and only 16-bit numbers, and CPUs do not have it. It works on *runs*: consecutive queries of one
+document, and the keys that they see.
 
     samples      a  b  #  c | d  e  #  #         #: end-of-text; each sample starts a document, too
     documents    0  0  0  1 | 0  0  0  1
     starts       0        3   4        7   8     the last number is the number of all queries
 
-If a run has more keys than queries, the kernel aligns their *ends*. For two ranks that share a sample of one document:
+If a run has more keys than queries, the kernel aligns their *ends*. The keys of one run follow those of the previous
+run, so a key that two runs see is copied. For two ranks that share a sample of one document:
 
     rank 0    queries 0 1    keys 0 1              rank 1    queries 2 3 4 5    keys 0 1 2 3 4 5
               queries 6 7    keys 0 1 .. 7
-
-The keys of one run follow those of the previous run, so a key that two runs see is copied.
 """
 
 import math

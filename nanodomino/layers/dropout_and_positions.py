@@ -62,11 +62,6 @@ class MasksAndPositions:
             self.kept[site] = mask
         return mask
 
-    def attention_dropout_mask(self, site, s, like):
-        """Return the dropout mask [b, heads, s, s] of all heads; see draw_masks()."""
-        heads = self.config.num_attention_heads
-        return self.draw_masks(site + ".core", (heads, s, s), self.config.attention_dropout, like)
-
     def attention_inputs(self, sublayer, x, own_part=None, own_queries=None, ranks=1) -> AttentionInputs | None:
         """Return the AttentionInputs for this rank's heads and queries; None for an MLP. x: [b, s/ranks, ..].
 
@@ -76,12 +71,12 @@ class MasksAndPositions:
         """
         if not sublayer.attends:
             return None
-        b, s, mesh = x.size(0), x.size(1) * ranks, self.mesh
-        mask = self.attention_dropout_mask(sublayer.site, s, x)
+        b, s, mesh, config = x.size(0), x.size(1) * ranks, self.mesh, self.config
+        mask = self.draw_masks(sublayer.site + ".core", (config.num_attention_heads, s, s), config.attention_dropout, x)
         if mask is not None:                                   # clone: a view would keep the masks of all heads alive
             mask = own_part(mask) if own_part else mask.chunk(mesh.tp, dim=1)[mesh.tp_rank].clone()
         if not self.visible:                                   # the first attention of the slice
-            self.rotary = rotation(self.config, self.positions, x.size(1), x.device)
+            self.rotary = rotation(config, self.positions, x.size(1), x.device)
             self.begins = (torch.zeros(1, 1, dtype=torch.int64).expand(1, s) if self.documents is None
                            else document_begins(self.documents))
         if sublayer.window not in self.visible:
@@ -90,5 +85,5 @@ class MasksAndPositions:
                 places, stored = own_queries(b, s) if own_queries else (torch.arange(s), None)
                 places = places.to(self.begins.device)         # the host's memory, except in a dry run
                 visible = AttentionMask(places, self.begins[:, places], sublayer.window, s, stored)
-                self.visible[sublayer.window] = visible.inputs(self.config, b, x.device)
+                self.visible[sublayer.window] = visible.inputs(config, b, x.device)
         return AttentionInputs(mask, self.rotary, **self.visible[sublayer.window])

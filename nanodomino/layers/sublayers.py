@@ -42,8 +42,8 @@ from nanodomino.parallel import ColumnParallelLinear, RowParallelLinear
 
 @dataclass(frozen=True)
 class Normalization:
-    """Holds the functions of LayerNorm or RMSNorm for x [.., h], weight [h] and bias [h] or None. The gradients of weight
-    and bias are sums over tokens, and may have a wider dtype than x."""
+    """Holds the functions of LayerNorm or RMSNorm for x [.., h], weight [h] and bias [h] or None. The gradients of the
+    latter two are sums over tokens, and may have a wider dtype than x."""
     function: Callable     # x, weight, bias, epsilon -> the norm of x [.., h]: the definition
     forward: Callable      # x, weight, bias, epsilon -> the norm of x, *statistics that backward needs
     backward: Callable     # gradient, x, statistics, weight, bias -> gradients of x, weight and bias (None without one)

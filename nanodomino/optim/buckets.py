@@ -8,9 +8,8 @@
     tied word embedding   {0: "tp"}     "dp"         ("embedding",)              with weight decay
 
 A gradient is summed first over the parameter's *replicas*: ranks that hold the same shard and train on different
-tokens. Then, once per step, it is summed over groups in which each rank computes only an *addend* of the gradient. For
-example, the first and the last stage each hold a copy of a tied embedding: one looks up tokens in it, the other
-computes logits.
+tokens. Then, once per step, it is summed over groups in which each rank computes only an *addend* of it. For example,
+the first stage looks up tokens in its copy of a tied embedding, and the last stage computes logits with another copy.
 
 **A bucket** keeps the weights of many parameters in one flat tensor, and their gradients in another:
 

@@ -24,8 +24,8 @@ A scale of 1 would be too small: after 60 steps of the preset nano a quarter of 
 matmuls are below 2^-14. Much more than the initial 2^15 would be too large, since a logit's gradient can be as large as
 the scale. Sums over tokens can be larger still, so they are computed in fp32. Megatron-LM scales the mean loss: its
 initial scale of 2^32 is 2^13 per token if a replica has 2^19 tokens. zero.py divides the parameters' gradients, in
-fp32, by the scale and the number of tokens before it computes the norm. The scale is a power of two. So it changes only
-exponents, and no bit of the result, unless a number over- or underflows.
+fp32, by the scale and the number of tokens before it computes the norm. A power of two changes only exponents. So such
+a scale changes no bit of the result unless a number over- or underflows.
 
 **AdamW** changes each element w of a weight by its gradient g, and keeps two moments, m and v (1711.05101):
 

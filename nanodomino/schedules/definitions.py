@@ -7,17 +7,14 @@ is data: it can be printed, counted and tested without a process (simulation.py)
 The actions of a stage, for a microbatch and one of the stage's chunks of layers:
 
     F    Forward          receives hidden states, sends the chunk's output
-    B    Backward         receives the gradient of the chunk's output, sends the gradient of its input, and adds up
-                          weight gradients
+    B    Backward         receives the gradient of the chunk's output, sends that of its input, adds up weight gradients
     I    InputBackward    the first part of B, for which another stage waits: the gradient of the input
     W    WeightBackward   the second part of B, for which no stage waits: the weight gradients
     BF   Pair             a B and the F of a later microbatch, which take turns
 
-Zero-bubble schedules split B into I and W (2401.10241; the paper calls these parts B and W).
-
-The *bubble* of a schedule is the busiest stage's idle time, divided by its computing time. Below, a stage takes F,
-I and W for a microbatch's forward, input gradients and weight gradients. So a whole backward takes I + W. v is the
-number of chunks per stage:
+Zero-bubble schedules split B into I and W (2401.10241; the paper calls these parts B and W). The *bubble* of a schedule
+is the busiest stage's idle time, divided by its computing time. Below, F, I and W are the times that a stage needs for
+a microbatch. So a whole backward takes I + W. v is the number of chunks per stage:
 
                  idle time of a step        microbatches held           source
     gpipe        (p - 1)(F + I + W)         m                           1811.06965
@@ -37,17 +34,13 @@ chunks counts 1/v. Three formulas for the idle time hold only under conditions:
 
 In zb-v no stage idles between its first and its last action. But the stages start and end at different times, and all
 wait for the last one, because clipping needs the global gradient norm. (The paper updates before the norm is known, and
-undoes the update if clipping was necessary: section 4.)
-
-A new schedule is a function and a line in SCHEDULES. Its cost and its messages follow from its actions.
+undoes the update if clipping was necessary: section 4.) A new schedule is a function and a line in SCHEDULES.
 """
 
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-
-# ---- actions
 
 @dataclass(frozen=True)
 class Action:
@@ -100,8 +93,6 @@ class Pair:
     def halves(self) -> tuple[Action, ...]:
         return self.backward, self.forward
 
-
-# ---- schedules
 
 def gpipe(stage: int, stages: int, microbatches: int, chunks=1) -> list:
     """Run all forwards, then all backwards: simple, but every microbatch's activations are held at once."""
