@@ -7,8 +7,7 @@
 
 A reduce-scatter followed by an all-gather is an all-reduce. NCCL has both. gloo's reduce-scatter all-reduces a copy,
 which sends twice as much, and its all-gather copies through extra buffers. So on CPUs we build both from point-to-point
-messages: each part goes straight to its owner, or from its owner to all others. The price is a receive buffer as large
-as the tensor.
+messages: each part goes straight to its owner, or from its owner to all others. The price is a receive buffer.
 
 **Post the receives before the sends.** Two ranks that exchange 2 MB over a link with 500 Mbit/s in each direction need
 35 ms, but 67 ms if each posts its receive after its send. gloo starts a send only after the receiver has sent back a
@@ -46,8 +45,7 @@ def reduce_scatter(whole, group):
 
 
 def all_gather(whole, own, group):
-    """Launch an all-gather of the parts of `whole` from their owners. Returns the work to wait for. own: this rank's
-    part, which may lie in `whole` or elsewhere."""
+    """Launch an all-gather of the parts of `whole`. Return the work. own: this rank's part, in `whole` or elsewhere."""
     if on_gpu(whole):
         return native_all_gather(whole, own, group=group, async_op=True)
     parts, rank = whole.chunk(group.size()), group.rank()
@@ -89,8 +87,7 @@ class Messages:
             self.works.pop(0).wait()
 
     def get_future(self):
-        """Return a future that is done when all messages are; Trace.watch() needs one. torch's messages have no
-        futures, so a thread waits for them."""
+        """Return a future for Trace.watch(). torch's messages have none, so a thread waits for them."""
         def thread():
             try:
                 for work in self.works:

@@ -8,8 +8,6 @@ torch calls a TorchDispatchMode for every operation, below autograd. `Accounts` 
 
 It counts a real run as well; `bench.py memory` and `bench.py collectives` compare both. For meta tensors it replaces
 what needs numbers or other ranks: the host reads 1 from every tensor, and no collective sends anything.
-
-torch's shape functions take 0.2 ms. A step repeats the same operations on the same shapes, so results are remembered.
 """
 
 import re
@@ -73,8 +71,7 @@ KIND_OF_TAG = {tag: kind for kind, tag in TAGS.items()}
 
 def operation_of(name: str, given: dict, read, written) -> Operation:
     """Describe an operation. given: its arguments by name; read, written: its tensors. Attention multiplies twice in
-    forward and five times in backward, which computes q k^T again. A causal kernel skips half of the scores. Raises
-    UserError if the FLOPs are not known."""
+    forward and five times in backward. A causal kernel skips half of the scores. Raises UserError for unknown FLOPs."""
     rows_of = read[0] if name in LOOK_UPS else None            # this tensor's bytes do not count
     moved = sum(size(one) for one in [*(read[1:] if name in OVERWRITES else read), *written] if one is not rows_of)
     if name in MATMULS:
@@ -166,8 +163,7 @@ class FusedAttention(TorchFunctionMode):
 
 
 class Accounts(TorchDispatchMode):
-    """Counts what runs while it is active. groups: {name: process group or None}. host_counts: whether tensors on the
-    CPU count, because the device is a CPU."""
+    """Counts what runs while it is active. groups: {name: process group or None}. host_counts: the device is a CPU."""
 
     def __init__(self, groups: dict, host_counts: bool):
         super().__init__()
@@ -274,9 +270,8 @@ class Accounts(TorchDispatchMode):
             self.peak = max(self.peak, self.now)
 
     def collective(self, function, name: str, args):
-        """Count a collective or a message. On CPUs a reduce-scatter, an all-gather or an all-to-all over n ranks is
-        n - 1 sends, each of 1/n of the tensor (comm/collectives.py). So such a send counts as 1/(n-1) of a call and
-        n/(n-1) times its bytes."""
+        """Count a collective or a message. On CPUs a reduce-scatter, all-gather or all-to-all over n ranks is n - 1
+        sends of 1/n of the tensor. So such a send counts as 1/(n-1) of a call and n/(n-1) times its bytes."""
         kind, whole = COLLECTIVES.get(name, (name, 0))
         tensors = list(flatten([args[whole]]))
         group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
@@ -298,7 +293,7 @@ class Accounts(TorchDispatchMode):
         self.events.append(Launch(group, kind, bytes_, self.launches))
 
 
-REMEMBERED = {}              # (operation, shapes and other arguments) -> a result with these shapes
+REMEMBERED = {}    # (operation, shapes, other arguments) -> a result; torch needs 0.2 ms for it, and a step repeats it
 
 
 def flatten(tree):

@@ -101,8 +101,7 @@ def flops_per_token(config: Config) -> float:
 
 
 def mfu(config: Config, seconds: float, peak: float) -> float:
-    """Return the model FLOPs utilization: a step's FLOPs divided by those that all GPUs could do in `seconds`. peak:
-    FLOP/s of one GPU."""
+    """Return the model FLOPs utilization: a step's FLOPs / those that all GPUs can do in `seconds`. peak: of a GPU."""
     return flops_per_token(config) * config.global_batch_size * config.seq_length / (seconds * peak * config.world_size)
 
 
@@ -122,8 +121,6 @@ def bytes_sent(kind: str, payload: float, ranks: int) -> float:
                **dict.fromkeys(("reduce_scatter", "all_gather", "all_to_all"), (ranks - 1) / ranks)}
     return factors.get(kind, 0.0) * payload
 
-
-# ---- data sheets of GPUs
 
 @dataclass(frozen=True)
 class Gpu:
@@ -148,16 +145,13 @@ GPUS = {"A100": Gpu(80e9, 2.039e12, "NVLink", 300e9, 32e9, 108),
 
 
 def find_peak_flops(config, device) -> float | None:
-    """Return the peak FLOP/s of the run, summed over its GPUs; None on a CPU, for a GPU that is not in PEAK_FLOPS, and
-    for weights that are not 16-bit."""
+    """Return the peak FLOP/s of all GPUs of the run; None on a CPU, for an unknown GPU, and for other than 16 bits."""
     if device.type != "cuda" or config.params_dtype.itemsize != 2:
         return None
     device_name = torch.cuda.get_device_name(device)
     matches = [name for name in PEAK_FLOPS if re.search(rf"\b{name}\b", device_name)]       # an A10G is not an A10
     return PEAK_FLOPS[max(matches, key=len)] * config.world_size if matches else None
 
-
-# ---- a machine's rates
 
 @dataclass(frozen=True)
 class Machine:
@@ -196,8 +190,7 @@ class Machine:
 
 @lru_cache(maxsize=65536)
 def matmul_seconds(count, rows, columns, summed, rate, multiprocessors, memory_rate) -> float:
-    """Return the seconds of `count` matmuls [rows, summed] x [summed, columns] on a GPU; see the module's docstring.
-    rate: FLOP/s of the largest tile."""
+    """Return the seconds of `count` matmuls [rows, summed] x [summed, columns]. rate: FLOP/s of the largest tile."""
     best = math.inf
     for tile_rows, tile_columns, efficiency in TILES:
         tiles = count * math.ceil(rows / tile_rows) * math.ceil(columns / tile_columns)
@@ -208,8 +201,6 @@ def matmul_seconds(count, rows, columns, summed, rate, multiprocessors, memory_r
             best = min(best, waves * flops * multiprocessors / (rate * efficiency) + adding)
     return best
 
-
-# ---- this machine
 
 def memory_of_process(device, local_world_size: int) -> int:
     """Return the bytes of a process's GPU, or its part of the host's memory."""

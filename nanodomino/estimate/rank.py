@@ -119,8 +119,7 @@ def dry_run(program, config: Config, rank=0) -> RankRun:
 
 
 def measured_step(program, domino, optimizer, dataset, config: Config, accounts: Accounts) -> RankRun:
-    """Train one step, dry or real, and return the RankRun. `accounts` must be active, and the optimizer must have its
-    moments."""
+    """Train one step, dry or real. `accounts` must be active, and the optimizer must have its moments."""
     mesh, tensors = domino.mesh, state_tensors(domino.model, optimizer)
     state = {name: sum(tensor.untyped_storage().nbytes() for tensor in held) for name, held in tensors.items()}
     for tensor in itertools.chain(*tensors.values()):

@@ -1,8 +1,7 @@
 """Estimates a step on all ranks, for models and clusters of any size, from a few small dry runs.
 
 Layers are alike, and so are microbatches. So the first and the last stage of a pipeline of at most two stages run a few
-microbatches with two depths, for example with one and with two layers in each chunk. Everything in a run is linear in
-the layers, so two depths give all others:
+microbatches with two depths, for example with one and with two layers in each chunk. All of it is linear in layers:
 
     value(L layers) = value(1) + (L - 1) (value(2) - value(1))
 
@@ -36,8 +35,7 @@ run_of = lru_cache(maxsize=512)(dry_run)
 
 def small_run(program, config: Config, depth: int, stage: int, stages: int) -> RankRun:
     """Run one stage of a pipeline of only `stages` stages, with just enough microbatches to show each kind of action.
-    depth: how many times the last chunk has the `layer_period` layers. Each other chunk has as many more layers as
-    there are behind the head."""
+    depth: layers of the last chunk, in units of layer_period. The others have as many more as are behind the head."""
     chunks, behind = stages * config.virtual_stages, config.behind_head.layers
     layers = depth * config.layer_period + (config.first_last_layers_bf16 and chunks == 1)
     small = dataclasses.replace(

@@ -33,7 +33,6 @@ from nanodomino.run.failures import run_rank
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import Parser, check_range, flag_name
 
-
 SEPARATOR = "---------------\n"
 
 
@@ -120,8 +119,7 @@ def make_writer(tokenizer: Tokenizer):
 
 
 def write_texts(flags: argparse.Namespace, model: GPT, mesh: Mesh, tokenizer: Tokenizer, seed: int):
-    """Print --num-samples texts for each prompt while they are generated, and then tokens/s to stderr. Only rank 0's
-    output is shown."""
+    """Print --num-samples texts for each prompt while they are generated, then tokens/s. Only rank 0's is shown."""
     config = model.config
     is_rank_0, longest = dist.get_rank() == 0, config.context_length
     write, written, start_time = make_writer(tokenizer), 0, time.perf_counter()

@@ -29,8 +29,6 @@ from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
 from nanodomino.parallel import gather_logits
 
-KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-
 
 class KeyValueCache:
     """Holds the rotated keys and the values of each attention layer of this stage, both [1, query groups/t, size, d].
@@ -55,8 +53,7 @@ class KeyValueCache:
         self.rotary = rotation(self.model.config, self.positions, tokens.size(1), tokens.device)
 
     def look_around(self, tokens, places):
-        """Return (the positions, the first visible places without a window), both [1, m], of new tokens at places [m],
-        all in the host's memory."""
+        """Return (positions, first visible places without window), both [1, m] on the host, of tokens at places [m]."""
         return places.unsqueeze(0), torch.zeros_like(places).unsqueeze(0)
 
     def finish(self, tokens):
@@ -88,7 +85,7 @@ class KeyValueCache:
         return keys[:, :, first:end], values[:, :, first:end]
 
 
-@sdpa_kernel(KERNELS)
+@sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 @torch.no_grad()
 def generate(model: GPT, mesh: Mesh, tokens: list[int], max_tokens: int, vocab_size: int, temperature=0.8, top_k=0,
              seed=0, sample=0, show=lambda token: None, end_of_text=None) -> list[int]:

@@ -137,8 +137,7 @@ def fused_attention(q, k, v, bias):
     """Return softmax(q k^T / sqrt(d) + bias) v [b, heads, m, d] for q [b, heads, m, d], k and v [b, groups, s, d].
     Without a bias, attention is causal if m = s. In generation m is 1: the last token attends to all s tokens. On CUDA,
     only flash attention and cuDNN's attention handle groups without repeating k and v. They need 16-bit inputs, and
-    flash attention takes no bias. In other cases torch would silently use a kernel that stores all scores, so k and v
-    are repeated here first."""
+    flash attention takes no bias. Otherwise torch would use a kernel that stores scores, so k and v are repeated."""
     if on_gpu(q) and (bias is not None or q.element_size() > 2):
         k, v = repeat_kv(q, k, v)
     return F.scaled_dot_product_attention(
@@ -147,8 +146,7 @@ def fused_attention(q, k, v, bias):
 
 
 def varlen_attention(q, k, v, runs: Runs):
-    """Return the attention output [b, heads, m, d] for q [b, heads, m, d], and for the runs' keys, k and v [b, groups,
-    s, d]."""
+    """Return the attention output [b, heads, m, d] for q [b, heads, m, d] and the runs' k and v [b, groups, s, d]."""
     from torch.nn.attention.varlen import varlen_attn          # imported here, because this import takes a second
 
     b, grouped = q.size(0), k.size(1) < q.size(1)
@@ -192,8 +190,7 @@ def norm_and_rotate(q, k, v, rotary, q_weights, k_weights, epsilon, normalizatio
 
 def norm_and_rotate_backward(q, k, v, rotary, before_norms, statistics, q_weights, k_weights, normalization):
     """Turn the gradients of q, k and v [b, s, groups, .., d] into (the gradient of qkv [b, s, ..], the gradients of q's
-    norm weights, those of k's norm weights). before_norms: q and k before the norms; statistics: of q's norm and of k's
-    norm. Not used without norms."""
+    norm weights, those of k's norm weights). before_norms, statistics: q and k before the norms, the statistics."""
     q_gradients = k_gradients = ()
     if rotary is not None:
         opposite = inverse_rotation(rotary)

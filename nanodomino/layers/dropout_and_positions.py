@@ -1,8 +1,7 @@
 """What a sublayer needs besides the residual stream: dropout masks, rotary positions, the attention mask.
 
-All three depend only on the samples in a slice, not on anything that ran earlier. On a given type of device, a dropout
-mask is a pure function of (seed, sample, site), where a site is a name such as "layers.3.mlp". So results don't depend
-on the layout, even with dropout:
+All three depend only on the samples in a slice, not on anything that ran earlier. A dropout mask is a pure function of
+(seed, sample, site, type of device). A site is a name such as "layers.3.mlp". So dropout does not depend on the layout:
 
     residual stream   [b, s, h]          every tp rank draws the same mask for its copy of the stream
     attention         [b, heads, s, s]   every tp rank draws the mask of all heads and keeps the part for its own heads

@@ -2,8 +2,7 @@
 
 **main_grad.** Backward adds up many small contributions to a weight's gradient, from all microbatches and slices. In 16
 bits, a contribution that is much smaller than the sum so far would be rounded away. So the sum is kept in fp32 or
-wider, in main_grad (Megatron-LM's name). Where torch supports it, a matmul of 16-bit tensors is added to the sum
-without being rounded to 16 bits first.
+wider, in main_grad (Megatron-LM's name). Where torch can, it adds a matmul of 16-bit tensors without rounding it first.
 
 **The residual addition** x' = x + dropout(y + bias) adds the output y of a sublayer to the residual stream. Plain
 autograd differentiates add_residual(). Training calls residual_backward() instead.

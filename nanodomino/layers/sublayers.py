@@ -19,8 +19,7 @@ quarter of autograd's time. Tests compare the two.
     swiglu(gate, up)   = silu(gate) * up, silu(x) = x sigmoid(x), as in Llama (2002.05202)
 
 **The MLP**, cut over t tensor-parallel ranks (Megatron-LM, 1909.08053, section 3). With SwiGLU, W1 stacks two matrices,
-[gate; up], of ffn rows each. They are cut separately (partition_stride=2), so that every rank has gate and up of the
-same ffn/t features.
+[gate; up], of ffn rows each. They are cut separately (partition_stride=2), so that a rank has both for its features.
 
     h [b, s, h] -> W1 (column-parallel) -> c [b, s, ffn/t] -> activation -> [b, s, ffn/t] -> W2 (row-parallel) -> y
 

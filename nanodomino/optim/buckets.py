@@ -17,15 +17,13 @@ the first stage looks up tokens in its copy of a tied embedding, and the last st
     main_grad    | . . . . . . . . . . . . . . . . . . |     fp32 in 16-bit training; backward adds to views of it
 
 A collective or an optimizer then treats a bucket as one tensor. So all its parameters must have the same ParameterKind:
-the same weight decay, copies on the same ranks (the global norm counts each parameter once), and gradients that the
-same ranks sum.
+the same weight decay, copies on the same ranks (of which the norm counts one), and gradients that the same ranks sum.
 """
 
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-
 
 ALIGNMENT = 16       # each parameter starts at a multiple of 16 elements, because tensor cores need aligned matrices
 
@@ -95,8 +93,7 @@ def sort_into_buckets(model) -> list[tuple[ParameterKind, list[nn.Parameter]]]:
 
 
 def flat_layout(parameters, partitions: int) -> tuple[dict, int]:
-    """Return ({parameter: offset}, length) of a flat buffer, in elements. The length divides into `partitions` equal,
-    aligned partitions."""
+    """Return ({parameter: offset}, length) of a flat buffer of equal, aligned partitions, in elements."""
     offsets, size = {}, 0
     for weight in parameters:
         offsets[weight] = size

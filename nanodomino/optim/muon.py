@@ -22,7 +22,6 @@ import torch
 from nanodomino.comm.collectives import all_gather
 from nanodomino.optim.buckets import Bucket
 
-
 COEFFICIENTS, ITERATIONS = (3.4445, -4.7750, 2.0315), 5      # Keller Jordan's, for Newton-Schulz
 
 
@@ -42,8 +41,7 @@ def orthogonal(matrices, dtype):
 
 
 def update_of(matrices, parts, dtype):
-    """Return 0.2 sqrt(max(rows, columns)) orthogonal(part) of each part of matrices [.., rows, columns], in the part's
-    rows. parts: see ParameterSpec."""
+    """Return 0.2 sqrt(max(rows, columns)) orthogonal(part) in the rows of each of the ParameterSpec's parts."""
     split = matrices.unflatten(-2, (-1, sum(parts))).split(parts, dim=-2)
     updates = [orthogonal(part.flatten(-3, -2), dtype).to(part.dtype).reshape(part.shape)
                * (0.2 * max(part.size(-3) * part.size(-2), part.size(-1)) ** 0.5) for part in split]
@@ -83,8 +81,7 @@ class Muon(torch.optim.Optimizer):
         return self.gather(gradient.lerp(moment, self.momentum), bucket.kind.replicas, bucket.partitions)
 
     def gather(self, own, group: str, ranks: int):
-        """Launch an all-gather of the flat tensor `own`. Return a function that waits for the whole tensor and returns
-        it; on one rank it is `own`."""
+        """Launch an all-gather of the flat tensor `own`. Return a function that waits for the whole tensor."""
         if ranks == 1:
             return lambda: own
         whole = own.new_empty(ranks * len(own))

@@ -98,8 +98,7 @@ class LossScale:
         self.good_steps = 0
 
     def update(self, overflow: bool) -> bool:
-        """Adapt the scale after a step. overflow: whether a gradient was not finite. Return whether a smaller scale
-        might have prevented an overflow."""
+        """Adapt the scale to whether a gradient was not finite. Return whether a smaller scale might prevent that."""
         if not overflow:
             self.good_steps += 1
             if self.good_steps >= self.window and 2.0 * self.value < LOSS_SCALE_LIMIT:

@@ -17,16 +17,15 @@ next one. It treats each token by itself, so it does not matter whether a rank h
 branch of attention and MLP. Options have others (options/experts.py).
 
 **The ends of the model** are the word embedding, and final norm + head + cross entropy. Both matrices are cut along the
-vocabulary (parallel.py), so both ends need collectives, which other slices hide. Collectives in parentheses are only
-needed if an option shards the residual stream:
+vocabulary (parallel.py), so both ends need collectives, which other slices hide:
 
     embedding    forward    reduce of the word embeddings           backward    (gather of the gradient of x)
     head         forward    (gather of h)                           backward    reduce of the gradient of h
     loss         forward    all-reduce of the maximum logit,        backward    nothing
                             then of two sums: 3 fp32 per token
 
-The logits [b, s, v/t] are the largest tensor of a step. Their gradient overwrites them, so that a slice needs only one
-tensor of this size.
+Collectives in parentheses are only needed if an option shards the residual stream. The logits [b, s, v/t] are the
+largest tensor of a step. Their gradient overwrites them, which saves a second tensor of their size.
 """
 
 from __future__ import annotations
@@ -101,8 +100,7 @@ def residual_norm(x, y, bias, mask, weight, norm_bias, epsilon, normalization):
 
 def residual_norm_backward(grad_x, grad_h, x, statistics, weight, norm_bias, mask, has_residual, has_bias,
                            normalization):
-    """Return the gradients of x, y, bias, norm weight and norm bias; None for those that do not exist. grad_x, grad_h:
-    the gradients of x' and h. x: x' itself."""
+    """Return the gradients of x, y, bias, norm weight and norm bias, or None. Here x is x', as in SavedResidualNorm."""
     gradient, grad_weight, grad_norm_bias = normalization.backward(grad_h, x, statistics, weight, norm_bias)
     if grad_x is not None:
         gradient = gradient.add_(grad_x)
@@ -119,9 +117,8 @@ class Branch:
         backward(slice, tape, grad_y, h)  -> (flights of the gradient of h, matmuls of the weight gradients)
         restore(slice, tape, h)              recomputes what a tape policy has dropped from the tape
 
-    All but `keep` are generators, which yield while a collective is in flight. There, h and grad_y are flights of these
-    tensors, and the branch waits for them. backward leaves the matmuls of the weight gradients to domino.py, where they
-    hide the reduce of the gradient of h.
+    All but `keep` are generators, which yield while a collective is in flight. There, h and grad_y are flights, for
+    which the branch waits. domino.py runs the weight gradients' matmuls, to hide the reduce of the gradient of h.
     """
 
     def __init__(self, sublayer, output_bias=None):
@@ -216,8 +213,7 @@ class EmbeddingAndHead:
 
     def __init__(self, model, ops, residual_norm, compiled=None):
         """compiled: a function such as torch.compile, or None. The cross entropy must not create temporaries as large
-        as the logits. torch.compile avoids them by fusing the operations. Without it, in_blocks() processes a few rows
-        at a time."""
+        as the logits. torch.compile fuses the operations. Without it, in_blocks() processes a few rows at a time."""
         self.model, self.ops, self.residual_norm = model, ops, residual_norm
         narrow = dict(narrow=model.config.fp16_lm_cross_entropy and model.config.dtype == "float16")
         self.max_and_sum_exp_of_rows, self.scaled_exp_of_rows = map(compiled or in_blocks, (
@@ -252,8 +248,7 @@ class EmbeddingAndHead:
         main_grad_of(words.weight).index_add_(0, row.flatten(), gradient)
 
     def head(self, slice, x, y, previous):
-        """Return (the loss of each token [b, s], the HeadTape). x, y: the residual stream before the addition of the
-        last sublayer `previous`, and its output."""
+        """Return (the loss of each token [b, s], the HeadTape). x, y, previous: see ResidualNorm.forward()."""
         ops, (vocabulary,) = self.ops, self.model.head
         h, norm = self.residual_norm.forward(slice, x, y, previous, self.model.final_norm.weights)
         flights = ops.gather(slice, "head", h)
@@ -267,8 +262,7 @@ class EmbeddingAndHead:
         return loss_from_sums(sums), HeadTape(norm, result_of(flights), logits, maximum, sums)
 
     def head_backward(self, slice, tape: HeadTape, gradient):
-        """Return (flights of the gradient of h, the matmuls of the weight gradient, which the caller runs). gradient
-        [b, s]: of the losses."""
+        """Return (flights of the gradient of h, matmuls of the weight gradient). gradient [b, s]: of the losses."""
         (vocabulary,) = self.model.head
         grad_logits = cross_entropy_gradient(tape.logits, slice.batch.labels, slice.output, tape.maximum, tape.sums,
                                              gradient, vocabulary, self.scaled_exp_of_rows)

@@ -124,8 +124,7 @@ def one_f_one_b(stage: int, stages: int, microbatches: int, chunks=1, look_ahead
 
 
 def paired(stage: int, stages: int, microbatches: int, chunks=1) -> list:
-    """Run 1F1B, but run each backward together with the next forward, as a pair (drawn as B B F). Forward and backward
-    hide each other's all-reduces.
+    """Run 1F1B with pairs of a backward and the next forward (drawn as B B F), which hide each other's all-reduces.
 
         stage 0 |F0 F1 F2 F3 F4             B0 B0 F5 B1 B1    B2 B2 B3 B3    B4 B4 B5 B5
         stage 1 |   F0 F1 F2       B0 B0 F3 B1 B1 F4 B2 B2 F5 B3 B3    B4 B4 B5 B5
@@ -162,8 +161,7 @@ def interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> list
 
 def zb_h1(stage: int, stages: int, microbatches: int, chunks=1) -> list:
     """Run 1F1B, but delay the weight gradients by `stage` microbatches. So the last stages compute weight gradients at
-    the end of the step, where they would idle in 1F1B. The price is memory: every stage holds p microbatches. In 1F1B
-    only the first stage holds that many."""
+    the end of the step, where they would idle in 1F1B. The price: all stages hold as many microbatches as the first."""
     warm_up, actions = min(stages - stage - 1, microbatches), []
     for i in range(microbatches + stages):
         actions += [Forward(i)] if i < microbatches else []

@@ -1,8 +1,7 @@
 """Places layers on stages, and simulates a schedule: when each stage runs each action and sends each message.
 
 A model is cut into stages x chunks parts, its *virtual stages*. They are numbered in the order in which a microbatch
-passes through them: first chunk 0 of all stages, then chunk 1, and so on. If the placement is folded, every second
-chunk is placed in the reverse order of stages:
+passes through them: first chunk 0 of all stages, then chunk 1, and so on. If folded, every second chunk is reversed:
 
     virtual stages of 3 stages, 2 chunks      stage 0   stage 1   stage 2
     chunk 0                                      0         1         2
@@ -93,8 +92,7 @@ def message_received(half: Action) -> Message:
 
 
 def message_sent(placement: Placement, stage: int, half: Action) -> tuple[int, Message] | None:
-    """Return (receiving stage, message) for an action's output, or None if no stage receives it. In a V, the last stage
-    sends to itself."""
+    """Return (receiving stage, message) for an action's output, or None. In a V, the last stage sends to itself."""
     target = placement.target(stage, half)
     return target and (target[0], Message(half.microbatch, target[1], half.direction))
 
@@ -148,8 +146,7 @@ def timetable(schedule: Schedule | str, stages: int, microbatches: int, chunks=1
 
 def simulate(table: Timetable, duration=lambda stage, action: action.length, message=0) -> list[list[tuple]]:
     """Return for each stage a list of (action, start, end). duration(stage, action): how long an action takes. message:
-    the delay between an action's end and the arrival of its output on another stage. Raises ValueError if the stages
-    wait for each other forever."""
+    the delay until its output arrives on another stage. Raises ValueError if stages wait for each other forever."""
     queues, rows = [deque(row) for row in table.dependencies], [[] for _ in table.rows]
     times = {}                                       # when each event happened
     while any(queues):
@@ -202,8 +199,7 @@ def peak_microbatches(actions) -> int:
 @lru_cache(maxsize=16)
 def receives_to_post(table: Timetable, actions_ahead=0) -> list[list[list[Message]]]:
     """Return, as result[stage][i], the messages whose receives a stage posts right before its action i: the first
-    action that starts at or after the simulated time of the send. With `actions_ahead` they are posted that many
-    actions earlier. pipeline.py says why."""
+    action that starts at or after the simulated time of the send, or `actions_ahead` actions earlier (pipeline.py)."""
     rows = simulate(table)
     sent = sorted(((end, sender, *target) for sender, row in enumerate(rows) for action, _, end in row
                    for half in action.halves if (target := message_sent(table.placement, sender, half))
