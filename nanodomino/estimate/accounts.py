@@ -319,7 +319,7 @@ def signature(value):
 
 @cache
 def arguments_of(function) -> tuple[list[str], list[str], list[str]]:
-    """Return the names of an operation's arguments, of those that it writes to, and of those that it does not read."""
+    """Return the names of an operation's arguments, of the ones that it writes to, and of the ones it does not read."""
     arguments = function._schema.arguments
     return tuple([one.name for one in arguments if test(one)] for test in (
         lambda one: True, lambda one: one.alias_info is not None and one.alias_info.is_write, lambda one: one.is_out))

@@ -11,8 +11,8 @@ and microbatches consists of the same kinds of actions:
     memory    the state plus the largest peak of an action, on top of what the actions before it have left alive
     time      the simulated schedule, plus what follows the last action: gradients in flight, update, all-gather
 
-A stage between the first and the last has neither embedding nor head, so only what grows with the layers counts. Data
-parallelism, precision, recomputation and everything else are those of the real run.
+A stage between the first and the last has neither embedding nor head, so only what grows with the layers counts. All
+other settings, such as data parallelism, precision and recomputation, are the real run's.
 """
 
 import dataclasses
@@ -71,7 +71,7 @@ def add_up(row, kept: dict, peaks: dict) -> tuple[float, float]:
 
 class Stage:
     """Estimates one stage. program, config: see dry_run(). quick: estimate a stage between the first and the last from
-    these two. Only its seconds are right then, because only what grows with the layers counts."""
+    both. Only its seconds are right then, because only what grows with the layers counts."""
 
     def __init__(self, program, config: Config, stage: int, quick=False):
         placement = config.placement
@@ -91,7 +91,7 @@ class Stage:
             self.sides = [[small_run(program, config, depth, one, stages) for depth in depths] for one in order]
 
     def linear(self, value, runs=None, chunk=None, whole=True):
-        """Extrapolate value(run), a number or {name: number}, to this stage's layers, or to those of a chunk. whole:
+        """Extrapolate value(run), a number or {name: number}, to the layers of this stage or of a chunk. whole:
         False leaves out what does not grow with the layers."""
         runs = runs or self.sides[0]
         first, second, layers = (sum(counts) if chunk is None else counts[chunk]

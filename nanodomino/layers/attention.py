@@ -14,7 +14,7 @@ Then q and k may be normalized (qk_layernorm) and rotated by their positions. at
 and which keys a query sees. Without attention dropout, torch's fused kernel never writes the [s, s] probabilities to
 memory. With dropout they are computed explicitly, because the fused kernel's mask would depend on the layout.
 
-Training calls core_forward and core_backward. In these, autograd differentiates only attend() (gradients.py). The
+Training calls core_forward and core_backward, in which autograd differentiates only attend() (gradients.py). The
 backward of norms and rotations is written by hand, and torch.compile (--compile) fuses it into a few kernels.
 """
 
@@ -175,7 +175,7 @@ def join_heads(context):
 
 def norm_and_rotate(q, k, v, rotary, q_weights, k_weights, epsilon, normalization):
     """Normalize and rotate q [b, s, groups, group_size, d] and k [b, s, groups, 1, d]. Return (q, k, v, the statistics
-    of q's norm, those of k's norm). rotary, normalization: None if the model does not rotate or normalize q and k.
+    of q's norm, the same of k's). rotary, normalization: None if the model does not rotate or normalize q and k.
     q_weights, k_weights: (weight, bias) of the norms."""
     q_statistics = k_statistics = ()
     if normalization is not None:
@@ -190,7 +190,7 @@ def norm_and_rotate(q, k, v, rotary, q_weights, k_weights, epsilon, normalizatio
 
 def norm_and_rotate_backward(q, k, v, rotary, before_norms, statistics, q_weights, k_weights, normalization):
     """Turn the gradients of q, k and v [b, s, groups, .., d] into (the gradient of qkv [b, s, ..], the gradients of q's
-    norm weights, those of k's norm weights). before_norms, statistics: q and k before the norms, the statistics."""
+    norm weights, the same of k's). before_norms: q and k before the norms; statistics: of both norms."""
     q_gradients = k_gradients = ()
     if rotary is not None:
         opposite = inverse_rotation(rotary)

@@ -74,8 +74,8 @@ class ResidualNorm:
         return self.forward_kernel(saved.x, None, None, None, *saved.weights)[1]
 
     def backward(self, slice, saved: SavedResidualNorm, grad_x, grad_h):
-        """Turn the gradients of x' and h into those of x and y. Add the gradients of the bias and of the norm's weights
-        to main_grad. grad_x, grad_h: the gradients of x' and h; grad_x is None in the head, which uses only h."""
+        """Turn the gradients of x' and h into gradients of x and y. Add the gradients of bias and norm weights to
+        main_grad. grad_x, grad_h: the gradients of x' and h; grad_x is None in the head, which uses only h."""
         bias, mask = bias_and_mask(slice, saved.previous, grad_h)
         grad_x, grad_y, *gradients = self.backward_kernel(
             grad_x, grad_h, saved.x, saved.statistics, *saved.weights, mask, saved.previous is not None,
