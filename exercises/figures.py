@@ -125,7 +125,7 @@ def schedule(name="1f1b", stages=4, microbatches=8, chunks=None, F=1.0, I=1.0, W
     table, v = config.timetable, config.virtual_stages
     takes = {"forward": F / v, "backward": (I + W) / v, "input_backward": I / v, "weight_backward": W / v}
     rows = simulation.simulate(table, lambda stage, action: sum(takes[half.kind] for half in action.halves), message)
-    held = [simulation.peak_microbatches(row, lambda chunk: 1 / v) for row in table.rows]
+    held = [simulation.peak_microbatches(row) / v for row in table.rows]
     found = {"step": simulation.step_time(rows), "bubble": simulation.bubble(rows), "held": held}
     words = (f"A step takes **{found['step']:g}** units of time. The bubble is **{found['bubble']:.1%}** of the "
              "busiest stage's computing time. The docstring of `schedules/definitions.py` has formulas for the bubble "

@@ -17,12 +17,11 @@ The chapters, with their files in reading order (errors.py and files.py serve th
                   collectives   gathers and reduces that leave no rank with more work than another
                   trace         records what a rank did, and when
     layers/       sublayers     norm, two matmuls around a core, MLP
-                  residual      adds a sublayer's output to the residual stream
                   attention     with attention_mask (rotary positions, and which keys a query sees)
-                  dropout_and_positions, cross_entropy, gradients
+                  gradients     sums of gradients, and the residual addition
+                  dropout_and_positions, cross_entropy
     overlap/      slices        a slice's state, and the steps launch, yield, wait, multiply
-                  linear_pair   what a sublayer computes between its norm and its reduce
-                  ends          where one sublayer ends and the next one starts, and the two ends of the model
+                  compute       what a slice computes between two collectives, and at the two ends of the model
     schedules/    definitions   1F1B and six more, as lists of actions
                   simulation    bubble, peak memory and pictures of a schedule, without a process
     optim/        buckets       how a parameter is declared, and which parameters share a flat buffer

@@ -43,9 +43,9 @@ stream after the previous sublayer (x, y, bias: see model.py), and a is the outp
 No other rank waits for weight gradients. So backward computes them after it has launched the all-reduce of grad_h,
 which they help to hide.
 
-overlap/ends.py computes residual + norm. Everything between h and y is the sublayer's *branch*: LinearPair in
-overlap/linear_pair.py. An option may give a sublayer another branch. It may also add steps to this picture: gather h
-before W1, or restore h, c and a in backward.
+overlap/compute.py computes residual + norm, and everything between h and y, which is the sublayer's *branch*. An option
+may give a sublayer another branch. It may also add steps to this picture: gather h before W1, or restore h, c and a in
+backward.
 
 **What stays exposed.** When the last slice launches its last all-reduce of a chunk, the other slices have no matmuls
 left. In backward, the slice's own weight gradients hide this all-reduce. In forward, nothing hides it: on every
@@ -68,15 +68,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanodomino.comm.trace import NO_TRACE
-from nanodomino.layers.gradients import add_gradients
-from nanodomino.layers.residual import add_residual, residual_backward
-from nanodomino.overlap.ends import EmbeddingAndHead, ResidualNorm, bias_and_mask
+from nanodomino.layers.gradients import add_gradients, add_residual, residual_backward
+from nanodomino.overlap.compute import Branch, EmbeddingAndHead, ResidualNorm, bias_and_mask
 from nanodomino.overlap.slices import GradientsReady, Slice, SliceOps, TapeEntry
 
-if TYPE_CHECKING:                        # for annotations only: Domino calls model and branches without knowing them
+if TYPE_CHECKING:                        # for annotations only: Domino calls the model without knowing it
     from nanodomino.data import Batch
     from nanodomino.model import GPT
-    from nanodomino.overlap.linear_pair import Branch
 
 
 def interleave(generators, trace):

@@ -36,9 +36,8 @@ from torch import nn
 
 from nanodomino.layers.attention import Attention
 from nanodomino.layers.cross_entropy import vocab_parallel_cross_entropy
-from nanodomino.layers.dropout_and_positions import MasksAndPositions
-from nanodomino.layers.gradients import add_gradients, wide_dtype
-from nanodomino.layers.residual import drop, seeded_generator
+from nanodomino.layers.dropout_and_positions import MasksAndPositions, seeded_generator
+from nanodomino.layers.gradients import add_gradients, drop, wide_dtype
 from nanodomino.layers.sublayers import Norm, Sublayer
 from nanodomino.mesh import Mesh, meta_mesh
 from nanodomino.optim.buckets import local_shard, parameter

@@ -46,17 +46,15 @@ from nanodomino.checkpoint.format import manifest_text
 from nanodomino.domino import Domino
 from nanodomino.layers import attention
 from nanodomino.layers import dropout_and_positions
-from nanodomino.layers.dropout_and_positions import MasksAndPositions
-from nanodomino.layers.residual import seeded_generator
+from nanodomino.layers.dropout_and_positions import MasksAndPositions, seeded_generator
 from nanodomino.optim import buckets
 from nanodomino.optim.buckets import Bucket
 from nanodomino.optim.optimizers import LossScale
 from nanodomino.options import context_parallel, experts, fp8
 from nanodomino.options.multi_token_prediction import MultiTokenPrediction, PredictionDepths
 from nanodomino.options.router import SCORE_FUNCTIONS, Router
-from nanodomino.overlap import ends, slices
-from nanodomino.overlap.ends import EmbeddingAndHead
-from nanodomino.overlap.linear_pair import LinearPair
+from nanodomino.overlap import compute, slices
+from nanodomino.overlap.compute import EmbeddingAndHead, LinearPair
 from nanodomino.overlap.slices import Flight, SliceOps, result_of
 from nanodomino.comm.world import from_rank_0
 from nanodomino.zero import ZeroOptimizer, sum_of_squares
@@ -170,7 +168,7 @@ def own_loss(right, config, self, learning_rate, totals, stop=False):
 
 # ---- tensor parallelism
 
-@pitfall("A row-parallel bias is added before the all-reduce", ends, "add_residual", **TP)
+@pitfall("A row-parallel bias is added before the all-reduce", compute, "add_residual", **TP)
 def bias_before_the_sum(right, config, x, y, bias, mask):
     return right(x, y, bias * config.tp, mask)
 
@@ -217,7 +215,7 @@ def not_summed(config):
 
 
 @pitfall("Cross entropy: in the gradient each rank uses its own sum of exponentials",
-         ends, "cross_entropy_gradient", **TP)
+         compute, "cross_entropy_gradient", **TP)
 def own_softmax(right, config, logits, labels, loss, maximum, sums, gradient, vocabulary, of_rows):
     part = sums.clone()
     if vocabulary.num_words:
@@ -225,7 +223,7 @@ def own_softmax(right, config, logits, labels, loss, maximum, sums, gradient, vo
     return right(logits, labels, loss, maximum, part, gradient, vocabulary, of_rows)
 
 
-@pitfall("Cross entropy: a label counts on ranks that do not own it", ends, "partial_loss_sums", **TP)
+@pitfall("Cross entropy: a label counts on ranks that do not own it", compute, "partial_loss_sums", **TP)
 def labels_everywhere(right, config, logits, labels, largest, sum_exp, maximum, vocabulary):
     sums = right(logits, labels, largest, sum_exp, maximum, vocabulary)
     row, _ = vocabulary.local_rows(labels)
@@ -400,7 +398,7 @@ def added_in_16_bit(config):
             if weight is not None:
                 weight.main_grad.copy_(weight.main_grad.bfloat16())
     return [instead(slices, "add_weight_gradient", one, config),
-            *(instead(owner, "add_gradients", several, config) for owner in (domino, ends))]
+            *(instead(owner, "add_gradients", several, config) for owner in (domino, compute))]
 
 
 @pitfall("Padding of a flat buffer counts", hidden_size=17, num_attention_heads=1)

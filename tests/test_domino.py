@@ -228,7 +228,7 @@ def test_deferred_weight_gradients_keep_no_logits_masks_attention_biases_and_rec
         losses, tape = run_to_end(stage.forward(batch, hidden))
         held = [weakref.ref(hidden.untyped_storage()), *(weakref.ref(part) for slice in tape for part in (
             slice.batch, slice.output, slice.head.logits, slice.masks_and_positions,
-            slice.masks_and_positions.shared[None]["bias"]))]
+            slice.masks_and_positions.visible[None]["bias"]))]
         del hidden
         assert sum(part() is not None for part in held) == 11
         run_to_end(stage.backward(tape, torch.ones_like(losses), defer_weights=True))

@@ -5,15 +5,14 @@
     reduce_scatter     part i on rank i becomes the sum of all ranks' part i     each rank sends (n-1)/n of the tensor
     all_gather         part i on every rank becomes rank i's part i              each rank sends (n-1)/n of the tensor
 
-A reduce-scatter followed by an all-gather is an all-reduce. NCCL has both. gloo has both too, but its reduce-scatter
-all-reduces a copy, which sends twice as much, and its all-gather copies through extra buffers. So on CPUs we build both
-from point-to-point messages: each part goes straight to its owner, or from its owner to all others. The price is that a
-reduce-scatter needs a receive buffer as large as the tensor.
+A reduce-scatter followed by an all-gather is an all-reduce. NCCL has both. gloo's reduce-scatter all-reduces a copy,
+which sends twice as much, and its all-gather copies through extra buffers. So on CPUs we build both from point-to-point
+messages: each part goes straight to its owner, or from its owner to all others. The price is a receive buffer.
 
 **Post the receives before the sends.** Two ranks that exchange 2 MB over a link with 500 Mbit/s in each direction need
-35 ms, but 67 ms if each posts its receive after its send. The reason: gloo starts a send only after the receiver has
-sent back a short "ready". If the receiver's own large send has already started, this "ready" queues behind all of it on
-the same connection. So the two directions run one after the other, as in gloo's own all-to-all and broadcasts.
+35 ms, but 67 ms if each posts its receive after its send. gloo starts a send only after the receiver has sent back a
+short "ready". If the receiver's own large send has already started, this "ready" queues behind it on the same
+connection. So the two directions run one after the other, as in gloo's own all-to-all and broadcasts.
 
 The functions only launch the operation. Do not read or change the tensor before wait() has returned.
 """
@@ -35,8 +34,8 @@ TAGS = {"reduce_scatter": 0, "all_gather": 1, "all_to_all": 2}    # so that benc
 def reduce_scatter(whole, group):
     """Launch a reduce-scatter of the flat tensor `whole`. Returns (work, received). On GPUs `received` is None, and
     after work.wait() this rank's part of `whole` is the sum. On CPUs `received` is a tensor [n, size/n]: after
-    work.wait() its row i is rank i's addend of this part, and the caller must add up the rows. Their order is always
-    the same, so the sum has the same bits in every run. Ignore the other parts of `whole`."""
+    work.wait() its row i is rank i's addend of this part. The caller must add up the rows, in this order, so that the
+    sum has the same bits in every run. Ignore the other parts of `whole`."""
     parts, rank = whole.chunk(group.size()), group.rank()
     if on_gpu(whole):
         return native_reduce_scatter(parts[rank], whole, group=group, async_op=True), None
@@ -46,8 +45,7 @@ def reduce_scatter(whole, group):
 
 
 def all_gather(whole, own, group):
-    """Launch an all-gather of the parts of `whole` from their owners. Returns the work to wait for. own: this rank's
-    part, which may lie in `whole` or elsewhere. NCCL copies it there itself."""
+    """Launch an all-gather of the parts of `whole`. Return the work. own: this rank's part, in `whole` or elsewhere."""
     if on_gpu(whole):
         return native_all_gather(whole, own, group=group, async_op=True)
     parts, rank = whole.chunk(group.size()), group.rank()
@@ -77,27 +75,23 @@ def exchange(sends, receives, group, tag):
 
 
 class Messages:
-    """Several messages in flight, combined into one work. wait() may be called twice, which torch's works forbid."""
+    """Several messages in flight, combined into one work, for which wait() may be called twice."""
 
     def __init__(self, works):
         self.works, self.future = works, None
 
     def wait(self):
         if self.future:
-            self.future.wait()
-        else:
-            self.finish()
-
-    def finish(self):
+            return self.future.wait()
         while self.works:
             self.works.pop(0).wait()
 
     def get_future(self):
-        """Return a future that is done when all messages are; Trace.watch() needs one. torch's messages have no
-        futures, so a thread waits for them."""
+        """Return a future for Trace.watch(). torch's messages have none, so a thread waits for them."""
         def thread():
             try:
-                self.finish()
+                for work in self.works:
+                    work.wait()
                 future.set_result(None)
             except RuntimeError as error:                # future.wait() will raise it
                 future.set_exception(error)

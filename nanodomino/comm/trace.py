@@ -18,12 +18,11 @@ The kinds of spans:
     wait                the rank waits for a collective or a message and has nothing to compute
     optimizer           adding up received gradients, gradient norm, clipping, update of this rank's partition
 
-The kinds of moments are `send` and `receive` of a message between stages. The watched collectives are `all_reduce`,
-`reduce_scatter`, `all_gather` and `all_to_all`.
+The kinds of moments are `send` and `receive` of a message between stages.
 
 On the CPU, times are read from the clock. On CUDA, calls return before the work is done. So there a CUDA event is
-recorded in the current stream, and take() turns it into a time of day later. The ends of a group's collectives are
-recorded in a separate stream, where nothing can delay them. With `recording` off, each call costs one comparison.
+recorded in the current stream, and take() turns it into a time later. The ends of a group's collectives are recorded in
+a separate stream, where nothing can delay them. With `recording` off, each call costs one comparison.
 """
 
 import time
@@ -36,14 +35,12 @@ import torch
 
 @dataclass(slots=True)
 class Event:
-    """A span, which is its own context manager, a moment or a watched collective. begin, end: times in nanoseconds, set
-    by take(). Before that, they are values of mark(), and 0 is the end of what has not ended yet. args: slice, site,
-    microbatch, bytes. mark: the Trace's mark(), for the end of a span."""
+    """A span, which is its own context manager, a moment or a watched collective."""
     kind: str
-    begin: int
-    end: int
-    args: dict
-    mark: Callable | None = None
+    begin: int                       # nanoseconds since 1970; until take(), a result of mark()
+    end: int                         # the same, or 0 before the end
+    args: dict                       # slice, site, microbatch, bytes
+    mark: Callable | None = None     # the Trace's, for the end of a span
 
     def __enter__(self):
         pass
@@ -92,10 +89,9 @@ class Trace:
                 work.get_future().add_done_callback(lambda _: setattr(event, "end", self.mark()))
 
     def record_end(self, event: Event, work):
-        """Let a CUDA event fire when `work` is done, without making the training stream wait. The group's own stream
-        waits for the future. With a single hardware queue every stream would wait with it, so world.find_device refuses
-        to trace then. A callback of the future would not do: it would run in a stream of torch's pool, where a message
-        may be waiting for its sender. And work.wait() would release its tensors early."""
+        """Let a CUDA event fire when `work` is done. The group's own stream waits for that, not the training stream.
+        With a single hardware queue every stream would wait with it, so world.find_device refuses to trace then. In a
+        callback, a message might be waiting for its sender. work.wait() would release its tensors early."""
         group = event.args["group"]
         if group not in self.streams:
             self.streams[group] = torch.cuda.Stream(self.device)

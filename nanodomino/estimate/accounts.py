@@ -8,9 +8,6 @@ torch calls a TorchDispatchMode for every operation, below autograd. `Accounts` 
 
 It counts a real run as well; `bench.py memory` compares both. For meta tensors it replaces what needs numbers or other
 ranks: the host reads 1 from every tensor, and no collective sends anything.
-
-torch's shape functions are written in Python and take 0.2 ms. A training step repeats the same operations on the same
-shapes, so each is called once for each combination of shapes, and then remembered.
 """
 
 import re
@@ -26,10 +23,11 @@ import torch.nn.functional as F
 from torch._C._distributed_c10d import FakeWork
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from nanodomino.comm.collectives import TAGS
 from nanodomino.comm.world import kind_of
-from nanodomino.errors import UserError
+from nanodomino.errors import require
 
 
 class Operation(NamedTuple):
@@ -42,11 +40,10 @@ class Operation(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """The start of a collective, of a message (group "pp"), or of a copy to or from the host (group "host"). bytes: the
-    whole tensor: what is all-reduced, a reduce-scatter's or all-to-all's input, an all-gather's output."""
+    """The start of a collective, of a message (group "pp"), or of a copy to or from the host (group "host")."""
     group: str
     kind: str
-    bytes: float
+    bytes: float                 # of the whole tensor: a reduce-scatter's or all-to-all's input, an all-gather's output
     number: int
 
 
@@ -73,9 +70,8 @@ KIND_OF_TAG = {tag: kind for kind, tag in TAGS.items()}
 
 
 def operation_of(name: str, given: dict, read, written) -> Operation:
-    """Describe an operation. given: its arguments by name; read, written: its tensors. A causal attention kernel skips
-    half of the scores. Its forward multiplies twice, its backward five times, since it computes q k^T again. Raises
-    UserError if the FLOPs are not known."""
+    """Describe an operation. given: its arguments by name; read, written: its tensors. Attention multiplies twice in
+    forward and five times in backward. A causal kernel skips half of the scores. Raises UserError for unknown FLOPs."""
     rows_of = read[0] if name in LOOK_UPS else None            # this tensor's bytes do not count
     moved = sum(size(one) for one in [*(read[1:] if name in OVERWRITES else read), *written] if one is not rows_of)
     if name in MATMULS:
@@ -91,18 +87,16 @@ def operation_of(name: str, given: dict, read, written) -> Operation:
             pairs = q.size(1) * q.size(0) / sequences * (k.size(0) - q.size(0) / 2)
         else:
             pairs = q.size(0) * q.size(1) * q.size(2) * k.size(2) * (0.5 if given.get("is_causal") else 1)
-        backward = "backward" in name
-        return Operation("attention" + " backward" * backward, moved, (10 if backward else 4) * pairs * q.size(-1),
-                         (q.size(-1),))
-    if MULTIPLIES.search(name) and name not in VECTORS:
-        raise UserError(f"the dry run does not know the FLOPs of torch's {name}; add it to MATMULS in "
-                        "nanodomino/estimate/accounts.py")
+        kind, each = ("attention backward", 10) if "backward" in name else ("attention", 4)
+        return Operation(kind, moved, each * pairs * q.size(-1), (q.size(-1),))
+    require(name in VECTORS or not MULTIPLIES.search(name), f"the dry run does not know the FLOPs of torch's {name}; "
+            "add it to MATMULS in nanodomino/estimate/accounts.py")
     return Operation("memory", moved)
 
 
 def workspace(name: str, given: dict) -> int:
-    """Return the bytes that flash attention's backward allocates on a GPU until it ends: the gradient of q in fp32; if
-    query heads share k and v, also the gradients of k and v for each query head. q [b, heads, s, d] or [n, heads, d]"""
+    """Return the bytes that flash attention's backward allocates until it ends: the gradient of q in fp32; if query
+    heads share k and v, also the gradients of k and v for each query head. q [b, heads, s, d] or [n, heads, d]"""
     if not re.search(r"(flash_attention|varlen_attn)_backward", name):
         return 0
     q, k = given["query"], given["key"]
@@ -120,6 +114,7 @@ class Arrival(FakeWork):
     def __init__(self, accounts, number: int):
         super().__init__()
         self.accounts, self.number = accounts, number
+        accounts.arrivals[number] = self
 
     def wait(self, timeout=None):
         self.accounts.events.append(Wait(self.number))
@@ -128,8 +123,8 @@ class Arrival(FakeWork):
 
 
 class Streams:
-    """Stands in for torch.cuda's streams; all of them are this object. The clock starts each copy after the operations
-    that were launched before it, so wait_stream() has nothing to do."""
+    """Stands in for torch.cuda and for each of its streams. wait_stream() has nothing to do, because the clock starts a
+    copy after all operations that were launched before it."""
 
     def __init__(self, accounts):
         self.accounts = accounts
@@ -168,8 +163,7 @@ class FusedAttention(TorchFunctionMode):
 
 
 class Accounts(TorchDispatchMode):
-    """Counts what runs while it is active. groups: {name: process group or None}. host_counts: whether tensors on the
-    CPU count, because the device is a CPU."""
+    """Counts what runs while it is active. groups: {name: process group or None}. host_counts: the device is a CPU."""
 
     def __init__(self, groups: dict, host_counts: bool):
         super().__init__()
@@ -177,14 +171,12 @@ class Accounts(TorchDispatchMode):
         self.host_counts, self.in_kernel = host_counts, None   # in_kernel: the FLOPs of the fused kernel that runs
         self.alive, self.pinned = {}, set()                    # keys from storage(); pinned: in the host's memory
         self.now = self.peak = self.host_now = self.host_peak = self.launches = 0
-        self.arrivals = {}
+        self.arrivals = {}                                     # {number of a launch: its Arrival}
         self.restart()
 
     def restart(self):
         """Forget everything except the storages that are alive."""
         self.peak, self.host_peak, self.traffic, self.events = self.now, self.host_now, defaultdict(lambda: [0, 0]), []
-
-    # ---- operations
 
     @classmethod
     def _should_skip_dynamo(cls):                              # so that torch does not import its compiler
@@ -201,13 +193,12 @@ class Accounts(TorchDispatchMode):
         touched = list(flatten(given.values()))
         if (result := self.without_numbers(name, given, touched)) is not None:
             return result
-        result = result_of(function, args, kwargs, touched)
-        known = {*map(storage, touched)}
+        result, known = result_of(function, args, kwargs, touched), {*map(storage, touched)}
         changed = [one for key in written for one in flatten([given.get(key)])] + [
             one for one in flatten([result]) if storage(one) not in known]
-        if not changed or not any(map(self.counts, changed)):  # a view was made, or a GPU's host worked
+        if not any(map(self.counts, changed)):                 # a view was made, or a GPU's host worked
             return result
-        read = list(flatten(value for key, value in given.items() if key not in not_read)) if not_read else touched
+        read = list(flatten(value for key, value in given.items() if key not in not_read))
         operation = operation_of(name, given, read, changed)
         if self.in_kernel is not None:                         # temporaries of a fused kernel stay in registers
             self.in_kernel += operation.flops
@@ -237,7 +228,6 @@ class Accounts(TorchDispatchMode):
         if name == "is_set_to":
             one, other = ((storage(x), x.storage_offset(), x.shape) for x in tensors)
             return one == other
-        return None
 
     def fuse(self, function):
         """Stand in for torch.compile: a fused kernel reads its arguments, and writes nothing but its results."""
@@ -245,10 +235,8 @@ class Accounts(TorchDispatchMode):
             if self.in_kernel is not None:
                 return function(*args)
             self.in_kernel = 0.0
-            try:
-                result = function(*args)
-            finally:
-                flops, self.in_kernel = self.in_kernel, None
+            result = function(*args)
+            flops, self.in_kernel = self.in_kernel, None
             ends = {id(tensor): tensor for tensor in flatten((args, [result]))}.values()
             for tensor in ends:
                 self.allocate(tensor)
@@ -256,10 +244,8 @@ class Accounts(TorchDispatchMode):
             return result
         return kernel
 
-    # ---- memory
-
     def counts(self, tensor) -> bool:
-        """Return whether a tensor is in the memory of the device, or pinned for it."""
+        """Return whether a tensor is in the memory of the device, or in pinned memory."""
         return self.host_counts or tensor.device.type != "cpu" or storage(tensor) in self.pinned
 
     def allocate(self, tensor):
@@ -283,12 +269,9 @@ class Accounts(TorchDispatchMode):
             self.now += bytes_
             self.peak = max(self.peak, self.now)
 
-    # ---- collectives
-
     def collective(self, function, name: str, args):
-        """Count a collective or a message. On CPUs a reduce-scatter, an all-gather or an all-to-all over n ranks is
-        n - 1 sends, each of 1/n of the tensor (comm/collectives.py). So each of these sends counts as 1/(n-1) of
-        a call and n/(n-1) times its bytes."""
+        """Count a collective or a message. On CPUs a reduce-scatter, all-gather or all-to-all over n ranks is n - 1
+        sends of 1/n of the tensor. So such a send counts as 1/(n-1) of a call and n/(n-1) times its bytes."""
         kind, whole = COLLECTIVES.get(name, (name, 0))
         tensors = list(flatten([args[whole]]))
         group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
@@ -302,7 +285,7 @@ class Accounts(TorchDispatchMode):
         self.launch(group_name, kind, bytes_)
         if not tensors[0].is_meta:
             return function(*args)
-        work = self.arrivals[self.launches] = Arrival(self, self.launches)
+        work = Arrival(self, self.launches)
         return work.boxed() if name in ("send", "recv_", "alltoall_base_") else (args[0], work.boxed())
 
     def launch(self, group: str, kind: str, bytes_: float):
@@ -310,7 +293,7 @@ class Accounts(TorchDispatchMode):
         self.events.append(Launch(group, kind, bytes_, self.launches))
 
 
-REMEMBERED = {}              # (operation, shapes and other arguments) -> (type, leaves of the result)
+REMEMBERED = {}    # (operation, shapes, other arguments) -> a result; torch needs 0.2 ms for it, and a step repeats it
 
 
 def flatten(tree):
@@ -336,7 +319,7 @@ def signature(value):
 
 @cache
 def arguments_of(function) -> tuple[list[str], list[str], list[str]]:
-    """Return the names of an operation's arguments, of those that it writes to, and of those that it does not read."""
+    """Return the names of an operation's arguments, of the ones that it writes to, and of the ones it does not read."""
     arguments = function._schema.arguments
     return tuple([one.name for one in arguments if test(one)] for test in (
         lambda one: True, lambda one: one.alias_info is not None and one.alias_info.is_write, lambda one: one.is_out))
@@ -357,17 +340,12 @@ def result_of(function, args, kwargs, tensors):
     if written:                                                # meta tensors have no numbers that could change
         results = [(dict(zip(names, args)) | kwargs)[name] for name in written[:len(schema.returns)]]
         return tuple(results) if len(results) > 1 else results[0] if results else None
-    try:
-        key = function, signature(args), signature([*kwargs.items()])
-        kind, leaves = REMEMBERED[key]
-    except (KeyError, TypeError):                              # not remembered, or an argument is not hashable
+    key = function, signature(args), signature([*kwargs.items()])
+    if key not in REMEMBERED:
         result = function(*args, **kwargs)
-        leaves = [result] if isinstance(result, torch.Tensor) else result
-        if (not any(one.alias_info for one in schema.returns) and isinstance(leaves, (tuple, list))
-                and all(isinstance(one, (torch.Tensor, int, type(None))) for one in leaves)
-                and not {*map(storage, flatten(leaves))} & {*map(storage, tensors)}):      # or it is a view
-            REMEMBERED[key] = type(result), [signature(one) if isinstance(one, torch.Tensor) else one for one in leaves]
-        return result
-    made = [torch.empty_strided(one[0], one[1], dtype=one[2], device=one[3]) if isinstance(one, tuple) else one
-            for one in leaves]
-    return made[0] if kind is torch.Tensor else kind(made)
+        if any(one.alias_info for one in schema.returns) or (
+                {*map(storage, flatten([result]))} & {*map(storage, tensors)}):        # it is a view
+            return result
+        REMEMBERED[key] = result
+    return tree_map_only(torch.Tensor, lambda one: torch.empty_strided(
+        one.shape, one.stride(), dtype=one.dtype, device=one.device), REMEMBERED[key])

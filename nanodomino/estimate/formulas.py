@@ -8,19 +8,18 @@
     model state, 16-bit training                    6 + 12/d per parameter           1910.02054, sections 3.1 and 5.1,
     model state, fp32 training                      8 + 8/d per parameter            here with fp32 gradients and AdamW
       ZeRO-2, 16-bit; fp32                          2 + 16/d; 4 + 12/d               1910.02054, section 5.2
-    activations of a GPT-2 layer and microbatch     4 X + (4 + 2 ffn/h) X/t          2205.05198, section 4; norm
-      selective recomputation                       4 X + (3 + ffn/h) X/t            statistics and log-sum-exp come on
-      full recomputation                            2 X                              top
+    activations of a GPT-2 layer and microbatch     4 X + (4 + 2 ffn/h) X/t          2205.05198, section 4; plus norm
+      selective recomputation                       4 X + (3 + ffn/h) X/t            statistics and log-sum-exp
+      full recomputation                            2 X
       sequence parallelism                          4 X becomes 4 X/t, 2 X 2 X/t     2205.05198, section 4.2.2
     microbatches alive on stage r of p              1F1B: min(m, p - r)              2104.04473, section 2.2
 
     what a rank launches                            collectives                      source
-    tensor parallel, a layer and microbatch         2 all-reduces of X forward,      1909.08053, section 3
-                                                    2 backward
-      sequence parallelism                          2 all-gathers and 2 reduce-      2205.05198, section 4.2.2
-                                                    scatters forward; 4 and 2
-                                                    backward, because each sublayer
-                                                    gathers h again
+    tensor parallel, a layer and microbatch         2 + 2 all-reduces of X           1909.08053, section 3
+      (forward + backward)
+      sequence parallelism                          2 + 4 all-gathers, since each    2205.05198, section 4.2.2
+                                                    sublayer gathers h again, and
+                                                    2 + 2 reduce-scatters
       Domino with n slices                          n times as many, each 1/n        2409.15241, section 3
     a stage boundary and microbatch                 X forward, X back                2104.04473, section 2.2
     ZeRO-1, a step                                  per parameter 4 bytes reduce-    1910.02054, section 7
@@ -35,9 +34,9 @@ A test compares these with a dry run (rank.py), which finds out all the rest. On
 
 **Matmuls.** A GPU computes the result [m, n] in tiles, one tile on a multiprocessor at a time. So a matmul takes whole
 waves of as many tiles as the GPU has multiprocessors, and the last wave may be nearly empty. Each element of a tile is
-a sum of k products; starting a tile takes as long as 160 more products. Small tiles load each number more often for the
-same FLOPs, so they reach less of the peak. With few tiles, kernels also cut k and add up the parts. The fastest counts.
-TILES, START, KERNEL and ATTENTION are assumptions that resemble what cuBLAS and cuDNN are reported to reach on an H100.
+a sum of k products. The start of a tile takes as long as 160 more products. Small tiles load each number more often for
+the same FLOPs, so they reach less of the peak. With few tiles, kernels also cut k and add up the parts. The fastest way
+counts. TILES, START, KERNEL and ATTENTION resemble what cuBLAS and cuDNN are reported to reach on an H100.
 """
 
 import math
@@ -72,13 +71,10 @@ ATTENTION = {64: (0.40, 0.32), 128: (0.61, 0.47)}
 
 def parameters_by_kind(config: Config) -> Counter:
     """Count the parameters of the whole model by their ParameterKind, as parameter_count() does."""
-    model, count = meta_model(config), Counter()
-    for weight in model.parameters():
-        count[weight.spec.kind] += weight.numel()
-    padding = (config.padded_vocab_size - config.vocab_size) * config.hidden_size
-    for module in model.modules():
-        if isinstance(module, VocabParallelEmbedding):
-            count[module.weight.spec.kind] -= padding
+    count, padding = Counter(), (config.padded_vocab_size - config.vocab_size) * config.hidden_size
+    for module in meta_model(config).modules():
+        for weight in module.parameters(recurse=False):
+            count[weight.spec.kind] += weight.numel() - padding * isinstance(module, VocabParallelEmbedding)
     return count
 
 
@@ -94,8 +90,8 @@ def active_parameter_count(config: Config) -> int:
 
 def flops_per_token(config: Config) -> float:
     """Return the training FLOPs per token: 6 N + 12 L n d s (PaLM, 2204.02311, appendix B; nanoGPT). N: active
-    parameters without learned position embeddings; L: layers; n heads of size d. Attention counts all pairs of tokens,
-    although a causal mask needs only half of them. Each layer behind the head multiplies by the head once more."""
+    parameters without learned position embeddings; L: layers; n heads of size d. All pairs of tokens count, although
+    a causal mask needs only half of them. Each layer behind the head multiplies by the head once more."""
     learned = config.position_embedding_type == "learned_absolute"
     parameters = active_parameter_count(config) - learned * config.max_position_embeddings * config.hidden_size
     parameters += config.behind_head.layers * config.vocab_size * config.hidden_size
@@ -105,8 +101,7 @@ def flops_per_token(config: Config) -> float:
 
 
 def mfu(config: Config, seconds: float, peak: float) -> float:
-    """Return the model FLOPs utilization: the FLOPs of a step (flops_per_token) divided by those that all GPUs could do
-    in `seconds`. peak: FLOP/s of one GPU."""
+    """Return the model FLOPs utilization: a step's FLOPs / those that all GPUs can do in `seconds`. peak: of a GPU."""
     return flops_per_token(config) * config.global_batch_size * config.seq_length / (seconds * peak * config.world_size)
 
 
@@ -126,8 +121,6 @@ def bytes_sent(kind: str, payload: float, ranks: int) -> float:
                **dict.fromkeys(("reduce_scatter", "all_gather", "all_to_all"), (ranks - 1) / ranks)}
     return factors.get(kind, 0.0) * payload
 
-
-# ---- data sheets of GPUs
 
 @dataclass(frozen=True)
 class Gpu:
@@ -152,16 +145,13 @@ GPUS = {"A100": Gpu(80e9, 2.039e12, "NVLink", 300e9, 32e9, 108),
 
 
 def find_peak_flops(config, device) -> float | None:
-    """Return the peak FLOP/s of the run, summed over its GPUs; None on a CPU, for a GPU that is not in PEAK_FLOPS, and
-    for weights that are not 16-bit."""
+    """Return the peak FLOP/s of all GPUs of the run; None on a CPU, for an unknown GPU, and for other than 16 bits."""
     if device.type != "cuda" or config.params_dtype.itemsize != 2:
         return None
     device_name = torch.cuda.get_device_name(device)
     matches = [name for name in PEAK_FLOPS if re.search(rf"\b{name}\b", device_name)]       # an A10G is not an A10
     return PEAK_FLOPS[max(matches, key=len)] * config.world_size if matches else None
 
-
-# ---- a machine's rates
 
 @dataclass(frozen=True)
 class Machine:
@@ -200,8 +190,7 @@ class Machine:
 
 @lru_cache(maxsize=65536)
 def matmul_seconds(count, rows, columns, summed, rate, multiprocessors, memory_rate) -> float:
-    """Return the seconds of `count` matmuls [rows, summed] x [summed, columns] on a GPU; see the module's docstring.
-    rate: FLOP/s of the largest tile."""
+    """Return the seconds of `count` matmuls [rows, summed] x [summed, columns]. rate: FLOP/s of the largest tile."""
     best = math.inf
     for tile_rows, tile_columns, efficiency in TILES:
         tiles = count * math.ceil(rows / tile_rows) * math.ceil(columns / tile_columns)
@@ -212,8 +201,6 @@ def matmul_seconds(count, rows, columns, summed, rate, multiprocessors, memory_r
             best = min(best, waves * flops * multiprocessors / (rate * efficiency) + adding)
     return best
 
-
-# ---- this machine
 
 def memory_of_process(device, local_world_size: int) -> int:
     """Return the bytes of a process's GPU, or its part of the host's memory."""

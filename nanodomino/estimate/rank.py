@@ -55,7 +55,7 @@ class RankRun:
     events: list                 # what a Clock plays
     ranks_of: dict[str, tuple]   # {group: its ranks}
     layers: tuple[int, ...]      # layers in each chunk
-    alive: int                   # peak number of microbatches on the stage
+    held: int                    # the largest number of microbatches that the stage holds
     row: tuple[tuple, ...]       # the kinds of each action, in order
     kept: dict[tuple, float]     # {kinds: bytes that an action leaves alive, minus those that it frees}
     peaks: dict[tuple, float]    # {kinds: peak bytes of an action, besides what was alive before it}
@@ -64,8 +64,7 @@ class RankRun:
 
 
 def kinds_of(action) -> tuple:
-    """Return what the cost of an action depends on: the kind and the chunk of each half, for example
-    (("backward", 0), ("forward", 0)) of a pair."""
+    """Return the kind and the chunk of each half of an action, for example (("backward", 0), ("forward", 0))."""
     return tuple((half.kind, half.chunk) for half in action.halves)
 
 
@@ -106,14 +105,12 @@ def dry_run(program, config: Config, rank=0) -> RankRun:
     compiles = config.device == "cuda" if config.compile is None else config.compile
     tokens = config.micro_batch_size * config.seq_length
     require(tokens <= MOST_TOKENS, f"a dry run takes at most {MOST_TOKENS:,} tokens in a microbatch, but "
-            f"micro-batch-size {config.micro_batch_size} x seq-length {config.seq_length} is {tokens:,}; lower one of "
-            "them")
+            f"micro-batch-size x seq-length is {tokens:,}; lower one of them")
     with world_of(rank, config.world_size):
         mesh = make_mesh(config.pp, config.dp, config.tp, META, **config.mesh_options)
         accounts = Accounts(groups_of(mesh), host_counts=config.device == "cpu")
-        # AdamW's fused kernel refuses meta tensors, but an account of it needs no numbers
         with standing_for(StandIn(config.device, Streams(accounts))), accounts, FusedAttention(), \
-                mock.patch("torch.optim.adam._device_dtype_check_for_fused"):
+                mock.patch("torch.optim.adam._device_dtype_check_for_fused"):  # it refuses meta tensors
             model = program.model_builder(config, mesh)
             optimizer = ZeroOptimizer(model, config, mesh)
             domino = Domino(model, config.slices, config.columns, accounts.fuse if compiles else None)
@@ -122,49 +119,50 @@ def dry_run(program, config: Config, rank=0) -> RankRun:
 
 
 def measured_step(program, domino, optimizer, dataset, config: Config, accounts: Accounts) -> RankRun:
-    """Train one step, dry or real, and return the RankRun. `accounts` must be active, and the optimizer must have its
-    moments."""
+    """Train one step, dry or real. `accounts` must be active, and the optimizer must have its moments."""
     mesh, tensors = domino.mesh, state_tensors(domino.model, optimizer)
     state = {name: sum(tensor.untyped_storage().nbytes() for tensor in held) for name, held in tensors.items()}
     for tensor in itertools.chain(*tensors.values()):
         accounts.allocate(tensor)
     base = accounts.now                                        # the state, and what was alive before this step
     actions = config.timetable.rows[mesh.pp_rank]
-    held, peaks, row = [0], [], tuple(map(kinds_of, actions))
+    alive, peaks, row = [0], [], tuple(map(kinds_of, actions))
 
     def on_action(done, count):
         peaks.append(accounts.peak - base)
-        held.append(accounts.now - base)
+        alive.append(accounts.now - base)
         accounts.peak = accounts.now
         accounts.events.append(ActionEnd(row[done - 1]))
 
     accounts.restart()
     program.train_step(1, domino, optimizer, dataset, config, mesh, on_action=on_action)
-    last_peak, found = max(peaks[-1], accounts.peak - base), defaultdict(list)
-    for kinds, before, peak, after in zip(row, held, peaks, held[1:]):
-        found[kinds].append((after - before, peak - before))
-    # The first action of a kind may also leave what all later ones use, so of two numbers `kept` takes the lower.
-    kept, extra = ({kinds: typical(pair[index] for pair in pairs) for kinds, pairs in found.items()}
-                   for index, typical in enumerate((statistics.median_low, statistics.median)))
+    last_peak, kept, extra = max(peaks[-1], accounts.peak - base), defaultdict(list), defaultdict(list)
+    for kinds, before, peak, after in zip(row, alive, peaks, alive[1:]):
+        kept[kinds].append(after - before)
+        extra[kinds].append(peak - before)
     return RankRun(
-        state, activations=max(held), peak=sum(state.values()) + max(*peaks, last_peak), host=accounts.host_peak,
+        state, activations=max(alive), peak=sum(state.values()) + max(*peaks, last_peak), host=accounts.host_peak,
         traffic={key: (round(calls), round(bytes_)) for key, (calls, bytes_) in accounts.traffic.items()},
         events=accounts.events, layers=tuple(len(chunk.layers) for chunk in domino.model.chunks),
         ranks_of={name: tuple(dist.get_process_group_ranks(group)) for name, group in groups_of(mesh).items() if group},
-        alive=simulation.peak_microbatches(actions), row=row, kept=kept, peaks=extra,
+        held=simulation.peak_microbatches(actions), row=row,
+        # the first action of a kind may also leave what all later ones use, so of two numbers `kept` takes the lower
+        kept={kinds: statistics.median_low(found) for kinds, found in kept.items()},
+        peaks={kinds: statistics.median(found) for kinds, found in extra.items()},
         first_peak=max(peaks[:-1], default=0), last_peak=last_peak)
 
 
 def state_tensors(model, optimizer) -> dict:
     """Return {"parameters", "gradients", "optimizer": tensors}, with one tensor of each storage."""
-    tensors = {"parameters": [*model.parameters(), *(bucket.weights for bucket in optimizer.buckets)],
-               "gradients": [bucket.own_grad for bucket in optimizer.buckets],
-               "optimizer": optimizer.state_tensors()}
-    found, known = {}, set()
-    for name, held in tensors.items():
-        found[name] = {storage(tensor): tensor for tensor in held if storage(tensor) not in known}.values()
-        known |= {*map(storage, held)}
-    return found
+    known, buckets = set(), optimizer.buckets
+
+    def new(tensors):
+        found = {storage(tensor): tensor for tensor in tensors if storage(tensor) not in known}
+        known.update(found)
+        return found.values()
+
+    return {"parameters": new([*model.parameters(), *(bucket.weights for bucket in buckets)]),
+            "gradients": new([bucket.own_grad for bucket in buckets]), "optimizer": new(optimizer.state_tensors())}
 
 
 PARTS = {"matmul": "matmuls", **dict.fromkeys(("attention", "attention backward"), "attention"),
@@ -172,8 +170,8 @@ PARTS = {"matmul": "matmuls", **dict.fromkeys(("attention", "attention backward"
 
 
 class Clock:
-    """Plays the events of a RankRun. actions: {kinds of action: {part: seconds}}, medians; after: {part: seconds} of
-    what follows the last action. The parts add up to the time that passes."""
+    """Plays the events of a RankRun. actions: {kinds of action: {part: median seconds}}; after: {part: seconds} of what
+    follows the last action. The parts add up to the time that passes."""
 
     def __init__(self, run, machine: Machine):
         self.machine, self.ranks_of = machine, run.ranks_of

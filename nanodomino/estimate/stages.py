@@ -1,19 +1,18 @@
 """Estimates a step on all ranks, for models and clusters of any size, from a few small dry runs.
 
 Layers are alike, and so are microbatches. So the first and the last stage of a pipeline of at most two stages run a few
-microbatches with two depths, for example with one and with two layers in each chunk. Everything in a run is linear in
-the layers, so two depths give all others:
+microbatches with two depths, for example with one and with two layers in each chunk. All of it is linear in layers:
 
     value(L layers) = value(1) + (L - 1) (value(2) - value(1))
 
-These runs give the seconds of each kind of action, the bytes that it leaves alive, and its peak. The schedule of all
-stages and microbatches consists of the same kinds of actions:
+They give the seconds of each kind of action, the bytes that it leaves alive, and its peak. The schedule of all stages
+and microbatches consists of the same kinds of actions:
 
     memory    the state plus the largest peak of an action, on top of what the actions before it have left alive
     time      the simulated schedule, plus what follows the last action: gradients in flight, update, all-gather
 
-A stage between the first and the last has neither embedding nor head, so only what grows with the layers counts. Data
-parallelism, precision, recomputation and everything else are those of the real run.
+A stage between the first and the last has neither embedding nor head, so only what grows with the layers counts. All
+other settings, such as data parallelism, precision and recomputation, are the real run's.
 """
 
 import dataclasses
@@ -22,7 +21,7 @@ from collections import Counter
 from functools import lru_cache
 
 from nanodomino.errors import require
-from nanodomino.estimate.formulas import memory_of_process, parameter_count, state_bytes_per_parameter
+from nanodomino.estimate.formulas import memory_of_process
 from nanodomino.estimate.rank import RankRun, clock_of, dry_run, kinds_of
 from nanodomino.schedules import simulation
 from nanodomino.schedules.simulation import stage_layers
@@ -36,8 +35,7 @@ run_of = lru_cache(maxsize=512)(dry_run)
 
 def small_run(program, config: Config, depth: int, stage: int, stages: int) -> RankRun:
     """Run one stage of a pipeline of only `stages` stages, with just enough microbatches to show each kind of action.
-    depth: the layers of the last chunk, or its periods of different layers. Each other chunk has as many more as there
-    are layers behind the head."""
+    depth: layers of the last chunk, in units of layer_period. The others have as many more as are behind the head."""
     chunks, behind = stages * config.virtual_stages, config.behind_head.layers
     layers = depth * config.layer_period + (config.first_last_layers_bf16 and chunks == 1)
     small = dataclasses.replace(
@@ -64,16 +62,16 @@ def extrapolate(one, two, first: float, second: float, layers: float, whole=1.0)
 
 def add_up(row, kept: dict, peaks: dict) -> tuple[float, float]:
     """Return (peak bytes between a row's actions, peak bytes at any time). kept, peaks: as in RankRun."""
-    held = most = peak = 0.0
+    alive = most = peak = 0.0
     for kinds in row:
-        peak, held = max(peak, held + peaks[kinds]), held + kept[kinds]
-        most = max(most, held)
+        peak, alive = max(peak, alive + peaks[kinds]), alive + kept[kinds]
+        most = max(most, alive)
     return most, peak
 
 
 class Stage:
-    """Estimates one stage. program, config: see dry_run(). quick: whether a stage between the first and the last may be
-    estimated from those two. Only its seconds are right then, because only what grows with the layers counts."""
+    """Estimates one stage. program, config: see dry_run(). quick: estimate a stage between the first and the last from
+    both. Only its seconds are right then, because only what grows with the layers counts."""
 
     def __init__(self, program, config: Config, stage: int, quick=False):
         placement = config.placement
@@ -93,7 +91,7 @@ class Stage:
             self.sides = [[small_run(program, config, depth, one, stages) for depth in depths] for one in order]
 
     def linear(self, value, runs=None, chunk=None, whole=True):
-        """Extrapolate value(run), a number or {name: number}, to this stage's layers, or to those of a chunk. whole:
+        """Extrapolate value(run), a number or {name: number}, to the layers of this stage or of a chunk. whole:
         False leaves out what does not grow with the layers."""
         runs = runs or self.sides[0]
         first, second, layers = (sum(counts) if chunk is None else counts[chunk]
@@ -116,16 +114,14 @@ class Stage:
 
     def memory(self) -> dict[str, float]:
         """Return {name: bytes} of a rank at its peak: parameters, gradients, optimizer, activations, working, host."""
-        kept, peaks = {}, {}
-        for kinds, action in self.actions.items():
-            kept[kinds] = self.of_action(action, lambda run, kinds: run.kept[kinds])
-            peaks[kinds] = self.of_action(action, lambda run, kinds: run.peaks[kinds])
+        kept, peaks = ({kinds: self.of_action(action, lambda run, kinds, name=name: getattr(run, name)[kinds])
+                        for kinds, action in self.actions.items()} for name in ("kept", "peaks"))
         most, peak = add_up(self.row, kept, peaks)
         # The small runs also know what the sums leave out, such as receives that are posted before the first action.
         most += self.linear(lambda run: run.activations - add_up(run.row, run.kept, run.peaks)[0])
         peak += self.linear(lambda run: run.first_peak - add_up(run.row[:-1], run.kept, run.peaks)[1])
         peak = max(peak, self.linear(lambda run: run.last_peak))
-        host = self.linear(lambda run: run.host / run.alive) * simulation.peak_microbatches(self.all_actions)
+        host = self.linear(lambda run: run.host / run.held) * simulation.peak_microbatches(self.all_actions)
         return {**self.linear(lambda run: run.state), "activations": most, "working": peak - most, "host": host}
 
     def seconds(self, machine) -> tuple[dict, dict]:
@@ -135,7 +131,7 @@ class Stage:
 
 
 def stage_memory(program, config: Config, stage: int) -> dict[str, float]:
-    """Return {name: bytes} of a rank of this stage; see Stage.memory()."""
+    """Return Stage.memory() of a stage."""
     return Stage(program, config, stage).memory()
 
 
@@ -170,29 +166,15 @@ def step_seconds(program, config: Config, machine, make_stage=Stage) -> dict[str
                     **{f"{name}, at the end": seconds for name, seconds in after.items()}}
 
 
-def least_bytes(config: Config) -> float:
-    """Return a lower bound of the bytes of the fullest rank: a rank's mean model state plus one activation. Quick for
-    a model of any size."""
-    layers = config.layer_period
-    one, two = (parameter_count(dataclasses.replace(config, num_layers=count)) for count in (layers, 2 * layers))
-    parameters = one + (config.num_layers / layers - 1) * (two - one)
-    return (parameters * state_bytes_per_parameter(config) / (config.tp * config.pp * config.ep)
-            + math.prod(config.residual_shape) * config.params_dtype.itemsize)
-
-
 def require_memory(program, config: Config, device, local_world_size: int) -> str:
     """Return in words how much memory the run needs. Raises UserError if it can't fit into the memory of a process.
     Call it before allocating anything, and before the ranks connect. program: see dry_run()."""
-    memory, remedy = memory_of_process(device, local_world_size), "--num-layers or --hidden-size"
-    needed, words = least_bytes(config), ""
-    if needed <= memory:
-        try:
-            estimate = fullest_rank_bytes(program, dataclasses.replace(config, device=device.type))
-            words = f"the fullest rank needs {estimate / 2**20:,.1f} MiB of memory"
-            needed, remedy = MARGIN * estimate, "--micro-batch-size or --num-layers"
-        except Exception as error:                             # a run must not fail because its estimate does
-            words = f"no estimate of its memory ({error})"
-    require(needed <= memory,
-            f"the fullest of {config.world_size} processes would need at least {needed / 1e9:,.1f} GB of memory, and "
-            f"each has {memory / 1e9:,.1f} GB here; lower {remedy}, or give the model more processes (--tp, --pp)")
-    return words
+    memory = memory_of_process(device, local_world_size)
+    try:
+        needed = fullest_rank_bytes(program, dataclasses.replace(config, device=device.type))
+    except Exception as error:                                 # a run must not fail because its estimate does
+        return f"no estimate of its memory ({error})"
+    require(MARGIN * needed <= memory, f"the fullest of {config.world_size} processes would need at least "
+            f"{MARGIN * needed / 1e9:,.1f} GB of memory, and each has {memory / 1e9:,.1f} GB here; lower "
+            "--micro-batch-size or --num-layers, or give the model more processes (--tp, --pp)")
+    return f"the fullest rank needs {needed / 2**20:,.1f} MiB of memory"

@@ -31,7 +31,6 @@ from nanodomino.run.failures import run_rank
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import Parser, check_range, flag_name
 
-
 SEPARATOR = "---------------\n"
 
 
@@ -56,12 +55,12 @@ def command_line(arguments: list[str]) -> argparse.Namespace:
              "on)")):
         parser.add_argument(name, metavar=metavar, default=default, help=help,
                             type=dict(INT=int, FLOAT=float).get(metavar, str))
-    parser.add_argument("--special-tokens", action="store_true",
-                        help="the name of a special token in a prompt, such as <|im_end|>, means the token; otherwise "
-                        "the name is ordinary text (default: on if the training data was prepared with this flag)")
-    parser.add_argument("--begin-of-text", action="store_true",
-                        help="put the tokenizer's begin-of-text token in front of each prompt (default: on if "
-                        "the training data was prepared with this flag)")
+    for name, help in (
+            ("--special-tokens", "the name of a special token in a prompt, such as <|im_end|>, means the token; "
+             "otherwise the name is ordinary text"),
+            ("--begin-of-text", "put the tokenizer's begin-of-text token in front of each prompt")):
+        parser.add_argument(name, action="store_true", help=f"{help} (default: on if the training data was prepared "
+                            "with this flag)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"),
                         help="where to compute; auto is cuda if there is a GPU, else cpu (default auto)")
     flags = parser.parse_args(arguments)
@@ -76,68 +75,52 @@ def command_line(arguments: list[str]) -> argparse.Namespace:
 
 
 def read_prompts(path: str) -> list[str]:
-    r"""Return the non-empty lines of the file of --prompts, or the texts of a .jsonl file. A line ends at \n or \r\n
-    only, since a prompt may hold other characters at which splitlines() would cut it. Raises UserError."""
+    """Return the lines of the file of --prompts, or the texts of a .jsonl file, without blank lines. splitlines() would
+    also cut a prompt at other characters than the end of a line. Raises UserError."""
     try:
-        lines = [line.removesuffix("\r") for line in read_file(path).decode("utf-8-sig").split("\n")]
+        lines = read_file(path).decode("utf-8-sig").replace("\r\n", "\n").split("\n")
     except (OSError, UnicodeError) as error:
         raise UserError(f"--prompts {path} can't be read as UTF-8 text ({getattr(error, 'strerror', error)}); give a "
                         "text file") from None
-    prompts = [line for line in lines if line]
-    if path.endswith(".jsonl"):
-        prompts = [text_of(line.encode(), "text", f"--prompts {path}, line {number}", advice="")
-                   for number, line in enumerate(lines, 1) if line.strip()]
+    prompts = [text_of(line.encode(), "text", f"--prompts {path}, line {number}", advice="")
+               if path.endswith(".jsonl") else line for number, line in enumerate(lines, 1) if line.strip()]
     require(prompts, f"--prompts {path} holds no prompt; write one prompt per line")
     return prompts
 
 
 def find_tokenizer(checkpoint: Path, config: Config, flags: argparse.Namespace) -> Tokenizer:
-    """Return the tokenizer: from --data-path if given, else from an imported model, else from the training data.
-
-    Raises UserError if there is none, or if its vocabulary is larger than the model's.
-    """
-    data_path, encoding = flags.data_path, dict(special_tokens=flags.special_tokens, begin_of_text=flags.begin_of_text)
-    source = data_path or config.data_path
-    if data_path is None and (checkpoint / "tokenizer.json").is_file():
-        tokenizer, source = build_tokenizer(str(checkpoint), **encoding, end_of_text="eos_token"), checkpoint
-        vocab_size = tokenizer.vocab_size
-    else:
-        require(source, f"{checkpoint} has no tokenizer, because it was imported from a folder without a "
-                "tokenizer.json; give a data folder as --data-path")
-        require(data_path or Path(source).exists(), f"the tokenizer is stored with the training data, but the folder "
-                f"{source} no longer exists; give its new path as --data-path")
-        corpus = load_corpus(source)
-        tokenizer, vocab_size = None, corpus.vocab_size
-    require(vocab_size <= config.vocab_size, f"the tokenizer of {source} has {vocab_size} tokens, but the model has "
-            f"only {config.vocab_size}; give the data folder that the model was trained on as --data-path")
-    return tokenizer or corpus.tokenizer(**encoding)
+    """Return the tokenizer: from --data-path if given, else from an imported model, else from the training data. Raises
+    UserError if there is none, or if its vocabulary is larger than the model's."""
+    encoding = dict(special_tokens=flags.special_tokens, begin_of_text=flags.begin_of_text)
+    imported = flags.data_path is None and (checkpoint / "tokenizer.json").is_file()
+    source = checkpoint if imported else flags.data_path or config.data_path
+    require(source, f"{checkpoint} has no tokenizer, because it was imported from a folder without a tokenizer.json; "
+            "give a data folder as --data-path")
+    require(flags.data_path or Path(source).exists(), f"the tokenizer is stored with the training data, but the folder "
+            f"{source} no longer exists; give its new path as --data-path")
+    found = build_tokenizer(str(source), **encoding, end_of_text="eos_token") if imported else load_corpus(source)
+    require(found.vocab_size <= config.vocab_size, f"the tokenizer of {source} has {found.vocab_size} tokens, but the "
+            f"model has only {config.vocab_size}; give the data folder that the model was trained on as --data-path")
+    return found if imported else found.tokenizer(**encoding)
 
 
-class Writer:
-    """Prints a text token by token; the output of all ranks but rank 0 is discarded.
+def make_writer(tokenizer: Tokenizer):
+    """Return a function that prints a token, or ends the text if it is given None. A token may be a single byte, but a
+    UTF-8 character has up to four bytes. So the bytes of an incomplete character are held back until it is complete or
+    can't be UTF-8. At the end of the text, U+FFFD is printed for them."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    A token may be a single byte, and a UTF-8 character has up to four bytes. The decoder holds the bytes of an
-    incomplete character back until later tokens complete it or show that it is not UTF-8.
-    """
-
-    def __init__(self, tokenizer: Tokenizer):
-        self.tokenizer = tokenizer
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def write_token(self, token: int):
-        """Print the characters that this token completes."""
-        print(self.decoder.decode(self.tokenizer.token_bytes(token)), end="", flush=True)
-
-    def end_text(self):
-        """Print U+FFFD for an incomplete character, and a newline."""
-        print(self.decoder.decode(b"", final=True), flush=True)
+    def write(token: int | None):
+        text = decoder.decode(b"", final=True) + "\n" if token is None else decoder.decode(tokenizer.token_bytes(token))
+        print(text, end="", flush=True)
+    return write
 
 
 def write_texts(flags: argparse.Namespace, model: GPT, mesh: Mesh, tokenizer: Tokenizer, seed: int):
-    """Print --num-samples texts for each prompt while they are generated. At the end, print tokens/s to stderr."""
+    """Print --num-samples texts for each prompt while they are generated, then tokens/s. Only rank 0's is shown."""
     config = model.config
     is_rank_0, longest = dist.get_rank() == 0, config.context_length
-    writer, written, start_time = Writer(tokenizer), 0, time.perf_counter()
+    write, written, start_time = make_writer(tokenizer), 0, time.perf_counter()
     for number, (text, sample) in enumerate(product(flags.prompts, range(flags.num_samples))):
         begin = [] if tokenizer.begin_of_text is None else [tokenizer.begin_of_text]
         prompt = [*begin, *tokenizer.encode(text).tolist()] or [tokenizer.end_of_text]
@@ -146,13 +129,12 @@ def write_texts(flags: argparse.Namespace, model: GPT, mesh: Mesh, tokenizer: To
                   "context length", file=sys.stderr)
         print((SEPARATOR if number else "") + text, end="", flush=True)
         tokens = generate(model, mesh, prompt, flags.max_tokens, tokenizer.vocab_size, flags.temperature, flags.top_k,
-                          seed, number, writer.write_token, tokenizer.end_of_text)
+                          seed, number, write, tokenizer.end_of_text)
         written += len(tokens) - len(prompt)
-        writer.end_text()
+        write(None)
     seconds = time.perf_counter() - start_time
     if is_rank_0:
-        print(f"{counted(written, 'token')} in {seconds:.2f} s, {written / seconds:.1f} tokens/s",
-              file=sys.stderr)
+        print(f"{counted(written, 'token')} in {seconds:.2f} s, {written / seconds:.1f} tokens/s", file=sys.stderr)
 
 
 def main(arguments: list[str], launch: LaunchInfo) -> int:

@@ -6,12 +6,10 @@ On the last stage every tensor-parallel rank gathers the full row of logits and 
 the same seed, so all ranks choose the same token without communicating again.
 
 **The cache.** Attention needs the keys and values of every earlier token, and they do not change when a token is added.
-With a cache, each layer computes only one new position per token, however long the text is. The keys and values of a
-query group are cached once, for all of its heads.
-
-When the text has filled the model's context, the cache cannot just drop the oldest token. Learned positions would all
-change. Rotary positions enter attention only as distances, but in the upper layers the cached keys and values still
-depend on the dropped token. So the cache is emptied, and the later half of the context is recomputed from position 0.
+With a cache, each layer computes only one new position per token, however long the text is. When the text has filled
+the model's context, the cache can't just drop the oldest token. Learned positions would all change. Rotary positions
+enter only as distances, but in the upper layers cached keys and values still depend on the dropped token. So the cache
+is emptied, and the later half of the context is recomputed from position 0.
 
 **Kernels.** cuDNN's attention makes a new plan for each number of keys, which takes longer than a token (23 to 37 ms on
 an H100). So generate() allows only torch's other attention kernels.
@@ -26,23 +24,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanodomino.errors import NotFinite, require
 from nanodomino.layers.attention_mask import AttentionInputs, AttentionMask, rotation, to_device
-from nanodomino.layers.residual import seeded_generator
+from nanodomino.layers.dropout_and_positions import seeded_generator
 from nanodomino.mesh import Mesh
-from nanodomino.model import GPT, Chunk
+from nanodomino.model import GPT
 from nanodomino.parallel import gather_logits
-
-KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class KeyValueCache:
-    """Holds the keys and the values of each attention layer of this stage, both [1, query groups/t, size, d].
-
-    Rotary positions are already applied to the keys.
+    """Holds the rotated keys and the values of each attention layer of this stage, both [1, query groups/t, size, d].
+    The layers are given this cache instead of a MasksAndPositions, so it defines the methods that layers call.
 
     size: the number of positions that the cache can hold; the first `length` of them are filled.
     end_of_text: the token that ends a text; an option may let it end what later tokens can see.
-
-    The layers are given this cache instead of a MasksAndPositions, so it defines the methods that layers call.
     """
 
     def __init__(self, model: GPT, size: int, end_of_text: int | None):
@@ -60,8 +53,7 @@ class KeyValueCache:
         self.rotary = rotation(self.model.config, self.positions, tokens.size(1), tokens.device)
 
     def look_around(self, tokens, places):
-        """Return (the positions, the first visible place without a window) of the new tokens, both [1, m], in the
-        host's memory. places: [m]"""
+        """Return (positions, first visible places without window), both [1, m] on the host, of tokens at places [m]."""
         return places.unsqueeze(0), torch.zeros_like(places).unsqueeze(0)
 
     def finish(self, tokens):
@@ -92,25 +84,8 @@ class KeyValueCache:
         keys[:, :, self.length:end], values[:, :, self.length:end] = k, v
         return keys[:, :, first:end], values[:, :, first:end]
 
-    def hidden_states(self, chunk: Chunk, tokens, hidden):
-        """Run the layers of a chunk on new tokens [1, m], or on hidden [1, m, h] from the previous chunk.
 
-        Returns hidden [1, m, h].
-        """
-        model, x = self.model, hidden
-        if chunk.pre_process:
-            x = model.embedding.add_positions(model.embedding.word_embeddings(tokens), self.positions, None)
-        for layer in chunk.layers:
-            x = layer(x, self)
-        return x
-
-    def logits(self, x):
-        """Return the logits [1, m, num_words] of this rank's words for hidden states x [1, m, h]."""
-        (vocabulary,) = self.model.head
-        return F.linear(self.model.final_norm(x), vocabulary.logits_weight())[..., :vocabulary.num_words]
-
-
-@sdpa_kernel(KERNELS)
+@sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 @torch.no_grad()
 def generate(model: GPT, mesh: Mesh, tokens: list[int], max_tokens: int, vocab_size: int, temperature=0.8, top_k=0,
              seed=0, sample=0, show=lambda token: None, end_of_text=None) -> list[int]:
@@ -118,8 +93,7 @@ def generate(model: GPT, mesh: Mesh, tokens: list[int], max_tokens: int, vocab_s
     sampled, the text ends without it. Every rank of a replica must call this with the same arguments.
 
     vocab_size: the number of tokens that the tokenizer knows. The model may have more, but they are never chosen.
-    sample: the number of this text; texts with the same seed but different numbers use different random numbers.
-    show(token): called on every rank after each token.
+    sample: the number of this text; each number has other random numbers. show(token): called after each token.
     """
     generator, longest = seeded_generator("cpu", seed, "generate", sample), model.config.context_length
     tokens, window, wanted = list(tokens), tokens[-longest:], len(tokens) + max_tokens
@@ -141,21 +115,26 @@ def generate(model: GPT, mesh: Mesh, tokens: list[int], max_tokens: int, vocab_s
 def next_token(cache: KeyValueCache, mesh: Mesh, new, vocab_size: int, temperature: float, top_k: int,
                generator) -> int:
     """Run the tokens `new` [1, m], which follow the cached ones, and return the next token, the same on all ranks."""
-    config, placement, x = cache.model.config, cache.model.config.placement, None
+    model, config, placement, x = cache.model, cache.model.config, cache.model.config.placement, None
     cache.start(new)
-    for number, chunk in enumerate(cache.model.chunks):        # in model order, as their inputs arrive
+    for number, chunk in enumerate(model.chunks):              # in model order, as their inputs arrive
         previous, following = (placement.location(placement.virtual_stage(mesh.pp_rank, number) + step)
                                for step in (-1, 1))
         if previous and previous[0] != mesh.pp_rank:
             x = torch.empty(1, new.size(1), config.hidden_size, dtype=config.params_dtype, device=mesh.device)
             dist.recv(x, mesh.rank_of(pp=previous[0]), group=mesh.pp_group)
-        x = cache.hidden_states(chunk, new, x)
+        if chunk.pre_process:
+            x = model.embedding.add_positions(model.embedding.word_embeddings(new), cache.positions, None)
+        for layer in chunk.layers:
+            x = layer(x, cache)                                # [1, m, h]
         if following and following[0] != mesh.pp_rank:
             dist.send(x, mesh.rank_of(pp=following[0]), group=mesh.pp_group)
     cache.finish(new)
     token = torch.full([1], -1, device=mesh.device)            # tells all ranks if the logits are not finite
-    if cache.model.post_process:
-        logits = gather_logits(cache.logits(x[:, -1:]), *cache.model.head, vocab_size)
+    if model.post_process:
+        (vocabulary,), last = model.head, model.final_norm(x[:, -1:])
+        own = F.linear(last, vocabulary.logits_weight())[..., :vocabulary.num_words]
+        logits = gather_logits(own, vocabulary, vocab_size)
         if logits.isfinite().all():
             token[0] = sample_token(logits[0, 0], temperature, top_k, generator)
     if mesh.pp > 1:

@@ -10,15 +10,12 @@ into t contiguous parts gives each rank whole groups:
     [ q q k v | q q k v | q q k v | q q k v ]      4 groups of 2 query heads; every letter is d rows
       rank 0              rank 1                   (all q, then all k, then all v would give rank 0 only queries)
 
-Then q and k may each be normalized (qk_layernorm) and rotated by their positions. attention_mask.py explains the
-rotation, and which keys a query sees.
+Then q and k may be normalized (qk_layernorm) and rotated by their positions. attention_mask.py explains the rotation,
+and which keys a query sees. Without attention dropout, torch's fused kernel never writes the [s, s] probabilities to
+memory. With dropout they are computed explicitly, because the fused kernel's mask would depend on the layout.
 
-Without attention dropout, torch's fused kernel never writes the [s, s] probabilities to memory. With dropout they are
-computed explicitly, because the fused kernel would draw its own mask, and that mask would depend on the layout.
-
-Training calls core_forward and core_backward. In these, autograd differentiates only attend() (gradients.py).
-The backward of the norms and rotations is written by hand. torch.compile (--compile) fuses the norms and rotations, and
-their backward, into a few kernels.
+Training calls core_forward and core_backward, in which autograd differentiates only attend() (gradients.py). The
+backward of norms and rotations is written by hand, and torch.compile (--compile) fuses it into a few kernels.
 """
 
 from functools import partial
@@ -28,8 +25,7 @@ import torch.nn.functional as F
 
 from nanodomino.comm.world import on_gpu
 from nanodomino.layers.attention_mask import Runs, inverse_rotation, rotate
-from nanodomino.layers.gradients import add_gradients, run_segment
-from nanodomino.layers.residual import drop
+from nanodomino.layers.gradients import add_gradients, drop, run_segment
 from nanodomino.layers.sublayers import Norm, Sublayer
 from nanodomino.parallel import ColumnParallelLinear, RowParallelLinear
 
@@ -71,15 +67,11 @@ class Attention(Sublayer):
             return varlen_attention(q, k, v, inputs.runs)
         if inputs.dropout_mask is None:
             return fused_attention(q, k, v, inputs.bias)
-        s = q.size(2)
         k, v = repeat_kv(q, k, v)
         scale = self.head_dim ** -0.5          # applied inside the matmul, because unscaled scores may overflow fp16
         scores = torch.baddbmm(q.new_empty(()), q.flatten(0, 1), k.flatten(0, 1).mT, beta=0, alpha=scale)
-        scores = scores.view(inputs.dropout_mask.shape)
-        if inputs.bias is None:
-            scores = scores.masked_fill(torch.ones(s, s, dtype=torch.bool, device=q.device).triu(1), -torch.inf)
-        else:
-            scores = scores + inputs.bias
+        bias = torch.full_like(scores[0], -torch.inf).triu(1) if inputs.bias is None else inputs.bias
+        scores = scores.view(inputs.dropout_mask.shape) + bias
         return drop(scores.softmax(dim=-1), inputs.dropout_mask) @ v
 
     def core(self, qkv, inputs):
@@ -113,8 +105,7 @@ class Attention(Sublayer):
         return self.prepare_backward(kernel, *self.attend_backward(segment, gradient), saved)
 
     def prepare(self, kernel, qkv, inputs):
-        """Split qkv [b, s, ..], normalize and rotate. Return q, k, v [b, s, groups, .., d] and what prepare_backward
-        needs."""
+        """Return q, k, v [b, s, groups, .., d], normalized and rotated, and what prepare_backward needs."""
         q, k, v = self.split(qkv)
         before_norms = (q, k) if self.q_layernorm else None
         q, k, v, *statistics = kernel(q, k, v, inputs.rotary, *self.norm_weights)
@@ -144,14 +135,9 @@ class Attention(Sublayer):
 
 def fused_attention(q, k, v, bias):
     """Return softmax(q k^T / sqrt(d) + bias) v [b, heads, m, d] for q [b, heads, m, d], k and v [b, groups, s, d].
-
-    Without a bias, attention is causal if m = s. In generation m is 1: the only query is the last token, which attends
-    to all s tokens.
-
-    On CUDA, only flash attention and cuDNN's attention handle groups without repeating k and v. They need 16-bit
-    inputs, and flash attention takes no bias. In other cases torch would silently use a kernel that stores all scores,
-    so k and v are repeated here first.
-    """
+    Without a bias, attention is causal if m = s. In generation m is 1: the last token attends to all s tokens. On CUDA,
+    only flash attention and cuDNN's attention handle groups without repeating k and v. They need 16-bit inputs, and
+    flash attention takes no bias. Otherwise torch would use a kernel that stores scores, so k and v are repeated."""
     if on_gpu(q) and (bias is not None or q.element_size() > 2):
         k, v = repeat_kv(q, k, v)
     return F.scaled_dot_product_attention(
@@ -160,15 +146,13 @@ def fused_attention(q, k, v, bias):
 
 
 def varlen_attention(q, k, v, runs: Runs):
-    """Return the attention output [b, heads, m, d] for q [b, heads, m, d]. k and v [b, groups, s, d] hold the keys of
-    the runs one after the other."""
+    """Return the attention output [b, heads, m, d] for q [b, heads, m, d] and the runs' k and v [b, groups, s, d]."""
     from torch.nn.attention.varlen import varlen_attn          # imported here, because this import takes a second
 
     b, grouped = q.size(0), k.size(1) < q.size(1)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))         # [b m, heads, d], without a copy
-    keys = (runs.starts, runs.longest) if runs.key_starts is None else (runs.key_starts, runs.longest_keys)
     before = -1 if runs.window is None else runs.window
-    context = varlen_attn(q, k, v, runs.starts, keys[0], runs.longest, keys[1],
+    context = varlen_attn(q, k, v, runs.starts, runs.key_starts, runs.longest, runs.longest_keys,
                           window_size=(before, 0), enable_gqa=grouped)     # 0: no key after the query
     return context.unflatten(0, (b, -1)).transpose(1, 2)
 
@@ -190,13 +174,9 @@ def join_heads(context):
 
 
 def norm_and_rotate(q, k, v, rotary, q_weights, k_weights, epsilon, normalization):
-    """Normalize and rotate q [b, s, groups, group_size, d] and k [b, s, groups, 1, d].
-
-    rotary, normalization: None if the model does not rotate or normalize q and k
-    q_weights, k_weights: (weight, bias) of the norms
-
-    Returns (q, k, v, the statistics of q's norm, the statistics of k's norm).
-    """
+    """Normalize and rotate q [b, s, groups, group_size, d] and k [b, s, groups, 1, d]. Return (q, k, v, the statistics
+    of q's norm, the same of k's). rotary, normalization: None if the model does not rotate or normalize q and k.
+    q_weights, k_weights: (weight, bias) of the norms."""
     q_statistics = k_statistics = ()
     if normalization is not None:
         q, *q_statistics = normalization.forward(q, *q_weights, epsilon)
@@ -209,12 +189,8 @@ def norm_and_rotate(q, k, v, rotary, q_weights, k_weights, epsilon, normalizatio
 
 
 def norm_and_rotate_backward(q, k, v, rotary, before_norms, statistics, q_weights, k_weights, normalization):
-    """Turn the gradients of q, k and v [b, s, groups, .., d] into the gradient of qkv [b, s, ..].
-
-    before_norms: q and k before the norms; statistics: of q's norm and of k's norm. Without norms, they are not used.
-
-    Returns (the gradient of qkv, the gradients of q's norm weights, the gradients of k's norm weights).
-    """
+    """Turn the gradients of q, k and v [b, s, groups, .., d] into (the gradient of qkv [b, s, ..], the gradients of q's
+    norm weights, the same of k's). before_norms: q and k before the norms; statistics: of both norms."""
     q_gradients = k_gradients = ()
     if rotary is not None:
         opposite = inverse_rotation(rotary)

@@ -1,7 +1,6 @@
 """Says at which position each token is, and which tokens it sees.
 
-Attention treats its input as a set: without positions, "dog bites man" equals "man bites dog". There are two ways to
-add positions:
+Attention treats its input as a set: without positions, "dog bites man" equals "man bites dog". Two ways to add them:
 
     learned_absolute   a vector per position, added to the word embedding (GPT-2); limited to the trained positions
     rope               q and k of each head are rotated by angles proportional to the position (RoFormer, 2104.09864)
@@ -13,42 +12,39 @@ so the score of q at position m and k at position n depends only on m - n:
 
     (R(m) q) . (R(n) k)  =  q . R(n - m) k         R: block diagonal, [[cos, -sin], [sin, cos]] for each pair
 
-Rope has no parameters, adds nothing to the residual stream, and lets a window start at any position. Its backward
-rotates the gradient by the opposite angle.
-
+Rope has no parameters and adds nothing to the residual stream. Its backward rotates the gradient by the opposite angle.
 Angles are computed in fp32, with the same order of operations as in Llama's own code and in Transformers. Rounding
 makes an angle wrong by up to about 2^-24 times the position (0.01 radian at position 131,072). Published models were
-trained with exactly these errors, so they must be reproduced.
+trained with exactly these errors, so we reproduce them.
 
 **Longer contexts than a model was trained with.** Position interpolation (2306.15595) divides all positions by a
-factor. Llama 3.1's scaling divides only the low frequencies, whose wavelengths exceed the original context of 8192
-tokens. It keeps the high frequencies, which tell neighbouring tokens apart, and blends both rules in between.
+factor. Llama 3.1's scaling divides only low frequencies, whose wavelengths exceed the original context of 8192 tokens.
+High frequencies, which tell neighbouring tokens apart, stay. Frequencies in between get a blend of both.
 
-**Which tokens a token sees.** Every rule about it is in one value, an AttentionMask. The query at a place sees all keys
-from a first place up to its own place. So a rule only moves the first place:
+**Which tokens a token sees.** A query sees all keys from a *first place* up to its own place. A place is the index of a
+token in its sample. So every rule only moves the first place, and an AttentionMask holds the result:
 
     causal                   the first place is 0
-    --reset-attention-mask   .. the start of the query's document
-    --window-size W          .. at least W places before the query
-    both                     .. the later of the two
+    --reset-attention-mask   the start of the query's document
+    --window-size W          W places before the query, but at least 0
+    both                     the later of the two
 
-The queries are all tokens of the samples, or a rank's share of them with context parallelism, or the new tokens in
-generation. Three ways to compute attention read the mask. torch's causal attention needs nothing if all first places
-are 0. A bias [b, 1, queries, keys] is -inf where a query does not see a key. In 16 bit, the bias of a sample of 32,768
-tokens takes 2.1 GB, and attention computes scores only to discard them. torch's varlen_attn, a form of flash attention,
-needs no bias. It takes *runs* of consecutive queries of a document as sequences, and for each the keys that it sees:
+The queries are all tokens of the samples, a rank's share of them (context parallelism) or the new tokens (generation).
+Attention is computed in one of three ways. torch's causal attention reads no mask: it fits if all first places are 0. A
+bias adds -inf to the score of each key that a query does not see. In 16 bit, the bias of 32,768 tokens takes 2.1 GB,
+and many scores are computed only to be discarded. torch's varlen_attn, a form of flash attention, avoids both. But it
+takes no dropout and only 16-bit numbers, and CPUs do not have it. It works on *runs*: consecutive queries of one
+document, and the keys that they see.
 
     samples      a  b  #  c | d  e  #  #         #: end-of-text; each sample starts a document, too
     documents    0  0  0  1 | 0  0  0  1
-    starts       0        3   4        7   8     the last number is the length of the sequence
+    starts       0        3   4        7   8     the last number is the number of all queries
 
-If a run has more keys than queries, the kernel aligns their *ends*. For two ranks that share a sample of one document:
+If a run has more keys than queries, the kernel aligns their *ends*. The keys of one run follow those of the previous
+run, so a key that two runs see is copied. For two ranks that share a sample of one document:
 
     rank 0    queries 0 1    keys 0 1              rank 1    queries 2 3 4 5    keys 0 1 2 3 4 5
               queries 6 7    keys 0 1 .. 7
-
-The kernel takes the keys of one run after the other, so keys that two runs need are copied. It takes groups of heads,
-but no dropout and only numbers of 16 bits. Otherwise, and on CPUs, attention uses the bias.
 """
 
 import math
@@ -85,7 +81,7 @@ def rotary_size(config) -> int:
 
 @lru_cache(maxsize=8)
 def rotary_table(config, device: torch.device) -> torch.Tensor:
-    """Return (cos, sin) of all angles in fp32 as one tensor [2, positions, 1, 1, pairs], to broadcast over heads."""
+    """Return cos and sin of all angles in fp32 as one tensor [2, positions, 1, 1, pairs], to broadcast over heads."""
     positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
     angles = torch.outer(positions, rotary_frequencies(config))
     return torch.stack([angles.cos(), angles.sin()]).to(device)[:, :, None, None]
@@ -95,8 +91,7 @@ def rotation(config, positions, s: int, device):
     """Return (cos, sin) for s tokens, or None if the model has no rope. positions: [b, s]; None: 0 .. s - 1."""
     if not config.rope:
         return None
-    table = rotary_table(config, device)
-    return table[:, :s] if positions is None else table[:, positions]
+    return rotary_table(config, device)[:, slice(s) if positions is None else positions]
 
 
 def rotate(x, rotary):
@@ -122,19 +117,12 @@ def to_device(x, device: torch.device):
 
 @dataclass(frozen=True, eq=False)
 class AttentionMask:
-    """Says which keys each query sees. All tensors are in the host's memory.
-
-    places: [m], the place of each query in its sample
-    begins: [b, m], the place where the document of each query begins; [1, m] of zeros if attention ignores documents
-    window: how many tokens before itself a query sees; None: all
-    keys: the number of keys of a sample; queries see no key after the last one
-    stored: [b, keys], where each key lies in the tensor [.., s, ..] of all keys; None: sample by sample, in order
-    """
-    places: torch.Tensor
-    begins: torch.Tensor
-    window: int | None
-    keys: int
-    stored: torch.Tensor | None = None
+    """Says which keys each query sees. All tensors are in the host's memory."""
+    places: torch.Tensor                     # [m], the place of each query
+    begins: torch.Tensor                     # [b, m], where each query's document begins; [1, m] of zeros to ignore it
+    window: int | None                       # how many tokens before itself a query sees; None: all
+    keys: int                                # the number of keys of a sample
+    stored: torch.Tensor | None = None       # [b, keys], where each key lies in the tensor of all keys; None: in order
 
     @property
     def first(self):
@@ -147,35 +135,33 @@ class AttentionMask:
         return self.stored is None and len(self.places) == self.keys and not (self.first > 0).any()
 
     def bias(self, dtype, device: torch.device):
-        """Return what is added to the scores, [b, 1, m, keys]: 0 where a query sees a key, else -inf. If attention
-        ignores documents, all samples are alike, and b is 1."""
+        """Return what is added to the scores, [b or 1, 1, m, keys]: 0 where a query sees a key, else -inf."""
         first, places = to_device(self.first, device)[:, None, :, None], to_device(self.places, device)[:, None]
         keys = torch.arange(self.keys, device=device)
         seen = (first <= keys) & (keys <= places)
         return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
 
     def runs(self, device: torch.device, samples: int | None = None) -> "Runs":
-        """Return the runs of consecutive queries of a document, and the keys that they see. samples: b, needed only if
-        `begins` is one row for all samples."""
+        """Return the runs. samples: b, needed only if `begins` is one row for all samples."""
         b, m = samples or len(self.begins), len(self.places)
         starts = torch.ones(b, m, dtype=torch.bool)
         starts[:, 1:] = (self.places.diff() != 1) | (self.begins.diff(dim=1) != 0)
         starts = F.pad(starts.flatten().nonzero().flatten(), (0, 1), value=b * m)
-        queries = to_device(starts.int(), device), int(starts.diff().max()), self.window
+        queries = to_device(starts.int(), device), int(starts.diff().max())
         if self.stored is None and m == self.keys:                                 # each run sees only its own keys
-            return Runs(*queries)
+            return Runs(*queries, *queries, self.window)
         first = self.first.expand(b, m).flatten()[starts[:-1]]
         lengths = self.places.repeat(b)[starts[1:] - 1] + 1 - first
         key_starts = F.pad(lengths.cumsum(0), (1, 0))
         sample_starts = starts[:-1].div(m, rounding_mode="floor") * self.keys
         index = torch.arange(key_starts[-1]) + (first + sample_starts - key_starts[:-1]).repeat_interleave(lengths)
         index = index if self.stored is None else self.stored.flatten()[index]
-        return Runs(*queries, to_device(key_starts.int(), device), int(lengths.max()),
+        return Runs(*queries, to_device(key_starts.int(), device), int(lengths.max()), self.window,
                     to_device(index.unsqueeze(0), device))
 
     def inputs(self, config, samples: int, device: torch.device) -> dict:
-        """Return the fields of AttentionInputs with which attention obeys this mask, for queries in training. samples:
-        b. With documents, every batch takes the same kernel, which the warm-up has loaded."""
+        """Return the fields of AttentionInputs with which attention obeys this mask in training. samples: b. With
+        documents, every batch takes the kernel that the warm-up has loaded."""
         if not config.reset_attention_mask and self.causal:
             return {}
         if uses_varlen(config, device):
@@ -187,20 +173,18 @@ class AttentionMask:
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Sequences of queries, joined to one sequence over all samples of a slice, and their keys. varlen_attn reads them.
-    """
-    starts: torch.Tensor                     # [runs + 1] int32; the last number is that of all queries
+    """The sequences that varlen_attn takes: all runs of a slice, one after the other, and their keys."""
+    starts: torch.Tensor                     # [runs + 1] int32: the first query of each run, then the number of queries
     longest: int                             # the number of queries of the longest run
+    key_starts: torch.Tensor                 # [runs + 1] int32, the same for keys
+    longest_keys: int
     window: int | None                       # how many tokens before itself a query sees; None: all of the run's keys
-    key_starts: torch.Tensor | None = None   # [runs + 1] int32 for keys; None: a run's keys are its queries'
-    longest_keys: int = 0
-    keys: torch.Tensor | None = None         # [1, keys of all runs], where each of the keys is stored
+    keys: torch.Tensor | None = None         # [1, keys of all runs], where each key is stored; None: as the queries
 
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """Holds what attention needs besides q, k and v. Each field may be None. Without bias and runs, attention is
-    causal."""
+    """Holds what attention needs besides q, k and v. Without bias and runs, attention is causal."""
     dropout_mask: torch.Tensor | None        # [b, heads/t, s, s], for the attention probabilities
     rotary: torch.Tensor | None              # (cos, sin), see rotation()
     bias: torch.Tensor | None = None         # see AttentionMask.bias()
@@ -211,9 +195,8 @@ class AttentionInputs:
 
 def fits_varlen(config) -> bool:
     """Return whether varlen_attn can compute this model's attention on GPUs that have the kernel."""
-    # torch's kernel takes multiples of 8 channels; above 192, some GPUs have no backward
-    return (config.params_dtype.itemsize == 2 and config.attention_dropout == 0.0
-            and config.kv_channels % 8 == 0 and config.kv_channels <= 192)
+    channels = config.kv_channels              # the kernel takes multiples of 8; above 192, some GPUs have no backward
+    return config.params_dtype.itemsize == 2 and config.attention_dropout == 0 and channels % 8 == 0 and channels <= 192
 
 
 def uses_varlen(config, device: torch.device) -> bool:

@@ -6,8 +6,7 @@ For one token, with all its logits z on one rank:
     exps    = (z - maximum).exp()
     sum_exp = exps.sum()
     loss    = sum_exp.log() - (z[label] - maximum)        # = -log softmax(z)[label]
-    grad_z  = exps / sum_exp                              # = softmax(z), minus 1 at the label:
-    grad_z[label] -= 1
+    grad_z  = exps / sum_exp - one_hot(label)             # = softmax(z), minus 1 at the label
 
 Here each rank has only v/t of a token's logits. Instead of gathering v logits per token, two all-reduces communicate
 three numbers per token (Megatron-LM, 1909.08053, section 3):
@@ -20,9 +19,9 @@ three numbers per token (Megatron-LM, 1909.08053, section 3):
     cross_entropy_gradient     softmax(z) - one_hot(label) for this rank's logits, without communication
 
 **Memory.** Logits are the largest tensor of a step. They stay in their own dtype until the gradient overwrites them.
-Training creates no other tensor of their size, because it makes fp32 temporaries for a block of rows at a time. (Only
-VocabParallelCrossEntropy, which the plain model uses, copies the logits.) Sums are in fp32 or wider.
-With `narrow` (--fp16-lm-cross-entropy), the temporaries have the logits' own dtype; the plain model has no such choice.
+Training creates no other tensor of their size, because it makes fp32 temporaries for a block of rows at a time. With
+`narrow` (--fp16-lm-cross-entropy), the temporaries have the logits' own dtype. Sums are always in fp32 or wider.
+vocab_parallel_cross_entropy(), which the plain model uses, copies the logits to fp32 and leaves backward to autograd.
 """
 
 import torch
@@ -35,8 +34,7 @@ BLOCK_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}    # size of a temporary: fits a
 
 
 def in_blocks(function):
-    """Return a version of function(logits [rows, n], *others [rows]) that processes a few rows at a time and joins the
-    results [rows]."""
+    """Let function(logits [rows, n], *others [rows]) process a few rows at a time, and join the results [rows]."""
     def by_blocks(logits, *others):
         rows = max(1, BLOCK_BYTES[kind_of(logits.device)] // (4 * logits.size(-1)))
         results = [function(*block) for block in zip(*(tensor.split(rows) for tensor in (logits, *others)))]
@@ -46,7 +44,7 @@ def in_blocks(function):
 
 def max_and_sum_exp_of_rows(logits, narrow=False):
     """Return (largest logit, sum of exp(z - largest)) of logits [rows, n], both [rows] in fp32 or wider."""
-    wide, largest = wide_dtype(logits), logits.amax(dim=-1, keepdim=True)
+    wide, largest = wide_dtype(logits), logits.detach().amax(dim=-1, keepdim=True)
     wide_largest = largest.to(wide)
     exps = (logits - (largest if narrow else wide_largest)).exp_()
     return wide_largest.squeeze(-1), exps.sum(dim=-1, dtype=wide)
@@ -61,11 +59,9 @@ def scaled_exp_of_rows(logits, maximum, factor, narrow=False):
 
 def local_max_and_sum_exp(logits, vocabulary, of_rows=in_blocks(max_and_sum_exp_of_rows)):
     """Return (largest, sum_exp) of logits [b, s, num_logits], both [b, s]. Overwrites the logits of padding with -inf.
-
-    A rank that owns only padding returns -inf and 0.
-    """
+    A rank that owns only padding returns -inf and 0."""
     if not vocabulary.num_words:
-        zeros = torch.zeros(logits.shape[:-1], dtype=wide_dtype(logits), device=logits.device)
+        zeros = logits[..., :0].sum(dim=-1, dtype=wide_dtype(logits))
         return zeros - torch.inf, zeros
     logits[..., vocabulary.num_words:] = -torch.inf
     return [x.view(logits.shape[:-1]) for x in of_rows(logits.flatten(0, 1))]
@@ -73,9 +69,7 @@ def local_max_and_sum_exp(logits, vocabulary, of_rows=in_blocks(max_and_sum_exp_
 
 def partial_loss_sums(logits, labels, largest, sum_exp, maximum, vocabulary):
     """Return what this rank adds to the second all-reduce: sum_exp and z[label] - maximum, as one tensor [2, b, s].
-
-    largest, sum_exp: the results of local_max_and_sum_exp(). maximum: the largest logit over all ranks.
-    """
+    largest, sum_exp: the results of local_max_and_sum_exp(). maximum: the largest logit over all ranks."""
     row, is_local = vocabulary.local_rows(labels)
     sums = torch.stack([sum_exp * (largest - maximum).exp(), torch.zeros_like(maximum)])
     if vocabulary.num_words:
@@ -90,13 +84,9 @@ def loss_from_sums(sums):
 
 def cross_entropy_gradient(logits, labels, loss, maximum, sums, gradient, vocabulary,
                            of_rows=in_blocks(scaled_exp_of_rows)):
-    """Overwrite this rank's logits with (softmax - one_hot(label)) * gradient.
-
-    gradient [b, s]: the gradient of the loss.
-
-    At the label, softmax - 1 is computed as expm1(-loss). If the model is sure of a label, the label's probability
-    rounds to 1 in 16 bits, so the plain difference would be 0.
-    """
+    """Overwrite this rank's logits with (softmax - one_hot(label)) * gradient. gradient [b, s]: the gradient of the
+    loss. At the label, softmax - 1 is computed as expm1(-loss). If the model is sure of a label, the label's
+    probability rounds to 1 in 16 bits, so the plain difference would be 0."""
     if vocabulary.num_words:
         row, is_local = (tensor.unsqueeze(-1) for tensor in vocabulary.local_rows(labels))
         gradient = gradient.to(loss.dtype)
@@ -106,30 +96,15 @@ def cross_entropy_gradient(logits, labels, loss, maximum, sums, gradient, vocabu
     return logits
 
 
-class VocabParallelCrossEntropy(torch.autograd.Function):
-    """Runs the steps above with blocking all-reduces, for the plain model."""
-
-    @staticmethod
-    def forward(ctx, logits, labels, vocabulary):
-        logits = logits.clone()
-        largest, sum_exp = local_max_and_sum_exp(logits, vocabulary)
-        maximum = largest.clone()
-        if vocabulary.group.size() > 1:
-            dist.all_reduce(maximum, dist.ReduceOp.MAX, group=vocabulary.group)
-        sums = partial_loss_sums(logits, labels, largest, sum_exp, maximum, vocabulary)
-        if vocabulary.group.size() > 1:
-            dist.all_reduce(sums, group=vocabulary.group)
-        loss = loss_from_sums(sums)
-        ctx.save_for_backward(logits, labels, loss, maximum, sums)
-        ctx.vocabulary = vocabulary
-        return loss
-
-    @staticmethod
-    def backward(ctx, gradient):
-        logits, *saved = ctx.saved_tensors
-        return cross_entropy_gradient(logits.clone(), *saved, gradient, ctx.vocabulary), None, None
-
-
 def vocab_parallel_cross_entropy(logits, labels, vocabulary):
-    """Return the loss [b, s], in fp32 or wider, from this rank's logits [b, s, num_logits] and labels [b, s]."""
-    return VocabParallelCrossEntropy.apply(logits, labels, vocabulary)
+    """Return the loss [b, s], in fp32 or wider, from this rank's logits [b, s, num_logits] and labels [b, s]. Runs the
+    steps above with blocking all-reduces and plain autograd. This is the definition."""
+    logits = logits.to(wide_dtype(logits), copy=True)
+    largest, sum_exp = local_max_and_sum_exp(logits, vocabulary)
+    maximum = largest.detach().clone()
+    if vocabulary.group.size() > 1:
+        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=vocabulary.group)
+    sums = partial_loss_sums(logits, labels, largest, sum_exp, maximum, vocabulary)
+    if vocabulary.group.size() > 1:
+        dist.all_reduce(sums.detach(), group=vocabulary.group)           # in place, and for autograd the identity, as g
+    return loss_from_sums(sums)

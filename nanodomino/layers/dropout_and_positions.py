@@ -1,21 +1,27 @@
 """What a sublayer needs besides the residual stream: dropout masks, rotary positions, the attention mask.
 
-All three depend only on the samples in a slice, not on anything that ran earlier. On a given type of device, a dropout
-mask is a pure function of (seed, sample, site), where a site is a name such as "layers.3.mlp". So results don't depend
-on the layout, even with dropout:
+All three depend only on the samples in a slice, not on anything that ran earlier. A dropout mask is a pure function of
+(seed, sample, site, type of device). A site is a name such as "layers.3.mlp". So dropout does not depend on the layout:
 
     residual stream   [b, s, h]          every tp rank draws the same mask for its copy of the stream
     attention         [b, heads, s, s]   every tp rank draws the mask of all heads and keeps the part for its own heads
 
-A sample is identified by its number in the data order. So a different slicing, a recomputation or a resumed run draws
-the same mask again.
+A sample is its number in the data order. So a different slicing, a recomputation or a resumed run draws the same mask.
 """
+
+import hashlib
 
 import torch
 
 from nanodomino.layers.attention_mask import AttentionInputs, AttentionMask, document_begins, rotation
 from nanodomino.layers.gradients import wide_dtype
-from nanodomino.layers.residual import seeded_generator
+
+
+def seeded_generator(device, *key) -> torch.Generator:
+    """Return a generator seeded only by `key`, so that every rank, layout and run draws the same numbers."""
+    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
+    device = "cpu" if torch.device(device).type == "meta" else device
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 class MasksAndPositions:
@@ -30,14 +36,12 @@ class MasksAndPositions:
 
     def __init__(self, config, mesh, sample_ids=None, keep=False, stream=None, positions=None, extras=None):
         self.config, self.mesh, self.sample_ids, self.keep, self.kept = config, mesh, sample_ids, keep, {}
-        self.stream, self.positions, self.extras = stream, positions, extras or {}
-        self.shared = {}                 # {window: fields of AttentionInputs that all layers with this window share}
+        self.stream, self.positions, self.documents = stream, positions, (extras or {}).get("documents")
+        self.visible = {}                # {window: fields of AttentionInputs that all layers with this window share}
 
     def draw_masks(self, site, shape, probability, like):
-        """Draw a mask [b, *shape] of 0 and 1/(1 - probability). Return None if nothing is dropped.
-
-        probability: the probability of 0. like: the mask gets this tensor's device, and its dtype unless fp32 is wider.
-        """
+        """Draw a mask [b, *shape] of 0 and 1/(1 - probability). Return None if nothing is dropped. probability: the
+        probability of 0. like: the mask gets this tensor's device, and its dtype unless fp32 is wider."""
         if self.sample_ids is None or probability == 0.0:
             return None
         masks = torch.empty(len(self.sample_ids), *shape, device=like.device, dtype=wide_dtype(like))
@@ -57,11 +61,6 @@ class MasksAndPositions:
             self.kept[site] = mask
         return mask
 
-    def attention_dropout_mask(self, site, s, like):
-        """Return the dropout mask [b, heads, s, s] of all heads; see draw_masks()."""
-        heads = self.config.num_attention_heads
-        return self.draw_masks(site + ".core", (heads, s, s), self.config.attention_dropout, like)
-
     def attention_inputs(self, sublayer, x, own_part=None, own_queries=None, ranks=1) -> AttentionInputs | None:
         """Return the AttentionInputs for this rank's heads and queries; None for an MLP. x: [b, s/ranks, ..].
 
@@ -71,16 +70,19 @@ class MasksAndPositions:
         """
         if not sublayer.attends:
             return None
-        s, mesh = x.size(1) * ranks, self.mesh
-        mask = self.attention_dropout_mask(sublayer.site, s, x)
+        b, s, mesh, config = x.size(0), x.size(1) * ranks, self.mesh, self.config
+        mask = self.draw_masks(sublayer.site + ".core", (config.num_attention_heads, s, s), config.attention_dropout, x)
         if mask is not None:                                   # clone: a view would keep the masks of all heads alive
             mask = own_part(mask) if own_part else mask.chunk(mesh.tp, dim=1)[mesh.tp_rank].clone()
-        if sublayer.window not in self.shared:
-            places, stored = own_queries(x.size(0), s) if own_queries else (torch.arange(s), None)
-            documents = self.extras.get("documents")
-            begins = torch.zeros(1, s, dtype=torch.int64) if documents is None else document_begins(documents)
-            places = places.to(begins.device)                  # the host's memory, except in a dry run
-            visible = AttentionMask(places, begins[:, places], sublayer.window, s, stored)
-            self.shared[sublayer.window] = dict(rotary=rotation(self.config, self.positions, x.size(1), x.device),
-                                                **visible.inputs(self.config, x.size(0), x.device))
-        return AttentionInputs(mask, **self.shared[sublayer.window])
+        if not self.visible:                                   # the first attention of the slice
+            self.rotary = rotation(config, self.positions, x.size(1), x.device)
+            self.begins = (torch.zeros(1, 1, dtype=torch.int64).expand(1, s) if self.documents is None
+                           else document_begins(self.documents))
+        if sublayer.window not in self.visible:
+            self.visible[sublayer.window] = {}
+            if own_queries or sublayer.window is not None or self.documents is not None:       # or it is plainly causal
+                places, stored = own_queries(b, s) if own_queries else (torch.arange(s), None)
+                places = places.to(self.begins.device)         # the host's memory, except in a dry run
+                visible = AttentionMask(places, self.begins[:, places], sublayer.window, s, stored)
+                self.visible[sublayer.window] = visible.inputs(config, b, x.device)
+        return AttentionInputs(mask, self.rotary, **self.visible[sublayer.window])

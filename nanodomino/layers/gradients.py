@@ -1,33 +1,32 @@
-"""What backward needs besides its formulas: a sum of each weight's gradients, and autograd for a single operation.
+"""What the hand-written backward shares: sums of gradients, the residual addition, autograd for a single operation.
 
 **main_grad.** Backward adds up many small contributions to a weight's gradient, from all microbatches and slices. In 16
 bits, a contribution that is much smaller than the sum so far would be rounded away. So the sum is kept in fp32 or
-wider, in main_grad (Megatron-LM's name). Where torch supports it, a matmul of 16-bit tensors is added to the sum
-without being rounded to 16 bits first.
+wider, in main_grad (Megatron-LM's name). Where torch can, it adds a matmul of 16-bit tensors without rounding it first.
+
+**The residual addition** x' = x + dropout(y + bias) adds the output y of a sublayer to the residual stream. Plain
+autograd differentiates add_residual(). Training calls residual_backward() instead.
 
 **Segments.** Plain autograd records one graph of the whole forward and runs it backward in its own order. Domino needs
-another order, with all-reduces between the operations, so most backward passes are written by hand. Fused attention is
-the exception: each device has its own kernel, and only torch knows the kernel's backward. So attention gets a separate
-graph, which starts at q, k and v:
+another order, so backward is written by hand. Fused attention is the exception: each device has its own kernel, and
+only torch knows the kernel's backward. So attention gets a separate graph, which starts at q, k and v:
 
     output, segment = run_segment(function, q, k, v)      output = function(q, k, v)
     segment.backward(gradient)                            returns the gradients of q, k, v
 
-Until backward, the segment keeps its inputs and whatever autograd saved in its graph.
-
-**A shortcut.** The graph of one fused operation is a single autograd node. A node can be called like a function: it
-takes the gradient of its output and returns the gradients of its inputs. That costs the host a quarter of the time of
+**A shortcut.** The graph of one fused operation is a single autograd node. It can be called like a function that turns
+the gradient of its output into the gradients of its inputs. That costs the host a quarter of the time of
 torch.autograd.grad(), which prepares for any graph and uses another thread for each GPU. The call is only correct if
-the node is the whole graph, so that nothing but the inputs comes after it in backward:
+nothing but the inputs comes after the node in backward:
 
     node.next_functions      [AccumulateGrad(q), AccumulateGrad(k), AccumulateGrad(v), None ..]
 
-So backward() checks that the first entries are the leaves q, k, v in this order, and that all others are None. For
-example, the entry for an attention bias is None, because the bias gets no gradient. If the check fails, as in attention
-with dropout or in varlen_attention(), backward() uses torch.autograd.grad().
+None stands for an argument without a gradient, such as an attention bias. In all other cases, such as attention with
+dropout, Segment.backward() uses torch.autograd.grad().
 """
 
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -55,12 +54,9 @@ ADDS_TO_FP32 = torch.__version__ >= "2.10"
 
 
 def add_weight_gradient(main_grad, grad_output, activation):
-    """Add grad_output^T activation to a weight's main_grad [out, in].
-
-    grad_output [b, s, out], activation [b, s, in]. If activation is None, add the sum of grad_output over all tokens to
-    a bias's main_grad [out]. main_grad may have a wider dtype than both. It may also have more rows than grad_output
-    has features, because a head does not multiply by all padding rows.
-    """
+    """Add grad_output^T activation to a weight's main_grad [out, in], whose dtype may be wider. grad_output [b, s,
+    out], activation [b, s, in]; None: add the sum of grad_output over all tokens to a bias's main_grad [out]. main_grad
+    may have more rows than `out`, because a head does not multiply by all padding rows."""
     grad_output = grad_output.flatten(0, 1)
     main_grad = main_grad[:grad_output.size(-1)]
     if activation is None:
@@ -80,20 +76,36 @@ def wide_dtype(tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
+def drop(x, mask):
+    """Return x * mask in x's dtype; x if mask is None. Masks are fp32, because 16 bits would round 1/(1 - p)."""
+    return x if mask is None else (x * mask).to(x.dtype)
+
+
+def add_residual(x, y, bias, mask):
+    """Return x + dropout(y + bias) for x, y, mask [b, s, h] and bias [h], which may be None, as may the mask."""
+    branch = drop(y if bias is None else y + bias, mask)
+    return x + branch if branch is y else branch.add_(x)
+
+
+def residual_backward(gradient, mask, has_bias):
+    """Turn the gradient of x + dropout(y + bias) into the gradients of x, y and bias (None without a bias). Without
+    dropout, the gradients of x and y are the same tensor, so the caller must not write to either."""
+    grad_y = drop(gradient, mask)
+    return gradient, grad_y, grad_y.sum(dim=(0, 1), dtype=wide_dtype(grad_y)) if has_bias else None
+
+
 @dataclass
 class Segment:
-    """Holds the inputs and the autograd graph of a segment."""
+    """Holds the inputs of a segment, and the autograd graph with whatever autograd saved in it."""
     inputs: list[torch.Tensor]
     output_edge: GradientEdge
 
     def backward(self, gradient):
         """Turn the gradient of the output into the gradients of the inputs."""
-        node, count = self.output_edge.node, len(self.inputs)
-        next_nodes = [next_node for next_node, _ in node.next_functions]
-        leaves = [getattr(next_node, "variable", None) for next_node in next_nodes[:count]]
-        if (len(leaves) == count and all(leaf is x for leaf, x in zip(leaves, self.inputs))
-                and not any(next_nodes[count:])):
-            return node(gradient)[:count]
+        node = self.output_edge.node
+        ends = [getattr(following, "variable", following) for following, _ in node.next_functions]
+        if all(end is x for end, x in zip_longest(ends, self.inputs)):         # all ends after the inputs are None
+            return node(gradient)[:len(self.inputs)]
         return torch.autograd.grad(self.output_edge, self.inputs, gradient)
 
 

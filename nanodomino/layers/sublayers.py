@@ -3,27 +3,23 @@
     x -> norm -> f -> column-parallel matmul -> core -> row-parallel matmul -> g -> + bias, dropout -> + x
 
 The core is attention itself (attention.py), or the activation function of an MLP. It works on this rank's output of the
-first matmul: the rank's own heads, or its own ffn features. So f and g (parallel.py) are the only communication.
+first matmul: the rank's own heads, or its own ffn features. So f and g (parallel.py) are the only communication. Norm
+and core are written twice: once as a definition, which autograd differentiates, and once as a hand-written forward and
+backward, which training runs (overlap/). The hand-written pair shows what is kept for backward, and it costs the host a
+quarter of autograd's time. Tests compare the two.
 
-Norm and core are written twice: once as a plain definition, which autograd differentiates, and once as a hand-written
-forward and backward, which training runs (overlap/). The hand-written pair shows what is kept for backward, and it
-costs the host a quarter of autograd's time. Tests compare the two.
-
-**Norms.** Mean and variance are over the last dimension. Norms are not cut over tensor-parallel ranks: each rank holds
-the whole weight and normalizes the tokens that it holds.
+**Norms.** Mean and variance are over the last dimension. Every tensor-parallel rank holds the whole weight:
 
     LayerNorm(x) = (x - mean) / sqrt(variance + epsilon) * weight + bias      (1607.06450)
     RMSNorm(x)   = x / sqrt(mean of x^2 + epsilon) * weight                   (1910.07467)
 
 **Activations** work element by element.
 
-    gelu(x)            = x Phi(x), where Phi is the normal distribution function; computed with the tanh
-                         approximation (1606.08415), as in GPT-2
-    swiglu(gate, up)   = silu(gate) * up, silu(x) = x sigmoid(x) (2002.05202); as in Llama
+    gelu(x)            = x Phi(x), Phi: the normal distribution function, approximated by tanh as in GPT-2 (1606.08415)
+    swiglu(gate, up)   = silu(gate) * up, silu(x) = x sigmoid(x), as in Llama (2002.05202)
 
 **The MLP**, cut over t tensor-parallel ranks (Megatron-LM, 1909.08053, section 3). With SwiGLU, W1 stacks two matrices,
-[gate; up], of ffn rows each. The two are cut separately (partition_stride=2), so that every rank has the gate and the
-up projection of the same ffn/t features.
+[gate; up], of ffn rows each. They are cut separately (partition_stride=2), so that a rank has both for its features.
 
     h [b, s, h] -> W1 (column-parallel) -> c [b, s, ffn/t] -> activation -> [b, s, ffn/t] -> W2 (row-parallel) -> y
 
@@ -38,50 +34,31 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanodomino.layers.gradients import wide_dtype
-from nanodomino.layers.residual import add_residual
+from nanodomino.layers.gradients import add_residual, wide_dtype
 from nanodomino.optim.buckets import parameter
 from nanodomino.parallel import ColumnParallelLinear, RowParallelLinear
 
 
 @dataclass(frozen=True)
 class Normalization:
-    """Holds the functions of LayerNorm or RMSNorm. x is [.., h]; weight and bias are [h]; bias may be None.
-
-    function(x, weight, bias, epsilon) -> the norm of x [.., h]: the definition
-    forward(x, weight, bias, epsilon) -> (the norm of x, *statistics), where the statistics are kept for backward
-    backward(gradient, x, statistics, weight, bias) -> gradients of x, weight and bias (None without a bias). The last
-        two are sums over tokens, which may overflow fp16, so their dtype may be wider than x's.
-    """
-    function: Callable
-    forward: Callable
-    backward: Callable
+    """Holds the functions of LayerNorm or RMSNorm for x [.., h], weight [h] and bias [h] or None. The gradients of the
+    latter two are sums over tokens, and may have a wider dtype than x."""
+    function: Callable     # x, weight, bias, epsilon -> the norm of x [.., h]: the definition
+    forward: Callable      # x, weight, bias, epsilon -> the norm of x, *statistics that backward needs
+    backward: Callable     # gradient, x, statistics, weight, bias -> gradients of x, weight and bias (None without one)
     has_bias: bool
 
 
-def layer_norm(x, weight, bias, epsilon):
-    return F.layer_norm(x, weight.shape, weight, bias, epsilon)
-
-
-def layer_norm_forward(x, weight, bias, epsilon):
-    """Return the norm of x, the mean and 1 / standard deviation."""
-    return torch.native_layer_norm(x, weight.shape, weight, bias, epsilon)
-
-
 def layer_norm_backward(gradient, x, statistics, weight, bias):
-    """Return the gradients of x, weight and bias. torch returns the last two in its inputs' dtype: fp16 sums over
-    tokens may overflow, bfloat16 sums are rounded. So the inputs become fp32. Compiled code makes no copies for that.
-    Without a compiler, copies would multiply the memory traffic, so bfloat16 inputs stay as they are."""
+    """Return the gradients of x, weight and bias. torch returns the last two in its inputs' dtype, in which sums over
+    tokens may overflow (fp16) or are rounded (bfloat16). So the inputs become fp32. Compiled code makes no copies for
+    that. Without a compiler, copies would multiply the memory traffic, so bfloat16 inputs stay as they are."""
     dtype, inputs = x.dtype, (gradient, x, *statistics, weight, bias)
     if dtype == torch.float16 or torch.compiler.is_compiling():
         inputs = [tensor.to(wide_dtype(tensor)) for tensor in inputs]
     gradient, x, *others = inputs
     grad_x, *gradients = torch.ops.aten.native_layer_norm_backward(gradient, x, weight.shape, *others, [True] * 3)
     return grad_x.to(dtype), *gradients
-
-
-def rms_norm(x, weight, bias, epsilon):
-    return F.rms_norm(x, weight.shape, weight, epsilon)
 
 
 def rms_norm_forward(x, weight, bias, epsilon):
@@ -103,16 +80,17 @@ def rms_norm_backward(gradient, x, statistics, weight, bias):
 
 
 NORMALIZATIONS = {
-    "LayerNorm": Normalization(layer_norm, layer_norm_forward, layer_norm_backward, has_bias=True),
-    "RMSNorm": Normalization(rms_norm, rms_norm_forward, rms_norm_backward, has_bias=False),
-}
+    "LayerNorm": Normalization(
+        lambda x, weight, bias, epsilon: F.layer_norm(x, weight.shape, weight, bias, epsilon),
+        lambda x, weight, bias, epsilon: torch.native_layer_norm(x, weight.shape, weight, bias, epsilon),
+        layer_norm_backward, has_bias=True),
+    "RMSNorm": Normalization(
+        lambda x, weight, bias, epsilon: F.rms_norm(x, weight.shape, weight, epsilon),
+        rms_norm_forward, rms_norm_backward, has_bias=False)}
 
 
 class Norm(nn.Module):
-    """The norm that config.normalization names, over a last dimension of `size` numbers.
-
-    declared: further arguments of parameter() in optim/buckets.py.
-    """
+    """The norm that config.normalization names, over a last dimension of `size` numbers. declared: see parameter()."""
 
     def __init__(self, config, mesh, size: int, **declared):
         super().__init__()
@@ -131,15 +109,10 @@ class Norm(nn.Module):
 
 @dataclass(frozen=True)
 class Activation:
-    """Holds an activation function and its backward.
-
-    function(c [.., inputs x ffn]) -> [.., ffn]
-    backward(gradient [.., ffn], c) -> the gradient of c
-    inputs: how many numbers of c make one number of the result; for example 2 for SwiGLU (gate and up)
-    """
-    function: Callable
-    backward: Callable
-    inputs: int
+    """Holds an activation function and its backward."""
+    function: Callable     # c [.., inputs x ffn] -> [.., ffn]
+    backward: Callable     # gradient [.., ffn], c -> the gradient of c
+    inputs: int            # how many numbers of c make one number of the result: 2 for SwiGLU (gate and up)
 
 
 def swiglu(c):
@@ -148,8 +121,7 @@ def swiglu(c):
 
 
 def swiglu_backward(gradient, c):
-    """Return the gradient of c. Both halves are written into one tensor, which saves a temporary and a torch.cat.
-    torch.compile fuses the torch.cat instead."""
+    """Return the gradient of c. Uncompiled code writes both halves into one tensor, which saves a torch.cat."""
     gate, up = c.chunk(2, dim=-1)
     if torch.compiler.is_compiling():
         return torch.cat([torch.ops.aten.silu_backward(gradient * up, gate), F.silu(gate) * gradient], dim=-1)
@@ -169,11 +141,10 @@ ACTIVATIONS = {"gelu": Activation(partial(F.gelu, approximate="tanh"),
 class Sublayer(nn.Module):
     """The base of Attention and MLP, which supply the two matmuls, `column` and `row`, and the core:
 
-    core(c, inputs) -> activation                              the definition
+    core(c, inputs) -> activation                 the definition
     kernels(compiled) -> (forward, backward)      the functions of the core that torch.compile can fuse
     core_forward(kernel, c, inputs, training)     what training runs; returns (activation, saved for backward)
-    core_backward(kernel, gradient, saved)        returns the gradient of c; adds the gradients of the core's own
-                                                  parameters to main_grad
+    core_backward(kernel, gradient, saved)        returns the gradient of c; adds gradients of parameters to main_grad
 
     c: the output of `column`. inputs: an AttentionInputs; None for an MLP. kernel: forward or backward from kernels()
     """

@@ -7,32 +7,26 @@
     weight of a norm      {}            "dp"         ()                          without
     tied word embedding   {0: "tp"}     "dp"         ("embedding",)              with weight decay
 
-A gradient is summed over up to two kinds of groups. First over the parameter's *replicas*: ranks that hold the same
-shard and train on different tokens. Then, once per step, over groups in which each rank computes only an *addend* of
-the gradient. For example, the first and the last stage each hold a copy of a tied embedding: one looks up tokens in it,
-the other computes logits.
+A gradient is summed first over the parameter's *replicas*: ranks that hold the same shard and train on different
+tokens. Then, once per step, it is summed over groups in which each rank computes only an *addend* of it. For example,
+the first stage looks up tokens in its copy of a tied embedding, and the last stage computes logits with another copy.
 
 **A bucket** keeps the weights of many parameters in one flat tensor, and their gradients in another:
 
     weights      | qkv.weight | dense.weight | ... |pad|     the model's parameters are views of it
     main_grad    | . . . . . . . . . . . . . . . . . . |     fp32 in 16-bit training; backward adds to views of it
 
-A collective or an optimizer then treats a bucket as one tensor, whatever parameters it holds. So all parameters of a
-bucket must have the same ParameterKind: the same weight decay, copies on the same ranks (the global norm counts each
-parameter once), and gradients that the same ranks must sum.
+A collective or an optimizer then treats a bucket as one tensor. So all its parameters must have the same ParameterKind:
+the same weight decay, copies on the same ranks (of which the norm counts one), and gradients that the same ranks sum.
 """
 
-from collections import Counter
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-
 ALIGNMENT = 16       # each parameter starts at a multiple of 16 elements, because tensor cores need aligned matrices
 
-
-# ---- declarations
 
 @dataclass(frozen=True)
 class ParameterKind:
@@ -61,11 +55,9 @@ def parameter(shape, config, mesh, *, cut=None, view=None, parts=None, std=None,
 
     cut      {dimension: axis}: each rank of this axis of the mesh holds an equal part of the dimension
     view     the parameter's shape, as for Tensor.view; None: the dimensions of the whole tensor
-    parts    None: all rows belong to one matrix
     update   None: config.matrix_update for a matrix, else "no_decay"
     dtype    None: the training type
-
-    ParameterSpec and ParameterKind explain the other arguments.
+    others   see ParameterSpec and ParameterKind; parts None: all rows belong to one matrix
     """
     cut = cut or {}
     shards = tuple(sorted(cut.values()))
@@ -84,31 +76,24 @@ def parameter(shape, config, mesh, *, cut=None, view=None, parts=None, std=None,
 
 def local_shard(whole, weight):
     """Return this rank's shard of a parameter in the parameter's shape. whole: the whole tensor, in any shape."""
-    shard = whole.view(weight.spec.shape)
-    for dim, (start, length) in enumerate(zip(weight.spec.offset, weight.spec.size)):
-        shard = shard.narrow(dim, start, length)
-    return shard.reshape(weight.shape)
+    own = tuple(slice(start, start + length) for start, length in zip(weight.spec.offset, weight.spec.size))
+    return whole.view(weight.spec.shape)[own].reshape(weight.shape)
 
-
-# ---- buckets
 
 def sort_into_buckets(model) -> list[tuple[ParameterKind, list[nn.Parameter]]]:
     """Return a (kind, parameters) tuple for each bucket. Parameters are added in the order of backward, and a bucket is
     full when it has config.bucket_size elements or more."""
-    open_buckets, sizes, full = {}, Counter(), []
+    filling, full = {}, []
     for weight in reversed(list(model.parameters())):
         kind = weight.spec.kind
-        open_buckets.setdefault(kind, []).append(weight)
-        sizes[kind] += weight.numel()
-        if sizes[kind] >= model.config.bucket_size:
-            full.append((kind, open_buckets.pop(kind)))
-            del sizes[kind]
-    return full + list(open_buckets.items())
+        filling.setdefault(kind, []).append(weight)
+        if sum(other.numel() for other in filling[kind]) >= model.config.bucket_size:
+            full.append((kind, filling.pop(kind)))
+    return full + list(filling.items())
 
 
 def flat_layout(parameters, partitions: int) -> tuple[dict, int]:
-    """Return ({parameter: offset}, length) of a flat buffer, in elements. The length divides into `partitions` equal,
-    aligned partitions."""
+    """Return ({parameter: offset}, length) of a flat buffer of equal, aligned partitions, in elements."""
     offsets, size = {}, 0
     for weight in parameters:
         offsets[weight] = size
@@ -117,12 +102,12 @@ def flat_layout(parameters, partitions: int) -> tuple[dict, int]:
 
 
 class Bucket:
-    """Holds parameters of one kind in flat buffers. The buffers divide into equal partitions, and this rank owns the
-    one with the number `partition`.
+    """Holds parameters of one kind in flat buffers, of whose equal partitions this rank owns number `partition`.
 
     weights, main_grad: the whole flat buffers, with the weights and the gradients of all parameters.
     own_weights, own_grad: this rank's partition of them.
     master: own_weights in fp32 or wider, which the optimizer updates. In fp32 training it is own_weights itself.
+    derived: copies of weights in other types, made once a step.
 
     With shards_gradients (ZeRO-2) only own_grad is kept: main_grad is allocated when a gradient is added, and freed
     after its reduce. Otherwise own_grad is a view of main_grad.
@@ -131,19 +116,16 @@ class Bucket:
     def __init__(self, kind: ParameterKind, parameters: list[nn.Parameter], partitions: int, partition: int,
                  shards_gradients: bool):
         self.kind, self.parameters, self.shards_gradients = kind, parameters, shards_gradients
-        self.partitions, self.partition = partitions, partition
-        first = parameters[0]
+        self.partitions, self.partition, self.derived = partitions, partition, {}
         self.offsets, size = flat_layout(parameters, partitions)
-        wide = torch.promote_types(first.dtype, torch.float32)
-        self.weights = torch.zeros(size, dtype=first.dtype, device=first.device)
+        self.weights = parameters[0].new_zeros(size)
         for weight in parameters:
             view = self.view(weight, self.weights)
             view.copy_(weight.data)
             weight.data, weight.bucket = view, self
-        self.derived = {}                              # copies in other types, made once a step
         self.own_weights = self.weights.chunk(partitions)[partition]
         self.own_offset = partition * len(self.own_weights)
-        self.master = self.own_weights if wide == first.dtype else self.own_weights.to(wide)
+        self.master = self.own_weights.to(torch.promote_types(self.weights.dtype, torch.float32))
         self.allocate_gradients()
         own = self.main_grad.chunk(partitions)[partition]
         self.own_grad = self.master.grad = own.clone() if shards_gradients else own

@@ -1,22 +1,20 @@
 """Muon: orthogonalized momentum for the matrices of the layers, AdamW for everything else (--optimizer muon).
 
-A step of AdamW changes each number of a weight by itself. A step of Muon changes a matrix as a whole: it replaces the
-momentum M = U S V^T (its singular value decomposition) by U V^T. So all directions of the matrix learn at the same
-rate, not only those with large gradients (github.com/KellerJordan/Muon; 2502.16982):
+AdamW changes each number of a weight by itself. Muon changes a matrix as a whole: it replaces the momentum M = U S V^T
+(its singular value decomposition) by U V^T. So all directions of the matrix learn at the same rate, not only those with
+large gradients (github.com/KellerJordan/Muon; 2502.16982):
 
     m = b m + (1 - b) g     u = b m + (1 - b) g     w = (1 - lr decay) w - lr 0.2 sqrt(max(rows, columns)) orthogonal(u)
 
 The factor 0.2 sqrt(max(rows, columns)) gives the update the size of AdamW's (2502.16982, section 2.2). A small model
 learns more at twice AdamW's --lr, the default here (docs/running.md). Five Newton-Schulz iterations approximate U V^T
-by matmuls alone, in the training type. Matrices that share one weight, such as q, k and v, are updated one by one.
+by matmuls alone, in the training type. Matrices that share one weight, such as q, k and v, are updated one by one. Word
+embedding, head, position embedding and vectors stay with AdamW: their rows are looked up one by one.
 
 **Whole matrices.** A rank holds only a shard of a matrix (tensor parallelism), and updates only its partition of a flat
-bucket (ZeRO). So each step gathers twice: first the updates u of a bucket over the replicas, then, for each matrix that
-lies at least partly in this rank's partition, the shards of the tensor-parallel ranks. Each rank orthogonalizes these
-matrices, and keeps its own part of the result. The gather of the next bucket, and of the next matrix, is in flight
-while a matrix is orthogonalized.
-
-Word embedding, head and position embedding stay with AdamW, as do vectors: their rows are looked up one by one.
+bucket (ZeRO). So each step gathers twice: first the updates u of a bucket over the replicas, then the tensor-parallel
+ranks' shards of each matrix that lies at least partly in this rank's partition. Each rank orthogonalizes these matrices
+and keeps its part of the result, while the gathers of the next bucket and the next matrix are in flight.
 """
 
 import torch
@@ -24,17 +22,16 @@ import torch
 from nanodomino.comm.collectives import all_gather
 from nanodomino.optim.buckets import Bucket
 
-
 COEFFICIENTS, ITERATIONS = (3.4445, -4.7750, 2.0315), 5      # Keller Jordan's, for Newton-Schulz
 
 
 def orthogonal(matrices, dtype):
-    """Return about U V^T, in `dtype`, of each matrix U S V^T of a tensor [.., rows, columns]; 0 for a zero matrix."""
+    """Return about U V^T, in `dtype`, for each matrix U S V^T of a tensor [.., rows, columns]; 0 for a zero matrix."""
     a, b, c = COEFFICIENTS
     tall = matrices.size(-2) > matrices.size(-1)
     x = matrices.mT if tall else matrices
-    # Divide the scale out before rounding, since fp16 rounds 1e-8 to 0. Divide by the largest element before the norm,
-    # since fp32 rounds the square of 1e-30 to 0.
+    # Divide before rounding, since fp16 rounds 1e-8 to 0, and by the largest element before the norm, since fp32 rounds
+    # the square of 1e-30 to 0.
     x = x / x.abs().amax(dim=(-2, -1), keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
     x = (x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1.0)).to(dtype)
     for _ in range(ITERATIONS):
@@ -44,8 +41,7 @@ def orthogonal(matrices, dtype):
 
 
 def update_of(matrices, parts, dtype):
-    """Return 0.2 sqrt(max(rows, columns)) orthogonal(part) of each part of matrices [.., rows, columns], in the part's
-    rows. parts: see ParameterSpec."""
+    """Return 0.2 sqrt(max(rows, columns)) orthogonal(part) in the rows of each of the ParameterSpec's parts."""
     split = matrices.unflatten(-2, (-1, sum(parts))).split(parts, dim=-2)
     updates = [orthogonal(part.flatten(-3, -2), dtype).to(part.dtype).reshape(part.shape)
                * (0.2 * max(part.size(-3) * part.size(-2), part.size(-1)) ** 0.5) for part in split]
@@ -53,8 +49,8 @@ def update_of(matrices, parts, dtype):
 
 
 def gathered_ahead(items, launch):
-    """Yield (item, the tensor that launch(item) gathers) for each item. launch returns a function that waits for its
-    gather. The gather of the next item is in flight while the caller uses the tensor of this one."""
+    """Yield (item, the tensor that launch(item) gathers) for each item. launch() returns a function that waits. While
+    the caller uses a tensor, the next gather is in flight."""
     ahead = [launch(item) for item in items[:1]]
     for index, item in enumerate(items):
         tensor = ahead.pop()()
@@ -85,8 +81,7 @@ class Muon(torch.optim.Optimizer):
         return self.gather(gradient.lerp(moment, self.momentum), bucket.kind.replicas, bucket.partitions)
 
     def gather(self, own, group: str, ranks: int):
-        """Launch an all-gather of the flat tensor `own` over a group. Returns a function that waits for the whole
-        tensor and returns it; on one rank it is `own`."""
+        """Launch an all-gather of the flat tensor `own`. Return a function that waits for the whole tensor."""
         if ranks == 1:
             return lambda: own
         whole = own.new_empty(ranks * len(own))
@@ -99,8 +94,7 @@ class Muon(torch.optim.Optimizer):
         return wait
 
     def orthogonalize(self, bucket: Bucket, updates):
-        """Replace the matrices in the flat tensor `updates`, which is laid out like the bucket, and return this rank's
-        partition of it."""
+        """Replace the matrices in `updates`, which is laid out like the bucket, and return this rank's partition."""
         first, last = bucket.own_offset, bucket.own_offset + len(bucket.master)
         own = [weight for weight in bucket.parameters
                if bucket.offsets[weight] < last and bucket.offsets[weight] + weight.numel() > first]

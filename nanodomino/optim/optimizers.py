@@ -10,7 +10,7 @@ r"""What a step does with the gradients: the learning rate, the loss scale, and 
            warm-up | cosine             warm-up |    stable    | decay
 
 **The loss scale** multiplies fp16 gradients, so that small ones are not rounded to 0 (1710.03740, section 3.2). An fp16
-number has 11 significant bits. The largest is 65504. Below 2^-14 numbers have fewer bits, and below 2^-24 there is only
+number has 11 significant bits. The largest is 65504. Numbers below 2^-14 have fewer bits, and below 2^-24 there is only
 zero. Weights and activations fit into this range. Gradients of activations do not: for the mean loss of 2^19 tokens
 they start at 2^-19, and they shrink as the model learns. But backward is linear. If it starts with a gradient of
 `scale` instead of 1 for each token's loss, every gradient is `scale` times as large.
@@ -22,19 +22,17 @@ they start at 2^-19, and they shrink as the model learns. But backward is linear
 
 A scale of 1 would be too small: after 60 steps of the preset nano a quarter of the numbers that enter backward's
 matmuls are below 2^-14. Much more than the initial 2^15 would be too large, since a logit's gradient can be as large as
-the scale. Sums over tokens can be larger still, so all of them are computed in fp32. Megatron-LM scales the mean loss:
-its initial scale of 2^32 is 2^13 per token if a replica has 2^19 tokens.
-
-zero.py divides the parameters' gradients, in fp32, by the scale and the number of tokens before it computes the norm.
-A power of two changes only exponents, so such a scale changes no bit of the result unless a number over- or underflows.
+the scale. Sums over tokens can be larger still, so they are computed in fp32. Megatron-LM scales the mean loss: its
+initial scale of 2^32 is 2^13 per token if a replica has 2^19 tokens. zero.py divides the parameters' gradients, in
+fp32, by the scale and the number of tokens before it computes the norm. A power of two changes only exponents. So such
+a scale changes no bit of the result unless a number over- or underflows.
 
 **AdamW** changes each element w of a weight by its gradient g, and keeps two moments, m and v (1711.05101):
 
     m = b1 m + (1 - b1) g     v = b2 v + (1 - b2) g^2
     w = (1 - lr decay) w - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-t counts the updates. Because each element is updated by itself, ZeRO may cut flat buffers anywhere. zero.py passes this
-rank's partition of each buffer as one tensor, and checkpoints save each moment next to its weight. Muon (muon.py)
+t counts the updates. Because each element is updated by itself, ZeRO may cut flat buffers anywhere. Muon (muon.py)
 updates whole matrices. A new optimizer is one entry of OPTIMIZERS.
 """
 
@@ -50,55 +48,36 @@ LOSS_SCALE_LIMIT = 2.0**128    # scales must be smaller, because they multiply f
 SMALLEST_LOSS_SCALE = 2.0**-24     # with a smaller scale, fp16 gradients of up to 1 would all become 0
 
 
-# ---- the learning rate
-
 # What is left of lr - min_lr when the share x of a decay's steps is done, from 1 at x = 0 to 0 at x = 1
 DECAY_CURVES = {"exponential": lambda x: 2.0 * 0.5**x - 1.0, "linear": lambda x: 1.0 - x,
                 "cosine": lambda x: 0.5 * (1.0 + math.cos(math.pi * x)), "minus_sqrt": lambda x: 1.0 - math.sqrt(x)}
 
 
-def last_decay_step(config) -> int:
-    """Return the step at which the learning rate reaches min_lr."""
-    return config.lr_decay_iters or config.train_iters
-
-
-def warm_up_steps(config) -> int:
-    """Return the number of steps in which the learning rate rises."""
-    return round(config.lr_warmup_fraction * last_decay_step(config))      # int() would make 0.29 x 100 steps 28
-
-
-def decay(step: int, config, curve: str, steps=math.inf) -> float:
-    """Return what is left of lr - min_lr, from 1 to 0, if it decays in the last `steps` steps. The decay never starts
-    before the warm-up ends. curve: a key of DECAY_CURVES."""
-    end = last_decay_step(config)
-    start = max(end - steps, warm_up_steps(config))
-    return DECAY_CURVES[curve](min(max((step - start) / max(end - start, 1), 0.0), 1.0))
-
-
-# --lr-decay-style: what is left of lr - min_lr at a step after the warm-up, from 1 (the rate is lr) to 0 (it is min_lr)
+# --lr-decay-style: a function of the Config and the last step of the decay, which returns (a key of DECAY_CURVES, the
+# number of steps that decay); None: the rate stays
 LR_DECAY_STYLES = {
-    "cosine": lambda step, config: decay(step, config, "cosine"),
-    "linear": lambda step, config: decay(step, config, "linear"),
-    "constant": lambda step, config: 1.0,
-    "WSD": lambda step, config: decay(step, config, config.lr_wsd_decay_style, config.lr_wsd_decay_iters
-                                      or math.ceil(last_decay_step(config) / 10)),
-}
+    "cosine": lambda config, end: ("cosine", end), "linear": lambda config, end: ("linear", end),
+    "constant": lambda config, end: None,
+    "WSD": lambda config, end: (config.lr_wsd_decay_style, config.lr_wsd_decay_iters or math.ceil(end / 10))}
 
 
 def learning_rate(step: int, config) -> float:
-    """Return the learning rate of a step. Steps are counted from 1."""
-    if step <= warm_up_steps(config):
-        return config.lr * step / warm_up_steps(config)
-    return config.min_lr + (config.lr - config.min_lr) * LR_DECAY_STYLES[config.lr_decay_style](step, config)
+    """Return the learning rate of a step. Steps are counted from 1. The decay never starts before the warm-up ends."""
+    end = config.lr_decay_iters or config.train_iters
+    warm_up, decay = round(config.lr_warmup_fraction * end), LR_DECAY_STYLES[config.lr_decay_style](config, end)
+    if step <= warm_up:                                        # round, because int() would make 0.29 x 100 steps 28
+        return config.lr * step / warm_up
+    if decay is None:
+        return config.lr
+    curve, steps = decay
+    start = max(end - steps, warm_up)
+    left = DECAY_CURVES[curve](min(max((step - start) / max(end - start, 1), 0.0), 1.0))
+    return config.min_lr + (config.lr - config.min_lr) * left
 
-
-# ---- the loss scale
 
 class LossScale:
-    """Adapts the loss scale. value: the scale for the current step. It changes only in fp16 training without
-    --loss-scale. For other types it is 1 unless --loss-scale is set.
-
-    The best scale changes during training. So it is adapted, as in Megatron-LM's DynamicGradScaler:
+    """Holds the scale of the current step, `value`. It changes only in fp16 training without --loss-scale, as in
+    Megatron-LM's DynamicGradScaler. For other types it is 1 unless --loss-scale is set.
 
         some gradient is not finite      skip the step; from the `hysteresis`-th such step on, also halve the scale
         `window` good steps in a row     double the scale, and again tolerate hysteresis - 1 such steps
@@ -119,8 +98,7 @@ class LossScale:
         self.good_steps = 0
 
     def update(self, overflow: bool) -> bool:
-        """Adapt the scale after a step. overflow: whether a gradient was not finite. Return whether there was an
-        overflow at a scale above the minimum, so that a smaller scale might have prevented it."""
+        """Adapt the scale to whether a gradient was not finite. Return whether a smaller scale might prevent that."""
         if not overflow:
             self.good_steps += 1
             if self.good_steps >= self.window and 2.0 * self.value < LOSS_SCALE_LIMIT:
@@ -133,8 +111,7 @@ class LossScale:
         return can_shrink
 
     def advice(self) -> str:
-        """Return the first part of an error message's advice: "try a smaller ..., or " if the scale may be too large
-        and cannot get smaller by itself, otherwise an empty string."""
+        """Return the start of an error's advice if the scale may be too large and can't get smaller by itself."""
         if self.value <= 1.0 or self.value > self.least:
             return ""
         return f"try a smaller --{'min-' * self.moves}loss-scale than {self.least:g}, or "
@@ -149,8 +126,6 @@ class LossScale:
             self.value = max(state["value"], self.least)
             self.good_steps, self.patience = state["good_steps"], min(state["patience"], self.hysteresis)
 
-
-# ---- the optimizers
 
 class SignUpdate(torch.optim.Optimizer):
     """Moves each weight by `rate` against the sign of its gradient. It keeps no moments and ignores the groups' lr."""
@@ -167,8 +142,8 @@ class SignUpdate(torch.optim.Optimizer):
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """Describes an optimizer. make(groups, config, zero) returns a torch.optim.Optimizer. Each of the parameter groups
-    has the masters of some buckets as `params`, these buckets, and weight_decay. zero.py sets `lr` in each step."""
+    """Describes an optimizer. make(groups, config, zero) returns a torch.optim.Optimizer. A group has some `buckets`,
+    their masters as `params`, and weight_decay. zero.py sets `lr` in each step."""
     make: Callable
     moments: tuple[str, ...]            # the names of the state tensors that have the weight's shape
     counts_steps: bool = False          # whether the state also has a `step`

@@ -44,7 +44,7 @@ from dataclasses import replace
 import torch
 
 from nanodomino.layers.attention_mask import AttentionInputs
-from nanodomino.overlap.linear_pair import LinearPair
+from nanodomino.overlap.compute import LinearPair
 from nanodomino.overlap.slices import prepare_all_gather, prepare_all_to_all, prepare_reduce_scatter
 
 

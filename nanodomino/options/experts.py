@@ -44,13 +44,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanodomino.comm.world import capability_of, on_gpu, streams_of
-from nanodomino.layers.gradients import add_weight_gradient, main_grad_of
-from nanodomino.layers.residual import add_residual
+from nanodomino.layers.gradients import add_residual, add_weight_gradient, main_grad_of
 from nanodomino.layers.sublayers import ACTIVATIONS, Sublayer
 from nanodomino.optim.buckets import parameter
 from nanodomino.optim.optimizers import OptimizerSpec, SignUpdate
 from nanodomino.options.router import Router, Routing
-from nanodomino.overlap.linear_pair import Branch
+from nanodomino.overlap.compute import Branch
 from nanodomino.overlap.slices import Flight, prepare_all_to_all
 from nanodomino.parallel import (ColumnParallelLinear, RowParallelLinear, copy_to_tensor_parallel,
                                  reduce_from_tensor_parallel)

@@ -31,7 +31,7 @@ flight, the slice restores sublayer k - 1. So at most one sublayer's activations
                                         fetch x, h of k - 1 | weight gradients of k | c, a of k - 1
 
 Domino (domino.py) owns the tape, launches and waits. RecomputePolicy decides what a tape entry keeps, and recomputes h.
-The sublayer's branch (LinearPair in overlap/linear_pair.py) recomputes c and a.
+The sublayer's branch (LinearPair in overlap/compute.py) recomputes c and a.
 
 **In the host's memory.** With full recomputation, --checkpoint-in-cpu (DeepSpeed's name) also copies each sublayer's
 input x to the host while later sublayers compute, and copies it back one sublayer before backward needs it. On a CPU it

@@ -10,14 +10,7 @@ collective, yield to let the other slices compute, wait for the collective, mult
     flight.work.wait()                             done
     flight.result()                                returns the complete tensor
 
-If nothing has to be sent, for example because the group has only one rank, `collective` is "" and only result() is
-called.
-
-**When a slice yields:**
-
-    yield_if_in_flight(flights)    yields only if one of these flights sends something
-    yield_if_sharded()             yields only if an option shards the residual stream (options/sequence_parallel.py)
-    yield_then_wait(flights)       yields once, then waits
+If nothing has to be sent, as in a group of one rank, `collective` is "" and only result() is called.
 
 **The column split** (Domino, 2409.15241, section 3.3) works within one slice, so it also helps at batch size 1. It cuts
 a matrix into `columns` parts along the features that are communicated. While the collective of one part is in flight,
@@ -41,24 +34,18 @@ if TYPE_CHECKING:
     from nanodomino.data import Batch
     from nanodomino.layers.dropout_and_positions import MasksAndPositions
     from nanodomino.model import Chunk
-    from nanodomino.overlap.ends import HeadTape, SavedResidualNorm
-    from nanodomino.overlap.linear_pair import Branch, LinearPairTape
+    from nanodomino.overlap.compute import Branch, HeadTape, LinearPairTape, SavedResidualNorm
 
 
 @dataclass
 class Flight:
-    """Holds a tensor and the collective that completes it.
-
-    start() launches the collective and returns (work, received). `received` is None, except for a reduce-scatter on
-    CPUs. Then it is a tensor [ranks, size], which holds each rank's addend after work.wait(), and result() sums the
-    addends (see reduce_scatter in comm/collectives.py).
-    """
+    """Holds a tensor and the collective that completes it."""
     tensor: torch.Tensor
     collective: str = ""                            # such as "all_reduce" or "all_to_all"; "": nothing to send
     sent: torch.Tensor | None = None                # the whole tensor; a trace records its bytes
-    start: Callable | None = None
+    start: Callable | None = None                   # launches the collective and returns (work, received)
     work: dist.Work | None = None
-    received: torch.Tensor | None = None
+    received: torch.Tensor | None = None            # all addends of a reduce-scatter on CPUs, which result() adds up
     group: str = "tp"                               # a name for the trace
     complete: Callable | None = None                # turns the received tensor into the result; None: it is the result
 
@@ -74,7 +61,7 @@ class Flight:
 
 
 def prepare_all_reduce(tensor, group, op=dist.ReduceOp.SUM, name="tp") -> Flight:
-    """Prepare an in-place all-reduce. With only one rank in the group, nothing will be sent."""
+    """Prepare an in-place all-reduce."""
     if group.size() == 1:
         return Flight(tensor)
     return Flight(tensor, "all_reduce", tensor, lambda: (dist.all_reduce(tensor, op, group=group, async_op=True), None),
@@ -89,8 +76,7 @@ def prepare_all_gather(own, shape, group, name="tp") -> Flight:
 
 
 def prepare_reduce_scatter(addend, shape, group, name="tp") -> Flight:
-    """Prepare a reduce-scatter: rank i gets the i-th part of the sum of all addends, in this shape. It overwrites
-    `addend`."""
+    """Prepare a reduce-scatter: rank i gets part i of the sum of all addends, in this shape. It overwrites `addend`."""
     flat = addend.view(-1)
     own = flat.chunk(group.size())[group.rank()].view(shape)
     return Flight(own, "reduce_scatter", flat, lambda: reduce_scatter(flat, group), group=name)
@@ -106,19 +92,17 @@ def prepare_all_to_all(rows, input_splits: list[int], output_splits: list[int], 
 
 
 def result_of(flights: list[Flight]):
-    """Return the tensor of finished flights, each of which holds a part of its last dimension. Afterwards the list
-    holds a single flight with the joined tensor, so that the parts are freed."""
+    """Return the tensor of finished flights, each of which holds a part of its last dimension. Replace the flights in
+    the list by a single one with the joined tensor, so that the parts are freed."""
     if len(flights) > 1:
         flights[:] = [Flight(torch.cat([flight.result() for flight in flights], dim=-1))]
     return flights[0].result()
 
 
 class ReplicatedResidual:
-    """Gathers and reduces for a residual stream of which every tensor-parallel rank holds all rows.
-
-    gather and reduce are the operators f and g of parallel.py: gather comes before a pair of matmuls in forward, reduce
-    after it; in backward it is the other way round. An option may replace this class to shard the rows.
-    """
+    """Gathers and reduces for a residual stream of which every tensor-parallel rank holds all rows. gather and reduce
+    are the operators f and g of parallel.py. In forward, gather comes before a pair of matmuls and reduce after it. In
+    backward it is the other way round. An option may replace this class to shard the rows."""
     shards = 1                           # the number of ranks that share the rows
 
     def __init__(self, group):
@@ -137,20 +121,21 @@ class ReplicatedResidual:
         return whole
 
 
-class SliceOps:
-    """Runs the steps of any slice. all_reduce and the methods whose names start with yield are generators.
+def in_flight(flights) -> bool:
+    """Return whether any of the flights sends something."""
+    return any(flight.collective for flight in flights)
 
-    Arguments slice (a Slice) and site (a name such as "layers.3.mlp") only label what the trace records.
-    """
+
+class SliceOps:
+    """Runs the steps of any slice. all_reduce and the methods whose names start with yield are generators. Arguments
+    slice (a Slice) and site (a name such as "layers.3.mlp") only label what the trace records."""
 
     def __init__(self, stream: ReplicatedResidual, columns: int, trace, statistics_of, always_yields=True):
-        """statistics_of: {site: tensor} to which sublayers add what they count; see GPT.
-        always_yields: yield between two sublayers even if nothing is in flight, so that a pair's forward and backward
-        take turns also without tensor parallelism. If False, a slice runs until it launches its next collective."""
+        """statistics_of: {site: tensor} to which sublayers add what they count; see GPT. always_yields: yield between
+        two sublayers even if nothing is in flight, so that a pair's forward and backward take turns also without tensor
+        parallelism. If False, a slice runs until it launches its next collective."""
         self.stream, self.columns, self.trace, self.always_yields = stream, columns, trace, always_yields
         self.statistics_of = statistics_of
-
-    # ---- collectives
 
     def launch(self, slice, site, flight: Flight) -> Flight:
         """Launch a flight, if it sends anything. Its tensor must not be read or written until wait()."""
@@ -167,7 +152,7 @@ class SliceOps:
 
     def wait(self, slice, site, flights):
         """Wait for all flights of a tensor and return the tensor."""
-        if any(flight.collective for flight in flights):
+        if in_flight(flights):
             with self.trace.span("wait", group=flights[0].group, slice=slice.index, site=site):
                 for flight in flights:
                     flight.work.wait()
@@ -178,22 +163,18 @@ class SliceOps:
         flight = prepare_all_reduce(tensor, self.stream.group, op)
         yield from self.yield_then_wait(slice, site, [self.launch(slice, site, flight)])
 
-    # ---- turns
-
     def yield_if_in_flight(self, flights):
         """Let other slices compute if any of the flights sends something."""
-        if any(flight.collective for flight in flights):
+        if in_flight(flights):
             yield
 
     def yield_once(self, flights):
-        """Let other slices compute, if always_yields is set or any of the flights sends something."""
-        if self.always_yields:
+        """Let other slices compute if always_yields is set or any of the flights sends something."""
+        if self.always_yields or in_flight(flights):
             yield
-        else:
-            yield from self.yield_if_in_flight(flights)
 
     def yield_if_sharded(self):
-        """Let other slices compute if the stream is sharded, although this slice has nothing in flight."""
+        """Let other slices compute if an option shards the stream, although this slice has nothing in flight."""
         if self.stream.shards > 1:
             yield
 
@@ -288,8 +269,8 @@ class Slice:
 
 
 class GradientsReady:
-    """Collects the slices' reports. Each slice calls this object with the modules whose gradients it has finished. The
-    last slice's call passes them to on_gradients_ready, if any; several times, if a slice uses them several times."""
+    """Passes modules to on_gradients_ready once every slice has called this object with them, because then their
+    gradients are complete. A slice that uses modules several times reports them as often."""
 
     def __init__(self, slices: int, on_gradients_ready):
         self.slices, self.on_gradients_ready, self.remaining = slices, on_gradients_ready, {}
@@ -316,12 +297,11 @@ class TapePolicy:
 
 
 class NothingBehindHead:
-    """Runs nothing between a slice's head and the end of its forward. Options may run further layers there."""
+    """Runs nothing between a slice's head and the end of its forward. Options may run further layers there: then
+    forward and backward are generators, and backward returns the gradient of the slice's hidden states."""
 
     def forward(self, slice):
-        """Return a generator, or an empty tuple if there is nothing to run."""
         return ()
 
     def backward(self, slice, ready):
-        """Return a generator whose result is the gradient of the slice's hidden states; () if there is none."""
         return ()

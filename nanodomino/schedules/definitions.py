@@ -7,17 +7,14 @@ is data: it can be printed, counted and tested without a process (simulation.py)
 The actions of a stage, for a microbatch and one of the stage's chunks of layers:
 
     F    Forward          receives hidden states, sends the chunk's output
-    B    Backward         receives the gradient of the chunk's output, sends the gradient of its input, and adds up
-                          weight gradients
+    B    Backward         receives the gradient of the chunk's output, sends that of its input, adds up weight gradients
     I    InputBackward    the first part of B, for which another stage waits: the gradient of the input
     W    WeightBackward   the second part of B, for which no stage waits: the weight gradients
     BF   Pair             a B and the F of a later microbatch, which take turns
 
-Zero-bubble schedules split B into I and W (2401.10241; the paper calls these parts B and W).
-
-The *bubble* of a schedule is the busiest stage's idle time, divided by its computing time. Below, F, I and W
-are the times that a stage takes for a microbatch's forward, input gradients and weight gradients. So a whole backward
-takes I + W. v is the number of chunks per stage:
+Zero-bubble schedules split B into I and W (2401.10241; the paper calls these parts B and W). The *bubble* of a schedule
+is the busiest stage's idle time, divided by its computing time. Below, F, I and W are the times that a stage needs for
+a microbatch. So a whole backward takes I + W. v is the number of chunks per stage:
 
                  idle time of a step        microbatches held           source
     gpipe        (p - 1)(F + I + W)         m                           1811.06965
@@ -36,18 +33,14 @@ chunks counts 1/v. Three formulas for the idle time hold only under conditions:
     zb-v         m is at least (3 p - 1)/2, and F = I = W
 
 In zb-v no stage idles between its first and its last action. But the stages start and end at different times, and all
-wait for the last one, because clipping needs the global gradient norm. (The paper does not wait: it updates before the
-norm is known and undoes the update if clipping was necessary, section 4.)
-
-A new schedule is a function and a line in SCHEDULES. Its cost and its messages follow from its actions.
+wait for the last one, because clipping needs the global gradient norm. (The paper updates before the norm is known, and
+undoes the update if clipping was necessary: section 4.) A new schedule is a function and a line in SCHEDULES.
 """
 
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-
-# ---- actions
 
 @dataclass(frozen=True)
 class Action:
@@ -101,8 +94,6 @@ class Pair:
         return self.backward, self.forward
 
 
-# ---- schedules
-
 def gpipe(stage: int, stages: int, microbatches: int, chunks=1) -> list:
     """Run all forwards, then all backwards: simple, but every microbatch's activations are held at once."""
     return [Forward(i) for i in range(microbatches)] + [Backward(i) for i in range(microbatches)]
@@ -110,12 +101,20 @@ def gpipe(stage: int, stages: int, microbatches: int, chunks=1) -> list:
 
 def one_f_one_b(stage: int, stages: int, microbatches: int, chunks=1, look_ahead=0) -> list:
     """After a warm-up of one forward for each later stage, alternate a forward and a backward. From then on the number
-    of microbatches held does not grow. look_ahead: see eager_1f1b().
+    of microbatches held does not grow.
 
         stage 0 |F0 F1 F2 F3                   B0 B0 F4 B1 B1 F5 B2 B2    B3 B3    B4 B4    B5 B5
         stage 1 |   F0 F1 F2             B0 B0 F3 B1 B1 F4 B2 B2 F5 B3 B3    B4 B4    B5 B5
         stage 2 |      F0 F1       B0 B0 F2 B1 B1 F3 B2 B2 F4 B3 B3 F5 B4 B4    B5 B5
         stage 3 |         F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 F5 B5 B5
+
+    Eager 1F1B runs `look_ahead` more warm-up forwards for each later stage, so that a stage has work while messages
+    travel (2211.05322, section 4). With 4 stages, 64 microbatches and messages that take as long as a forward, a step
+    takes 207 units of time instead of 301. Stage r of p then holds (1 + look_ahead) (p - r - 1) + 1 microbatches.
+
+        stage 0 |F0 F1 F2 F3 F4       B0 B0 F5 B1 B1    B2 B2    B3 B3    B4 B4    B5 B5
+        stage 1 |   F0 F1 F2    B0 B0 F3 B1 B1 F4 B2 B2 F5 B3 B3    B4 B4    B5 B5
+        stage 2 |      F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 F5 B5 B5
     """
     warm_up = min((1 + look_ahead) * (stages - stage - 1), microbatches)
     actions = [Forward(i) for i in range(warm_up)]
@@ -124,21 +123,8 @@ def one_f_one_b(stage: int, stages: int, microbatches: int, chunks=1, look_ahead
     return actions + [Backward(i) for i in range(microbatches - warm_up, microbatches)]
 
 
-def eager_1f1b(stage: int, stages: int, microbatches: int, chunks=1, look_ahead=1) -> list:
-    """Run 1F1B with `look_ahead` more warm-up forwards for each later stage, so that a stage has work while messages
-    travel (2211.05322, section 4). With 4 stages, 64 microbatches and messages that take as long as a forward, a step
-    takes 207 units of time instead of 301. Stage r of p then holds (1 + look_ahead) (p - r - 1) + 1 microbatches.
-
-        stage 0 |F0 F1 F2 F3 F4       B0 B0 F5 B1 B1    B2 B2    B3 B3    B4 B4    B5 B5
-        stage 1 |   F0 F1 F2    B0 B0 F3 B1 B1 F4 B2 B2 F5 B3 B3    B4 B4    B5 B5
-        stage 2 |      F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 F5 B5 B5
-    """
-    return one_f_one_b(stage, stages, microbatches, chunks, look_ahead)
-
-
 def paired(stage: int, stages: int, microbatches: int, chunks=1) -> list:
-    """Run 1F1B, but run each backward together with the next forward, as a pair (drawn as B B F). Forward and backward
-    hide each other's all-reduces.
+    """Run 1F1B with pairs of a backward and the next forward (drawn as B B F), which hide each other's all-reduces.
 
         stage 0 |F0 F1 F2 F3 F4             B0 B0 F5 B1 B1    B2 B2 B3 B3    B4 B4 B5 B5
         stage 1 |   F0 F1 F2       B0 B0 F3 B1 B1 F4 B2 B2 F5 B3 B3    B4 B4 B5 B5
@@ -146,8 +132,8 @@ def paired(stage: int, stages: int, microbatches: int, chunks=1) -> list:
 
     A stage can use the activation or the gradient of another stage's pair only after that pair ends. So each later
     stage delays a microbatch's backward by two pairs: one in forward, one in backward. The last stage adds one more
-    pair, because it runs the backward one pair after the forward. The warm-up has as many forwards as this delay has
-    pairs. With fewer, two pairs would wait for each other.
+    pair, because it runs the backward one pair after the forward. The warm-up has one forward for each of these pairs.
+    With fewer, two pairs would wait for each other.
     """
     warm_up = min(2 * (stages - stage - 1) + 1, microbatches)
     return ([Forward(i) for i in range(warm_up)]
@@ -159,8 +145,8 @@ def interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> list
     """Run 1F1B over several chunks per stage. A chunk is shorter than a whole stage, so the pipeline fills faster.
 
     A round takes `stages` microbatches through chunk 0 of a stage, then the same microbatches through chunk 1, and so
-    on. When the round's first microbatch comes back for the next chunk, the stage has just finished the round's last
-    microbatch. If the last round has fewer microbatches, the actions of the missing ones are left out.
+    on. When the first of them comes back for the next chunk, the stage has just finished the last. If the last round
+    has fewer microbatches, the actions of the missing ones are left out.
     """
     rounds = range(0, microbatches, stages)
     order = [(i, chunk) for first in rounds for chunk in range(chunks) for i in range(first, first + stages)]
@@ -174,9 +160,8 @@ def interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> list
 
 
 def zb_h1(stage: int, stages: int, microbatches: int, chunks=1) -> list:
-    """Run 1F1B, but delay the weight gradients by `stage` microbatches, because no stage waits for them. So the
-    last stages compute weight gradients at the end of the step, where they would idle in 1F1B. The price is memory:
-    every stage holds p microbatches. In 1F1B only the first stage holds that many."""
+    """Run 1F1B, but delay the weight gradients by `stage` microbatches. So the last stages compute weight gradients at
+    the end of the step, where they would idle in 1F1B. The price: all stages hold as many microbatches as the first."""
     warm_up, actions = min(stages - stage - 1, microbatches), []
     for i in range(microbatches + stages):
         actions += [Forward(i)] if i < microbatches else []
@@ -218,9 +203,7 @@ def zb_v(stage: int, stages: int, microbatches: int, chunks=2) -> list:
     do(stage, (down, InputBackward), (up, InputBackward))
     do(stages - stage, (down, InputBackward), (down, WeightBackward))
     actions += [*up[WeightBackward], *down[WeightBackward]]
-    if stage == 0:
-        # No stage waits for the input gradient of the model's first chunk. So run whole backwards there, in which the
-        # weight gradients hide the all-reduces.
+    if stage == 0:     # no stage waits for the first chunk's input gradient: in a whole B, W hides the all-reduces
         actions = [Backward(action.microbatch) if isinstance(action, InputBackward) and action.chunk == 0 else action
                    for action in actions if not (isinstance(action, WeightBackward) and action.chunk == 0)]
     return drop_missing(actions, microbatches)
@@ -247,4 +230,5 @@ class Schedule:
 SCHEDULES = {schedule.name: schedule for schedule in (
     Schedule("1f1b", one_f_one_b), Schedule("gpipe", gpipe), Schedule("paired", paired),
     Schedule("interleaved", interleaved, chunks=range(2, 1000)), Schedule("zb-h1", zb_h1),
-    Schedule("zb-v", zb_v, chunks=range(2, 3), folded=True), Schedule("eager-1f1b", eager_1f1b))}
+    Schedule("zb-v", zb_v, chunks=range(2, 3), folded=True),
+    Schedule("eager-1f1b", one_f_one_b, settings=(("look_ahead", 1),)))}

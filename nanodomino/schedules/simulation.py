@@ -1,8 +1,7 @@
 """Places layers on stages, and simulates a schedule: when each stage runs each action and sends each message.
 
 A model is cut into stages x chunks parts, its *virtual stages*. They are numbered in the order in which a microbatch
-passes through them: first chunk 0 of all stages, then chunk 1, and so on. If the placement is folded, every second
-chunk is placed in the reverse order of stages:
+passes through them: first chunk 0 of all stages, then chunk 1, and so on. If folded, every second chunk is reversed:
 
     virtual stages of 3 stages, 2 chunks      stage 0   stage 1   stage 2
     chunk 0                                      0         1         2
@@ -11,8 +10,7 @@ chunk is placed in the reverse order of stages:
 
 The placement says which message each action sends to which stage. In the simulation, actions have durations and
 messages have delays, in any unit of time. An action starts when its stage has finished the previous one and its inputs
-have arrived. The simulated times give the step time, the bubble, a picture, and the moment at which pipeline.py must
-post each receive.
+have arrived. The times give the bubble, a picture, and the moment at which pipeline.py must post each receive.
 """
 
 from bisect import bisect_left
@@ -28,13 +26,9 @@ from nanodomino.schedules.definitions import SCHEDULES, Action, Forward, InputBa
 # ---- which layers each stage holds, and what it sends
 
 def stage_layers(num_layers: int, stage: int, stages: int, behind_head=0) -> range:
-    """Return the indices of the layers that a stage holds. If the layers cannot be split equally, each of the
-    first stages holds one layer more.
-
-    For example, 10 layers on 4 stages are split into 3, 3, 2 and 2, so stage 1 holds layers 3, 4 and 5.
-    behind_head: the number of further layers behind the head. The last stage holds them all, so it has fewer layers of
-        the model, but at least one.
-    """
+    """Return the indices of the layers that a stage holds. For example, 10 layers on 4 stages are split into 3, 3, 2
+    and 2, so stage 1 holds layers 3, 4 and 5. behind_head: the number of further layers behind the head. The last stage
+    holds them all, so it has fewer layers of the model, but at least one."""
     if behind_head and stages > 1:
         first = num_layers - max((num_layers + behind_head) // stages - behind_head, 1)         # the last stage's
         return stage_layers(first, stage, stages - 1) if stage < stages - 1 else range(first, num_layers)
@@ -72,8 +66,8 @@ class Placement:
         return (self.stages - 1 - index if self.folded and chunk % 2 else index), chunk
 
     def source(self, stage: int, action):
-        """Return the (stage, chunk) that sends the input of an action of `stage`, or None if there is no sender, as at
-        the model's ends and for weight gradients. `action` may also be a Message that `stage` receives."""
+        """Return the (stage, chunk) that sends the input of an action of `stage`, or a Message to it; None if there is
+        no sender, as at the model's ends and for weight gradients."""
         return self.location(self.virtual_stage(stage, action.chunk) - action.direction) if action.direction else None
 
     def target(self, stage: int, action: Action):
@@ -92,21 +86,13 @@ class Message:
         return ("F" if self.direction == 1 else "B") + str(self.microbatch) + "'" * self.chunk
 
 
-def prerequisites(placement: Placement, stage: int, half: Action) -> list:
-    """Return what an action waits for: earlier actions of its stage, and the message that it receives."""
-    earlier = {"forward": (), "weight_backward": (InputBackward,)}.get(half.kind, (Forward,))
-    message = [message_received(half)] if placement.source(stage, half) else []
-    return [action(half.microbatch, half.chunk) for action in earlier] + message
-
-
 def message_received(half: Action) -> Message:
     """Return the message that an action receives. Call this only if source() is not None."""
     return Message(half.microbatch, half.chunk, half.direction)
 
 
 def message_sent(placement: Placement, stage: int, half: Action) -> tuple[int, Message] | None:
-    """Return (receiving stage, message) for an action's output, or None if no stage receives it. The receiver may be
-    the same stage, for example between the two chunks of the last stage in a V."""
+    """Return (receiving stage, message) for an action's output, or None. In a V, the last stage sends to itself."""
     target = placement.target(stage, half)
     return target and (target[0], Message(half.microbatch, target[1], half.direction))
 
@@ -120,8 +106,7 @@ class Timetable:
     rows: tuple[tuple, ...]
 
     def __hash__(self):
-        """Hash only the lengths of the rows. The table is a cache key in every step, and hashing its thousands of
-        actions each time would be slow."""
+        """Hash only the lengths of the rows: the table is a cache key in every step, and has thousands of actions."""
         return hash((self.placement, *map(len, self.rows)))
 
     @cached_property
@@ -132,23 +117,20 @@ class Timetable:
 
     @cached_property
     def dependencies(self) -> list[list[tuple]]:
-        """The input of simulate(): a list of (action, needed, caused) for each stage.
-
-        needed: the events for which the action waits.
-        caused: (event, elsewhere) for each event that the action causes; elsewhere: True if on another stage.
-        An event is the end of a pass or the arrival of a message. It is represented by an integer, which keeps the
-        simulation of thousands of actions fast.
-        """
+        """The input of simulate(): a list of (action, needed, caused) for each stage. needed: the events for which the
+        action waits. caused: (event, whether on another stage) for each event that it causes. An event is the end of a
+        pass or the arrival of a message, as an integer, which is fast."""
         number, table = defaultdict(count().__next__), [[] for _ in self.rows]
+        previous = {"backward": Forward, "input_backward": Forward, "weight_backward": InputBackward}
         for stage, row in enumerate(self.rows):
             for action in row:
-                needed = [event for half in action.halves for event in prerequisites(self.placement, stage, half)]
+                needed = [previous[half.kind](half.microbatch, half.chunk) for half in action.halves
+                          if half.kind in previous]
+                needed += [message_received(half) for half in action.halves if self.placement.source(stage, half)]
                 sent = [target for half in action.halves if (target := message_sent(self.placement, stage, half))]
-                table[stage].append((
-                    action,
-                    [number[stage, event] for event in needed],
-                    [(number[stage, half], False) for half in action.halves]
-                    + [(number[target], target[0] != stage) for target in sent]))
+                table[stage].append((action, [number[stage, event] for event in needed],
+                                     [(number[stage, half], False) for half in action.halves]
+                                     + [(number[target], target[0] != stage) for target in sent]))
         return table
 
 
@@ -163,12 +145,8 @@ def timetable(schedule: Schedule | str, stages: int, microbatches: int, chunks=1
 # ---- the simulation
 
 def simulate(table: Timetable, duration=lambda stage, action: action.length, message=0) -> list[list[tuple]]:
-    """Return for each stage a list of (action, start, end).
-
-    duration(stage, action): how long an action takes.
-    message: the delay between an action's end and the arrival of its output on another stage.
-    Raises ValueError if the stages wait for each other forever.
-    """
+    """Return for each stage a list of (action, start, end). duration(stage, action): how long an action takes. message:
+    the delay until its output arrives on another stage. Raises ValueError if stages wait for each other forever."""
     queues, rows = [deque(row) for row in table.dependencies], [[] for _ in table.rows]
     times = {}                                       # when each event happened
     while any(queues):
@@ -184,8 +162,7 @@ def simulate(table: Timetable, duration=lambda stage, action: action.length, mes
                     times[event] = free + message * elsewhere
         if len(times) == before:
             stuck = [f"{queue[0][0]} on stage {stage}" for stage, queue in enumerate(queues) if queue]
-            raise ValueError(f"a schedule must run to its end, but {', '.join(stuck)} are waiting for each other; "
-                             "change the order of the actions")
+            raise ValueError(f"a schedule must run to its end, but {', '.join(stuck)} are waiting for each other")
     return rows
 
 
@@ -204,35 +181,29 @@ def bubble(rows) -> float:
     return step_time(rows) / busy_time(rows) - 1
 
 
-def peak_microbatches(actions, size=lambda chunk: 1):
-    """Return the largest number of microbatches that a stage holds at the same time, each weighted by size(chunk).
-
-    A stage holds a microbatch from its forward to the end of its backward. If the backward is split, that is the end of
-    its WeightBackward, which needs the activations too.
+def peak_microbatches(actions) -> int:
+    """Return the largest number of microbatches that a stage holds at the same time, counted in each chunk. A stage
+    holds a microbatch from its forward to the end of its Backward or WeightBackward, which needs the activations too.
     """
     held = peak = 0
     for action in actions:
         for half in reversed(action.halves):                 # a pair holds both of its microbatches
             if half.kind == "forward":
-                held += size(half.chunk)
+                held += 1
                 peak = max(peak, held)
             elif half.kind in ("backward", "weight_backward"):
-                held -= size(half.chunk)
+                held -= 1
     return peak
 
 
 @lru_cache(maxsize=16)
 def receives_to_post(table: Timetable, actions_ahead=0) -> list[list[list[Message]]]:
-    """Return, as result[stage][i], the messages whose receives a stage posts right before its action i.
-
-    Each receive is posted before the first action that starts at or after the time at which the simulation sends the
-    message. With `actions_ahead` it is posted that many actions earlier. pipeline.py says why.
-    """
+    """Return, as result[stage][i], the messages whose receives a stage posts right before its action i: the first
+    action that starts at or after the simulated time of the send, or `actions_ahead` actions earlier (pipeline.py)."""
     rows = simulate(table)
     sent = sorted(((end, sender, *target) for sender, row in enumerate(rows) for action, _, end in row
                    for half in action.halves if (target := message_sent(table.placement, sender, half))
-                   and target[0] != sender),
-                  key=lambda message: message[:3])       # stable: a pair sends its backward's output first
+                   and target[0] != sender), key=lambda message: message[:3])      # stable: a pair's B is sent first
     starts, receives = [[start for _, start, _ in row] for row in rows], [[[] for _ in row] for row in rows]
     for time, _, receiver, message in sent:
         receives[receiver][max(bisect_left(starts[receiver], time) - actions_ahead, 0)].append(message)

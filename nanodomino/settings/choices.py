@@ -20,7 +20,7 @@ from nanodomino.layers.sublayers import MLP
 from nanodomino.optim.optimizers import OPTIMIZERS
 from nanodomino.options import (context_parallel, documents, experts, fp8, multi_token_prediction, recompute, router,
                                 sequence_parallel)
-from nanodomino.overlap.linear_pair import LinearPair
+from nanodomino.overlap.compute import LinearPair
 from nanodomino.overlap.slices import ReplicatedResidual, TapePolicy
 
 # the values of the settings that choose from a table of an option

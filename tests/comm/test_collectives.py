@@ -54,8 +54,7 @@ def test_each_rank_gets_the_sum_of_its_part_and_all_get_all_parts(pool, ranks, p
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_wait_raises_if_a_message_failed_also_while_a_trace_records(traced):
-    """A trace asks for a future, so a thread waits for the messages. Its error must not end there: the numbers that
-    should have arrived are missing."""
+    """A trace asks for a future, so a thread waits for the messages. Its error must not end there."""
     class LostMessage:
         def wait(self):
             raise RuntimeError("connection closed by peer")

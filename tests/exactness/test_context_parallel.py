@@ -63,4 +63,5 @@ def test_after_an_all_to_all_each_rank_drops_scores_of_its_own_heads():
             inside = SimpleNamespace(mesh=mesh, ranks=2, sublayer=sublayer)
             shared = MasksAndPositions(config, mesh, [7])
             masks.append(ExchangedHeads.inputs(inside, shared, torch.zeros(1, 4, 1)).dropout_mask)
-    assert torch.equal(torch.cat(masks, dim=1), shared.attention_dropout_mask("layers.0.attention", 8, masks[0]))
+    assert torch.equal(torch.cat(masks, dim=1), shared.draw_masks(
+        "layers.0.attention.core", (config.num_attention_heads, 8, 8), config.attention_dropout, masks[0]))

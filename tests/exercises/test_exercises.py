@@ -124,8 +124,8 @@ def test_the_schedules_of_beyond_are_those_of_the_system(stages, m, chunks):
 def test_the_balance_loss_of_beyond_is_that_of_the_system():
     logits = torch.randn(4, 6, 5, dtype=torch.float64)
     router = SimpleNamespace(
-        scores=lambda logits: logits.softmax(-1), topk=2, sample_parts=1, config=SimpleNamespace(
-            moe_router_score_function="softmax", moe_aux_loss_coeff=1.0, moe_z_loss_coeff=0.0))
+        scores=lambda logits: logits.softmax(-1), softmax=True, topk=2, sample_parts=1, config=SimpleNamespace(
+            moe_aux_loss_coeff=1.0, moe_z_loss_coeff=0.0))
     experts = logits.topk(2).indices
     module = workbook.load()
     (ours,) = fake_ranks.World(1).run(lambda: module.balance_loss(logits.softmax(-1), experts, (0,), 24))

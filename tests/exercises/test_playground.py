@@ -31,7 +31,7 @@ def test_a_schedule_is_drawn_with_the_numbers_of_its_simulation(name):
     table = timetable(SCHEDULES[name], 4, 8, chunks)
     rows = simulate(table, lambda stage, action: 2 * action.length / chunks)
     assert figure.numbers["step"] == step_time(rows) and figure.numbers["bubble"] == bubble(rows)
-    assert figure.numbers["held"] == [peak_microbatches(row, lambda chunk: 1 / chunks) for row in table.rows]
+    assert figure.numbers["held"] == [peak_microbatches(row) / chunks for row in table.rows]
     assert f"rank 0  {step_time(rows):10.1f}".replace(" ", "\xa0") in figure.svg
 
 

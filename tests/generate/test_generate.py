@@ -1,7 +1,7 @@
 """The text that a model generates is the same on every layout, and is shown token by token at full speed.
 
     generate() in the pool's workers          layouts, samples, who is shown a token
-    the Writer                                characters that are cut over tokens
+    make_writer()                             characters that are cut over tokens
     python -m nanodomino.generate             what a person sees
 """
 
@@ -27,7 +27,7 @@ from support.reference import random_weights
 
 from nanodomino.corpus.tokenizers import Tokenizer, build_tokenizer
 from nanodomino.generate.generation import generate, sample_token
-from nanodomino.generate.__main__ import SEPARATOR, Writer
+from nanodomino.generate.__main__ import SEPARATOR, make_writer
 
 DOCUMENTS = dict(reset_position_ids=True, reset_attention_mask=True)
 UNTIED = dict(untie_embeddings_and_output_weights=True)
@@ -126,36 +126,28 @@ def test_every_family_generates_what_the_plain_model_does_within_documents(pool,
 
 # ---- the characters
 
-def test_incomplete_characters_are_never_shown(monkeypatch):
-    """For bytes, and for tokens that start within one character and end within the next."""
+def test_a_character_is_shown_once_it_is_complete_or_certainly_invalid(monkeypatch):
+    """For bytes, for tokens that start within one character and end within the next, and for a byte model that has
+    learned little. A text may end within a character; the next is unaffected."""
     bytes_alone, text = build_tokenizer("byte"), "aé€😀z"
     pieces = [b"a\xc3", b"\xa9\xe2\x82", b"\xac\xf0\x9f", b"\x98\x80", b"z"]
     pairs = Tokenizer(tiktoken.Encoding("pairs", pat_str=".", special_tokens={"<|endoftext|>": len(pieces)},
                                                 mergeable_ranks={piece: rank for rank, piece in enumerate(pieces)}))
     by_bytes = ["a", "a", "aé", "aé", "aé", "aé€", "aé€", "aé€", "aé€", "aé€😀", text]
-    for tokenizer, tokens, seen in ((bytes_alone, bytes_alone.encode(text).tolist(), by_bytes),
-                                    (pairs, range(5), ["a", "aé", "aé€", "aé€😀", text])):
+    invalid = ["", "", "\ufffda", "\ufffda\ufffd", "\ufffda\ufffd"]
+    for tokenizer, tokens, seen, end in (
+            (bytes_alone, bytes_alone.encode(text).tolist(), by_bytes, text),
+            (pairs, range(5), ["a", "aé", "aé€", "aé€😀", text], text),
+            (bytes_alone, b"\xe2\x82a\xff\xc3", invalid, "\ufffda\ufffd\ufffd")):
         shown = io.BytesIO()                        # what a terminal would have received
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, "utf-8"))
-        writer = Writer(tokenizer)
+        write = make_writer(tokenizer)
         for token, expected in zip(tokens, seen, strict=True):
-            writer.write_token(token)
-            assert shown.getvalue() == expected.encode()
-        writer.end_text()
-        assert shown.getvalue() == text.encode() + b"\n"
-
-
-def test_invalid_bytes_are_marked_as_soon_as_they_are_certain(monkeypatch):
-    """A byte model that has learned little writes them. A text may end within a character; the next is unaffected."""
-    shown = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, "utf-8"))
-    writer = Writer(build_tokenizer("byte"))
-    for byte, expected in zip(b"\xe2\x82a\xff\xc3", ("", "", "\ufffda", "\ufffda\ufffd", "\ufffda\ufffd")):
-        writer.write_token(byte)
-        assert shown.getvalue().decode() == expected
-    writer.end_text()
-    writer.write_token(ord("b"))
-    assert shown.getvalue().decode() == "\ufffda\ufffd\ufffd\nb"
+            write(token)
+            assert shown.getvalue().decode() == expected
+        write(None)
+        write(tokens[0])
+        assert shown.getvalue().decode() == f"{end}\n{seen[0]}"
 
 
 # ---- the command

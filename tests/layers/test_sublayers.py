@@ -1,5 +1,4 @@
-"""Norms and activations: their hand-written forward and backward against their definitions and autograd. What 16-bit
-training computes in fp32."""
+"""Norms and activations: their hand-written forward and backward, and what 16-bit training computes in fp32."""
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from nanodomino.layers.dropout_and_positions import MasksAndPositions
 from nanodomino.layers.gradients import add_weight_gradient
 from nanodomino.layers.sublayers import ACTIVATIONS, NORMALIZATIONS, Norm
 from nanodomino.mesh import meta_mesh
-from nanodomino.overlap.ends import residual_backward
+from nanodomino.overlap.compute import residual_backward
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-13), (torch.bfloat16, 5e-2), (torch.float16, 6e-3)])
@@ -71,8 +70,7 @@ def test_compiled_code_never_rounds_the_gradients_of_a_norms_weights_to_bfloat16
 
 @pytest.mark.table
 def test_gradients_of_biases_are_summed_in_fp32_and_masks_are_fp32():
-    """In bfloat16 301 rounds to 300 and 1/(1 - 0.1) to 1.109. A bias is added before dropout, so its gradient has the
-    mask."""
+    """In bfloat16 301 rounds to 300 and 1/(1 - 0.1) to 1.109. A bias is dropped, too, so its gradient has the mask."""
     gradient, mask, total = torch.ones(1, 602, 4).bfloat16(), torch.tensor([0.0, 1.0])[:, None], torch.zeros(4)
     assert residual_backward(gradient, mask.repeat(301, 4), True)[2].tolist() == [301.0] * 4
     add_weight_gradient(total, gradient[:, :301], None)

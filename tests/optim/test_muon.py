@@ -49,8 +49,7 @@ def test_a_run_trains_with_its_own_settings_and_adamws(pool, tmp_path):
 
 
 def test_each_step_is_torchs(monkeypatch):
-    """torch rounds to bfloat16, which the test prevents. Each matrix is updated by itself: gate and up, and q, k and v,
-    whose rows are stored group by group."""
+    """torch rounds to bfloat16, which the test prevents. Gate and up, and q, k and v are updated by themselves."""
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor.clone())
     config = tiny(1, **FAMILIES["llama"], kv_channels=6, **MUON)       # q and k have more rows than columns
     weights, data = weights_and_data(config, STEPS)

@@ -45,7 +45,6 @@ def test_wsd_is_megatrons(style, left):
         assert learning_rate(start, other) == 1.0 > learning_rate(start + 1, other) and learning_rate(90, other) == 0.1
 
 
-
 # ---- every setting, against formulas that do not read it from the config
 
 NOT_A_DEFAULT = dict(lr=0.02, min_lr=0.0, lr_decay_style="linear", lr_warmup_fraction=0.45, train_iters=4,

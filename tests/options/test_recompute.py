@@ -15,7 +15,7 @@ from nanodomino.estimate.rank import dry_run
 from nanodomino.layers.dropout_and_positions import MasksAndPositions
 from nanodomino.options import recompute
 from nanodomino.options.recompute import GRANULARITIES, RecomputePolicy
-from nanodomino.overlap.linear_pair import LinearPair
+from nanodomino.overlap.compute import LinearPair
 from nanodomino.schedules.definitions import SCHEDULES
 
 

@@ -41,20 +41,14 @@ def halves_of(row):
 
 @EACH
 def test_every_microbatch_runs_forward_once_and_then_backward_once_in_each_chunk(name, chunks):
-    """F and then B, or F, I and then W."""
+    """F and then B, or F, I and then W. Evaluation runs the forwards in order."""
     for _, microbatches, table in tables(name, chunks):
-        for row in table.rows:
+        for row, forwards in zip(table.rows, table.forwards.rows):
             done = {}
             for half in halves_of(row):
                 done.setdefault((half.microbatch, half.chunk), []).append(half.letter)
             assert done.keys() == {(i, chunk) for i in range(microbatches) for chunk in range(chunks)}
             assert all(letters in (["F", "B"], ["F", "I", "W"]) for letters in done.values())
-
-
-@EACH
-def test_a_pair_runs_a_later_forward_and_evaluation_runs_the_forwards_in_order(name, chunks):
-    for _, _, table in tables(name, chunks):
-        for row, forwards in zip(table.rows, table.forwards.rows):
             pairs = [action for action in row if isinstance(action, Pair)]
             assert all(pair.forward.microbatch > pair.backward.microbatch for pair in pairs)
             assert [*forwards] == [half for half in halves_of(row) if isinstance(half, Forward)]
@@ -143,7 +137,6 @@ def test_a_stage_holds_as_many_microbatches_as_the_formula_says(name, chunks):
                 assert formula - stages < held <= formula
             else:
                 assert held == formula
-            assert peak_microbatches(row, lambda chunk: 10) == 10 * held
 
 
 def idle(table, F, B, W):
@@ -183,12 +176,6 @@ def test_if_a_pair_sends_both_outputs_to_one_stage_the_gradient_is_received_firs
     assert [str(message) for messages in receives for message in messages] == ["F0", "F0'", "B0", "F1", "F1'", "B1"]
 
 
-def test_a_last_interleaved_round_that_is_not_full_takes_no_longer_than_a_full_one():
-    for stages, microbatches, table in tables("interleaved", 3):
-        full = timetable("interleaved", stages, -(-microbatches // stages) * stages, 3)
-        assert step_time(simulate(table)) <= step_time(simulate(full))
-
-
 def with_warm_up(count, stages, microbatches):
     """Return a Timetable of pairs, after count(stages, stage) forwards on each stage."""
     rows = []
@@ -221,11 +208,6 @@ def test_in_1f1b_on_equal_stages_messages_delay_every_microbatch():
     assert step("zb-v", 1, 4, 0.5) == step("zb-v", 1, 4, 0), "from chunk to chunk of a stage nothing is sent"
 
 
-def test_the_busiest_stage_sets_the_pace():
-    rows = simulate(timetable("1f1b", 3, 8), lambda stage, action: 1 + stage)
-    assert busy_time(rows) == 2 * 8 * 3 and bubble(rows) == step_time(rows) / busy_time(rows) - 1 > 0
-
-
 @pytest.mark.parametrize("rows", [
     [[Backward(0), Forward(0)]] * 2,                       # a backward before its forward
     [[Forward(0), Backward(0)], [Backward(0), Forward(0)]],
@@ -238,12 +220,12 @@ def test_a_schedule_that_cannot_be_executed_is_refused(rows):
         simulate(Timetable(Placement(len(rows)), tuple(map(tuple, rows))))
 
 
-@pytest.mark.parametrize("schedule, arguments", [
-    (definitions.one_f_one_b, ("1f1b", 4, 6)), (definitions.paired, ("paired", 3, 6)),
-    (definitions.zb_v, ("zb-v", 2, 4, 2)), (definitions.eager_1f1b, ("eager-1f1b", 3, 6))])
-def test_the_pictures_in_docstrings_are_the_printed_ones(schedule, arguments):
+@pytest.mark.parametrize("schedule, drawn", [
+    (definitions.one_f_one_b, [("1f1b", 4, 6), ("eager-1f1b", 3, 6)]), (definitions.paired, [("paired", 3, 6)]),
+    (definitions.zb_v, [("zb-v", 2, 4, 2)])])
+def test_the_pictures_in_docstrings_are_the_printed_ones(schedule, drawn):
     lines = [line.strip() for line in schedule.__doc__.splitlines() if "|" in line]
-    assert lines == [line.strip() for line in picture(*arguments).splitlines()[1:]]
+    assert lines == [line.strip() for arguments in drawn for line in picture(*arguments).splitlines()[1:]]
 
 
 def test_the_bubble_is_printed_relative_to_the_ideal_time_and_to_the_step():
@@ -298,7 +280,6 @@ def test_further_warm_up_forwards_hide_slow_messages(look_ahead, seconds):
     assert [peak_microbatches(row) for row in table.rows] == [(1 + look_ahead) * later + 1 for later in (3, 2, 1, 0)]
 
 
-@pytest.mark.parametrize("look_ahead", [1, 3])
-def test_training_with_further_warm_up_forwards_equals_one_plain_process(pool, look_ahead):
+def test_training_with_further_warm_up_forwards_equals_one_plain_process(pool):
     check_against_reference(pool, tiny(4, pipeline_model_parallel_size=4, schedule="eager-1f1b", num_layers=5,
-                                       look_ahead=look_ahead, slices=2, global_batch_size=24), 2)
+                                       look_ahead=3, slices=2, global_batch_size=24), 2)

@@ -18,7 +18,7 @@ from support.harness import corpus_without_files
 import train
 from nanodomino.estimate import rank as dry_run
 from nanodomino.estimate.accounts import Accounts, arguments_of, flatten
-from nanodomino.overlap import ends
+from nanodomino.overlap import compute
 from nanodomino.settings.config import Config
 
 
@@ -114,8 +114,8 @@ class Counts(Accounts):
         with mock.patch.object(np, "memmap", lambda *arguments, **options: tokens):
             corpus = corpus_without_files(Path(), train=len(tokens))
             dataset = train.dataset_builder(config, corpus, mesh.device)["train"]
-        with mock.patch.multiple(ends, **{
-                name: self.part("cross entropy")(getattr(ends, name)) for name in CROSS_ENTROPY}):
+        with mock.patch.multiple(compute, **{
+                name: self.part("cross entropy")(getattr(compute, name)) for name in CROSS_ENTROPY}):
             train.train_step(step, stage, optimizer, dataset, config, mesh, on_action=on_action)
 
 
