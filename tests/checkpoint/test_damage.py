@@ -51,7 +51,6 @@ SHARD, MANIFEST = "rank-00000.safetensors", "manifest.json"
 DAMAGES = {
     "missing": (replace(SHARD, lambda path: None), f"{SHARD} is damaged or can't be read (No such file or directory)"),
     "truncated": (lambda folder: os.truncate(folder / SHARD, (folder / SHARD).stat().st_size - 1), f"{SHARD} is dama"),
-    "a folder": (replace(SHARD, Path.mkdir), f"{SHARD} is damaged or can't be read (Is a directory)"),
     "a pipe": (replace(SHARD, os.mkfifo), f"{SHARD} is damaged or can't be read (not a regular file)"),
     "no manifest": (replace(MANIFEST, lambda path: None), f"{MANIFEST} is damaged or can't be read (No such file"),
     "empty manifest": (lambda folder: (folder / MANIFEST).write_text(""), f"{MANIFEST} is damaged or can't be read")}
