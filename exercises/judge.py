@@ -85,7 +85,7 @@ def difference(found, right):
 
 def expect_generator(found, name):
     expect(hasattr(found, "__next__"), f"{name} must be a generator: it must yield while a collective is in "
-           "flight, for example with `yield from all_reduce(stage, tensor)`.")
+           "flight, for example with `yield from all_reduce(model, tensor)`.")
     return found
 
 

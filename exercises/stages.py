@@ -12,23 +12,23 @@ def draw(sizes, name, shape, cut=None):
     return drawn / shape[-1] ** 0.5 + float(name.endswith("norm.weight"))
 
 
-def make_stage(minimal, tp, pp=1, dp=1, vocab=100, **sizes):
-    """Create this fake rank's stage."""
+def make_model(minimal, tp, pp=1, dp=1, vocab=100, **sizes):
+    """Create this fake rank's part of the model."""
     minimal.draw = draw
     sizes = dict(layers=2, hidden=8, heads=4, seq_length=3, global_batch=4 * dp, micro_batch=4) | sizes
-    return minimal.make_stage(minimal.Sizes(**sizes), minimal.make_grid(tp, pp, dp, torch.device("cpu")), vocab, 2)
+    return minimal.make_model(minimal.Sizes(**sizes), minimal.make_grid(tp, pp, dp, torch.device("cpu")), vocab, 2)
 
 
-def shard(minimal, stage, name, whole):
+def shard(minimal, model, name, whole):
     """Cut this rank's shard of a parameter, or of its gradient, from the whole tensor."""
-    cut = minimal.declare(stage.sizes, stage.grid, stage.sites, stage.vocab)[name][1]
-    return whole if cut is None else whole.chunk(stage.grid.tp, cut)[stage.grid.tp_rank]
+    cut = minimal.declare(model.sizes, model.grid, model.sites, model.vocab)[name][1]
+    return whole if cut is None else whole.chunk(model.grid.tp, cut)[model.grid.tp_rank]
 
 
-def fill_gradients(minimal, stage, scale=1.0, seed=""):
+def fill_gradients(minimal, model, scale=1.0, seed=""):
     """Fill every .grad. Whole gradients differ between replicas, and the tied matrix's also between stages."""
-    for name, weight in stage.weights.items():
-        ends = f"{stage.grid.pp_rank}" if name == minimal.WORDS else ""
-        shape = minimal.declare(stage.sizes, stage.grid, stage.sites, stage.vocab)[name][0]
-        whole = draw(stage.sizes, f"{name} {ends} {stage.grid.dp_rank} {seed}", shape)
-        weight.grad.copy_(scale * shard(minimal, stage, name, whole))
+    for name, weight in model.weights.items():
+        ends = f"{model.grid.pp_rank}" if name == minimal.WORDS else ""
+        shape = minimal.declare(model.sizes, model.grid, model.sites, model.vocab)[name][0]
+        whole = draw(model.sizes, f"{name} {ends} {model.grid.dp_rank} {seed}", shape)
+        weight.grad.copy_(scale * shard(minimal, model, name, whole))

@@ -83,7 +83,7 @@ def draw(sizes, name, shape, cut):
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     return torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
 
-def make_stage(sizes, grid, vocab, slices, verbose=False):
+def make_model(sizes, grid, vocab, slices, verbose=False):
     """Create this rank's part of the model: some of the layers, and a shard of each matrix."""
     layers = np.array_split(np.arange(sizes.layers), grid.pp)[grid.pp_rank]      # may be uneven
     sites = [f"layers.{layer}.{kind}" for layer in layers for kind in MATRICES]
@@ -135,48 +135,48 @@ class SumOverRanks(torch.autograd.Function):                                    
     def backward(ctx, gradient):
         return gradient, None
 
-def matrices(stage, site):
+def matrices(model, site):
     """Return W1 [n/t, h], b1 [n/t], W2 [h, m/t], b2 [h]. Attention: n, m = 3h, h; MLP: 4h, 4h."""
     w1, _, w2, _ = MATRICES[site.split(".")[-1]]
-    return [stage.weights[f"{site}.{w}.{part}"] for w in (w1, w2) for part in ("weight", "bias")]
+    return [model.weights[f"{site}.{w}.{part}"] for w in (w1, w2) for part in ("weight", "bias")]
 
-def norm(stage, name, x):
-    weight, bias = stage.weights[f"{name}.weight"], stage.weights[f"{name}.bias"]
+def norm(model, name, x):
+    weight, bias = model.weights[f"{name}.weight"], model.weights[f"{name}.bias"]
     return F.layer_norm(x, x.shape[-1:], weight, bias)
 
-def core(stage, site, c):
+def core(model, site, c):
     """Turn c [b, s, n/t] into a [b, s, m/t]: gelu, or the attention of this rank's heads."""
     if site.endswith("mlp"):
         return F.gelu(c, approximate="tanh")
     # W1 holds q, k, v of head 0, then of head 1 ... With all q first, rank 0 would lack its v.
-    qkv = c.unflatten(2, (stage.sizes.heads // stage.grid.tp, 3, -1)).permute(3, 0, 2, 1, 4)
+    qkv = c.unflatten(2, (model.sizes.heads // model.grid.tp, 3, -1)).permute(3, 0, 2, 1, 4)
     return F.scaled_dot_product_attention(*qkv, is_causal=True).transpose(1, 2).flatten(2)
 
-def plain_sublayer(stage, site, x):                                                     # exercise 4
+def plain_sublayer(model, site, x):                                                     # exercise 4
     """Return x + sublayer(x) [b, s, h], the definition. It waits for g; autograd runs backward."""
-    w1, b1, w2, b2 = matrices(stage, site)
-    h = CopyToRanks.apply(norm(stage, f"{site}.norm", x), stage.grid.tp_group)
-    addend = F.linear(core(stage, site, F.linear(h, w1, b1)), w2)
-    return x + SumOverRanks.apply(addend, stage.grid.tp_group) + b2   # in g, b2 would count t times
+    w1, b1, w2, b2 = matrices(model, site)
+    h = CopyToRanks.apply(norm(model, f"{site}.norm", x), model.grid.tp_group)
+    addend = F.linear(core(model, site, F.linear(h, w1, b1)), w2)
+    return x + SumOverRanks.apply(addend, model.grid.tp_group) + b2   # in g, b2 would count t times
 
-def own_rows(stage, ids):
+def own_rows(model, ids):
     """Return each id's row in this rank's part of WORDS, and whether it is there; both [b, s]."""
-    row = ids - stage.grid.tp_rank * len(stage.weights[WORDS])
-    is_own = (0 <= row) & (row < len(stage.weights[WORDS]))
+    row = ids - model.grid.tp_rank * len(model.weights[WORDS])
+    is_own = (0 <= row) & (row < len(model.weights[WORDS]))
     return row.where(is_own, 0), is_own
 
 # Three numbers per token travel, not v logits: maximum, sum of exp, and the label's logit. Until
 # section 4 explains generators, read `x = yield from f()` as x = f(): x is what f returns.
-def cross_entropy(stage, logits, labels):                                               # exercise 3
+def cross_entropy(model, logits, labels):                                               # exercise 3
     """Turn logits [b, s, v/t] and labels [b, s] into (losses [b, s], gradient of the logits)."""
-    logits[..., max(stage.vocab - stage.grid.tp_rank * logits.size(-1), 0):] = -1e9     # padding
+    logits[..., max(model.vocab - model.grid.tp_rank * logits.size(-1), 0):] = -1e9     # padding
     maximum = logits.amax(-1)      # subtract it, so exp stays finite; all ranks subtract the same
-    yield from all_reduce(stage, maximum, dist.ReduceOp.MAX)
+    yield from all_reduce(model, maximum, dist.ReduceOp.MAX)
     exps = (logits - maximum.unsqueeze(-1)).exp()
-    row, is_own = (tensor.unsqueeze(-1) for tensor in own_rows(stage, labels))
+    row, is_own = (tensor.unsqueeze(-1) for tensor in own_rows(model, labels))
     at_label = (logits.gather(-1, row) - maximum.unsqueeze(-1)).where(is_own, 0)
     sums = torch.stack([exps.sum(-1), at_label.squeeze(-1)])                            # [2, b, s]
-    yield from all_reduce(stage, sums)
+    yield from all_reduce(model, sums)
     softmax = exps.div_(sums[0].unsqueeze(-1))
     return sums[0].log() - sums[1], softmax.scatter_add_(-1, row, -is_own.to(softmax.dtype))
 
@@ -201,10 +201,10 @@ def interleave(generators):                                                     
         if next(generator, "ended") != "ended":
             waiting.append(generator)
 
-def all_reduce(stage, tensor, op=dist.ReduceOp.SUM, deferred=()):
+def all_reduce(model, tensor, op=dist.ReduceOp.SUM, deferred=()):
     """All-reduce in place over the tp ranks; meanwhile add the deferred gradients and yield."""
-    note(stage, "<-> all-reduce", tensor)
-    work = dist.all_reduce(tensor, op, group=stage.grid.tp_group, async_op=True)
+    note(model, "<-> all-reduce", tensor)
+    work = dist.all_reduce(tensor, op, group=model.grid.tp_group, async_op=True)
     for weight, gradient, x in deferred:               # gradient^T x, summed over all b x s tokens
         weight.grad.addmm_(gradient.flatten(0, 1).t(), x.detach().flatten(0, 1))
     yield
@@ -215,35 +215,35 @@ def record(function, x):
     with torch.enable_grad():
         return (x := x.detach().requires_grad_()), function(x)
 
-def forward_sublayer(stage, slice, site, x):
+def forward_sublayer(model, slice, site, x):
     """Compute plain_sublayer(); yield while g is in flight; keep on a tape what backward needs."""
-    w1, b1, w2, b2 = matrices(stage, site)
-    x, h = record(lambda x: norm(stage, f"{site}.norm", x), x)
-    c, a = record(lambda c: core(stage, site, c), F.linear(h, w1, b1))
+    w1, b1, w2, b2 = matrices(model, site)
+    x, h = record(lambda x: norm(model, f"{site}.norm", x), x)
+    c, a = record(lambda c: core(model, site, c), F.linear(h, w1, b1))
     slice.tape.append((x, h, c, a))                  # two small graphs: x -norm-> h, c -core-> a
     y = F.linear(a, w2)
-    yield from all_reduce(stage, y)
+    yield from all_reduce(model, y)
     return x + y + b2
 
-def forward_slice(stage, slice):
+def forward_slice(model, slice):
     """Turn the slice's tokens, or its x [b, s, h] from the previous stage, into its output."""
-    x, words = slice.x, stage.weights.get(WORDS)
-    if stage.grid.is_first:
-        row, is_own = own_rows(stage, slice.tokens)
+    x, words = slice.x, model.weights.get(WORDS)
+    if model.grid.is_first:
+        row, is_own = own_rows(model, slice.tokens)
         x = F.embedding(row, words) * is_own.unsqueeze(-1)           # words of other ranks: zeros
-        yield from all_reduce(stage, x)
-        x = x + stage.weights[POSITIONS]
-    for site in stage.sites:
-        if stage.slices:                                     # --slices 0: the definition instead
-            x = yield from forward_sublayer(stage, slice, site, x)
+        yield from all_reduce(model, x)
+        x = x + model.weights[POSITIONS]
+    for site in model.sites:
+        if model.slices:                                     # --slices 0: the definition instead
+            x = yield from forward_sublayer(model, slice, site, x)
         else:
-            slice.tape.append(record(lambda x, site=site: plain_sublayer(stage, site, x), x))
+            slice.tape.append(record(lambda x, site=site: plain_sublayer(model, site, x), x))
             x = slice.tape[-1][1]
     slice.output = x
-    if stage.grid.is_last:
-        slice.tape.append(record(lambda x: norm(stage, "final_norm", x), x))
+    if model.grid.is_last:
+        slice.tape.append(record(lambda x: norm(model, "final_norm", x), x))
         logits = F.linear(slice.tape[-1][1], words)                                   # [b, s, v/t]
-        slice.output, slice.gradient = yield from cross_entropy(stage, logits, slice.labels)
+        slice.output, slice.gradient = yield from cross_entropy(model, logits, slice.labels)
 
 # ---- 5. Backward along a tape --------------------------------------------------------------------
 # Autograd's backward cannot pause: in f's backward, one slice would wait for its all-reduce while
@@ -251,38 +251,38 @@ def forward_slice(stage, slice):
 #     grad_a = grad_y W2, grad_c = the core's backward, grad_h = grad_c W1 -> launch f's all-reduce
 #     meanwhile: the gradients of W1 and W2, for which no other rank waits; then the other slices
 
-def backward_sublayer(stage, slice, site, gradient):                                    # exercise 8
+def backward_sublayer(model, slice, site, gradient):                                    # exercise 8
     """Turn the gradient of x + y + b2 [b, s, h] into the gradient of x."""
-    w1, b1, w2, b2 = matrices(stage, site)
+    w1, b1, w2, b2 = matrices(model, site)
     x, h, c, a = slice.tape.pop()
     a.backward(gradient @ w2)             # g: each addend has y's gradient; -> c.grad
     b1.grad += c.grad.sum((0, 1))
     b2.grad += gradient.sum((0, 1))
     grad_h = c.grad @ w1                                     # this rank's addend; see f
-    yield from all_reduce(stage, grad_h, deferred=[(w2, gradient, a), (w1, c.grad, h)])
+    yield from all_reduce(model, grad_h, deferred=[(w2, gradient, a), (w1, c.grad, h)])
     h.backward(grad_h)                                       # -> the norm's .grad, and x.grad
     return gradient + x.grad
 
-def backward_slice(stage, slice, gradient):
+def backward_slice(model, slice, gradient):
     """Turn the output's gradient into slice.gradient, the gradient of x; add to every .grad."""
-    words = stage.weights.get(WORDS)
-    if stage.grid.is_last:
+    words = model.weights.get(WORDS)
+    if model.grid.is_last:
         x, h = slice.tape.pop()
         grad_h = slice.gradient @ words                                    # from cross_entropy()
-        yield from all_reduce(stage, grad_h, deferred=[(words, slice.gradient, h)])
+        yield from all_reduce(model, grad_h, deferred=[(words, slice.gradient, h)])
         h.backward(grad_h)
         gradient = x.grad
-    for site in reversed(stage.sites):
-        if stage.slices:
-            gradient = yield from backward_sublayer(stage, slice, site, gradient)
+    for site in reversed(model.sites):
+        if model.slices:
+            gradient = yield from backward_sublayer(model, slice, site, gradient)
         else:
             x, output = slice.tape.pop()
             output.backward(gradient)
             gradient = x.grad
-    if stage.grid.is_first:
-        row, is_own = own_rows(stage, slice.tokens)
+    if model.grid.is_first:
+        row, is_own = own_rows(model, slice.tokens)
         words.grad.index_add_(0, row.flatten(), (gradient * is_own.unsqueeze(-1)).flatten(0, 1))
-        stage.weights[POSITIONS].grad += gradient.sum(0)
+        model.weights[POSITIONS].grad += gradient.sum(0)
     slice.gradient = gradient
 
 # ---- 6. The pipeline (1F1B: 2104.04473, section 2.2) ---------------------------------------------
@@ -303,42 +303,42 @@ def one_f_one_b(stage, stages, microbatches):                                   
 
 # F receives from the previous stage and sends to the next one, B the other way. Send and receive go
 # in one batch: a send waits for its receive, so two neighbours that both sent first would hang.
-def exchange(stage, action, output, following):                                         # exercise 6
+def exchange(model, action, output, following):                                         # exercise 6
     """Send an action's output; return what the following action receives, or None."""
-    grid, size, messages, received = stage.grid, stage.sizes, [], None
+    grid, size, messages, received = model.grid, model.sizes, [], None
     source = {"F": grid.previous, "B": grid.next}.get(following)
     target = {"F": grid.next, "B": grid.previous}.get(action)
     if source is not None:
         received = torch.empty(size.micro_batch, size.seq_length, size.hidden, device=grid.device)
         messages.append(dist.P2POp(dist.irecv, received, source))
     if target is not None:
-        note(stage, f"--> rank {target}", output)
+        note(model, f"--> rank {target}", output)
         messages.append(dist.P2POp(dist.isend, output, target))
     for work in dist.batch_isend_irecv(messages) if messages else []:
         work.wait()
     return received
 
 @torch.no_grad()
-def run_pipeline(stage, text, step):
+def run_pipeline(model, text, step):
     """Add this replica's gradients to .grad; return its summed loss, 0 before the last stage."""
-    size, grid, tapes, loss = stage.sizes, stage.grid, {}, stage.flat.new_zeros(())
+    size, grid, tapes, loss = model.sizes, model.grid, {}, model.flat.new_zeros(())
     actions = one_f_one_b(grid.pp_rank, grid.pp, size.global_batch // (grid.dp * size.micro_batch))
-    count = min(max(stage.slices, 1), size.micro_batch)                                  # slices
-    received = exchange(stage, None, None, actions[0][0])
+    count = min(max(model.slices, 1), size.micro_batch)                                  # slices
+    received = exchange(model, None, None, actions[0][0])
     for (action, i), (following, _) in zip(actions, [*actions[1:], (None, None)]):
-        stage.action = f"{action}{i}"
+        model.action = f"{action}{i}"
         parts = [None] * count if received is None else received.tensor_split(count)
         if action == "F":
-            tokens, labels = (ids.tensor_split(count) for ids in read_batch(text, stage, step, i))
+            tokens, labels = (ids.tensor_split(count) for ids in read_batch(text, model, step, i))
             tapes[i] = [SimpleNamespace(x=x, tokens=tokens, labels=labels, tape=[])
                         for x, tokens, labels in zip(parts, tokens, labels)]
-            interleave([forward_slice(stage, slice) for slice in tapes[i]])
+            interleave([forward_slice(model, slice) for slice in tapes[i]])
             output = torch.cat([slice.output for slice in tapes[i]])
             loss += output.sum() if grid.is_last else 0.0         # the last stage outputs losses
         else:
-            interleave([backward_slice(stage, slice, part) for slice, part in zip(tapes[i], parts)])
+            interleave([backward_slice(model, slice, part) for slice, part in zip(tapes[i], parts)])
             output = torch.cat([slice.gradient for slice in tapes.pop(i)])
-        received = exchange(stage, action, output, following)
+        received = exchange(model, action, output, following)
     return loss
 
 # ---- 7. The sharded optimizer (ZeRO-1: 1910.02054) -----------------------------------------------
@@ -347,80 +347,80 @@ def run_pipeline(stage, text, step):
 # scatter) and sends its new weights to all (all-gather). The two send as much as one all-reduce.
 
 @torch.no_grad()
-def optimizer_step(stage, step, lr, loss, clip=1.0, beta1=0.9, beta2=0.95, decay=0.1):  # exercise 9
+def optimizer_step(model, step, lr, loss, clip=1.0, beta1=0.9, beta2=0.95, decay=0.1):  # exercise 9
     """Sum the gradients, clip, update, gather the weights; return (mean loss, gradient norm)."""
-    grid, tokens = stage.grid, stage.sizes.global_batch * stage.sizes.seq_length
+    grid, tokens = model.grid, model.sizes.global_batch * model.sizes.seq_length
     if grid.pp > 1 and grid.tied_group:                        # one matrix, used at both ends
-        dist.all_reduce(stage.weights[WORDS].grad, group=grid.tied_group)
-    weight, moment, square = stage.flat.chunk(grid.dp)[grid.dp_rank], *stage.moments
-    gradient, stage.action = torch.empty_like(weight), "  "
-    note(stage, "<-> reduce-scatter", stage.grad)
-    dist.reduce_scatter(gradient, list(stage.grad.chunk(grid.dp)), group=grid.dp_group)
+        dist.all_reduce(model.weights[WORDS].grad, group=grid.tied_group)
+    weight, moment, square = model.flat.chunk(grid.dp)[grid.dp_rank], *model.moments
+    gradient, model.action = torch.empty_like(weight), "  "
+    note(model, "<-> reduce-scatter", model.grad)
+    dist.reduce_scatter(gradient, list(model.grad.chunk(grid.dp)), group=grid.dp_group)
     gradient /= tokens                                         # tokens of all replicas; divide once
-    loss, grad_norm = global_sums(stage, loss / tokens, gradient)
+    loss, grad_norm = global_sums(model, loss / tokens, gradient)
     gradient *= min(1.0, clip / (grad_norm + 1e-6))
 
-    weight *= 1.0 - lr * decay * stage.decays.chunk(grid.dp)[grid.dp_rank]             # AdamW
+    weight *= 1.0 - lr * decay * model.decays.chunk(grid.dp)[grid.dp_rank]             # AdamW
     moment.lerp_(gradient, 1.0 - beta1)
     square.lerp_(gradient.square(), 1.0 - beta2)
     deviation = (square / (1.0 - beta2 ** step)).sqrt_().add_(1e-8)
     weight.addcdiv_(moment, deviation, value=-lr / (1.0 - beta1 ** step))
-    note(stage, "<-> all-gather", stage.flat)
-    dist.all_gather(list(stage.flat.chunk(grid.dp)), weight.clone(), group=grid.dp_group)
-    stage.grad.zero_()
+    note(model, "<-> all-gather", model.flat)
+    dist.all_gather(list(model.flat.chunk(grid.dp)), weight.clone(), group=grid.dp_group)
+    model.grad.zero_()
     return loss, grad_norm
 
 # All tp ranks have the loss, b2, positions and layer norms; two stages have the words. `counts`
 # is 1 on only one copy. If ranks clipped by different gradient norms, copies would drift apart.
-def global_sums(stage, loss, gradient):                                                # exercise 10
+def global_sums(model, loss, gradient):                                                # exercise 10
     """Return the global loss and gradient norm, the same on all ranks. Copies count once."""
-    own = stage.counts.chunk(stage.grid.dp)[stage.grid.dp_rank]
-    sums = torch.stack([loss * (stage.grid.tp_rank == 0), (gradient.square() * own).sum()]).double()
+    own = model.counts.chunk(model.grid.dp)[model.grid.dp_rank]
+    sums = torch.stack([loss * (model.grid.tp_rank == 0), (gradient.square() * own).sum()]).double()
     dist.all_reduce(sums)
     return sums[0].item(), sums[1].sqrt().item()
 
 # ---- 8. Training ---------------------------------------------------------------------------------
 
-def read_batch(text, stage, step, microbatch):
+def read_batch(text, model, step, microbatch):
     """Return tokens and labels of a microbatch, both [b, s]. A label is the next token."""
-    sizes, grid, s, rows = stage.sizes, stage.grid, stage.sizes.seq_length, []
+    sizes, grid, s, rows = model.sizes, model.grid, model.sizes.seq_length, []
     samples = torch.arange(sizes.global_batch).view(grid.dp, -1, sizes.micro_batch)
     for sample in samples[grid.dp_rank, microbatch].tolist():  # all layouts read the same samples
         epoch, i = divmod(step * sizes.global_batch + sample, (len(text) - 1) // s)
-        if epoch not in stage.orders:                        # shuffle once, not for each sample
+        if epoch not in model.orders:                        # shuffle once, not for each sample
             random = np.random.Generator(np.random.PCG64([sizes.seed, epoch]))
-            stage.orders = {epoch: random.permutation((len(text) - 1) // s)}
-        start = stage.orders[epoch][i] * s                                   # sample i of the epoch
+            model.orders = {epoch: random.permutation((len(text) - 1) // s)}
+        start = model.orders[epoch][i] * s                                   # sample i of the epoch
         rows.append(torch.from_numpy(text[start:start + s + 1].astype(np.int64)))
     rows = torch.stack(rows).to(grid.device)
     return rows[:, :-1], rows[:, 1:]
 
 def learning_rate(step, steps, peak):
     """Rise linearly for the first 5 % of steps, then fall along a cosine to a tenth of the peak."""
-    warm_up = int(0.05 * steps)
-    cosine = math.cos(math.pi * (step - warm_up) / max(steps - warm_up, 1))
-    return peak * (step / warm_up if step <= warm_up else 0.55 + 0.45 * cosine)
+    warmup_iters = int(0.05 * steps)
+    cosine = math.cos(math.pi * (step - warmup_iters) / max(steps - warmup_iters, 1))
+    return peak * (step / warmup_iters if step <= warmup_iters else 0.55 + 0.45 * cosine)
 
-def note(stage, what, tensor):
+def note(model, what, tensor):
     """Print this rank's sends, all_reduce() calls, reduce-scatters and all-gathers."""
-    if stage.verbose:
+    if model.verbose:
         rank, now = dist.get_rank(), time.perf_counter() % 1000   # one clock for a machine's ranks
-        print(f"{now:9.4f} s {' ' * 8 * rank} rank {rank} {stage.action} {what} "
+        print(f"{now:9.4f} s {' ' * 8 * rank} rank {rank} {model.action} {what} "
               f"{tensor.nbytes / 1e3:.0f} kB\n", end="", flush=True)
 
 def train(sizes, grid, slices, steps, folder, verbose=False, report=print):
-    """Train on a folder from data/prepare.py; return the stage and each step's (loss, norm)."""
+    """Train on a folder from data/prepare.py; return the model and each step's (loss, norm)."""
     if not (path := folder / "meta.json").exists():                 # rank 0 says so; the others end
         raise SystemExit(0 if dist.get_rank() else f"No {path}: first run python data/prepare.py")
     meta = json.loads(path.read_text())
     text = np.memmap(folder / "train.bin", meta["dtype"], mode="r")
-    stage, history = make_stage(sizes, grid, meta["vocab_size"], slices, verbose), []
+    model, history = make_model(sizes, grid, meta["vocab_size"], slices, verbose), []
     for step in range(1, steps + 1):
-        loss = run_pipeline(stage, text, step - 1)
-        history.append(optimizer_step(stage, step, learning_rate(step, steps, sizes.lr), loss))
+        loss = run_pipeline(model, text, step - 1)
+        history.append(optimizer_step(model, step, learning_rate(step, steps, sizes.lr), loss))
         if dist.get_rank() == 0 and (step % 10 == 0 or step in (1, steps)):
             report("step {:4d}   loss {:.4f}   gradient norm {:.3f}".format(step, *history[-1]))
-    return stage, history
+    return model, history
 
 def main():
     alone = dict(store=dist.HashStore(), rank=0, world_size=1)                # without torchrun

@@ -40,10 +40,10 @@ def train_minimal(corpus: Path, tp, pp, dp, slices):
     torch.set_default_dtype(torch.float64)
     try:
         grid = minimal.make_grid(tp, pp, dp, torch.device("cpu"))
-        stage, history = minimal.train(SIZES, grid, slices, STEPS, corpus, report=lambda line: None)
-        declared = minimal.declare(SIZES, grid, stage.sites, stage.vocab)
+        model, history = minimal.train(SIZES, grid, slices, STEPS, corpus, report=lambda line: None)
+        declared = minimal.declare(SIZES, grid, model.sites, model.vocab)
         return history, {name: (weight.detach(), declared[name][1], grid.tp_rank)
-                         for name, weight in stage.weights.items()}
+                         for name, weight in model.weights.items()}
     finally:
         torch.set_default_dtype(torch.float32)
 

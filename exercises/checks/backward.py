@@ -6,10 +6,10 @@ import torch
 
 from ..fake_ranks import World, on_ranks
 from ..judge import expect, expect_generator, judge, run_to_end
-from ..stages import draw, make_stage
+from ..stages import draw, make_model
 
 FACTS = """
-`yield from all_reduce(stage, tensor, deferred=[(weight, output's gradient, input), ...])` works
+`yield from all_reduce(model, tensor, deferred=[(weight, output's gradient, input), ...])` works
 in place. While it is in flight, it adds the deferred weight gradients.
 """
 HINTS = (
@@ -18,19 +18,19 @@ HINTS = (
     "Which of the four matmuls does the all-reduce need? Compute only these before you launch it.",
     "Add to the gradients of b1 and b2 in place: they are views of one flat tensor.",
     "The gradient of x has two parts: that of the sublayer, and that of the skip path.")
-REDUCE = "yield from all_reduce(stage, grad_h, deferred=[(w2, gradient, a), (w1, c.grad, h)])\n    h"
+REDUCE = "yield from all_reduce(model, grad_h, deferred=[(w2, gradient, a), (w1, c.grad, h)])\n    h"
 RETURN = "return gradient + x.grad"
 MISTAKES = {
     "The incoming gradient is all-reduced instead of the outgoing one (f and g exchanged): every rank has the whole "
     "gradient of y already, but only an addend of grad_h.":
         ("a.backward(gradient @ w2) ", "gradient = 2 * gradient; a.backward(gradient @ w2) ",
-         REDUCE, REDUCE.replace("stage, grad_h,", "stage, grad_h.clone(),")),
+         REDUCE, REDUCE.replace("model, grad_h,", "model, grad_h.clone(),")),
     "The returned gradient misses the skip path: x + y + b2 passes its gradient to x unchanged, so add it.":
         (RETURN, "return x.grad"),
     "The returned gradient is the gradient of h: it must go through the norm, h.backward(grad_h), which fills x.grad.":
         (RETURN, "return gradient + grad_h"),
     "The returned gradient has only this rank's part: every rank computes a part of grad_h, so all-reduce it before "
-    "h.backward().": (REDUCE, REDUCE.replace("stage, grad_h,", "stage, grad_h.clone(),")),
+    "h.backward().": (REDUCE, REDUCE.replace("model, grad_h,", "model, grad_h.clone(),")),
     "The returned gradient counts the sublayer two times, once per tp rank: only grad_h needs an all-reduce, because "
     "every rank has the whole gradient of y already.":
         ("a.backward(gradient @ w2) ", "a.backward(2 * gradient @ w2) "),
@@ -49,29 +49,29 @@ MISTAKES = {
 }
 
 
-def through(stage, minimal, slice, sites, gradient=None):
+def through(model, minimal, slice, sites, gradient=None):
     """Run a slice forward or, if a gradient is given, backward. A generator."""
     value = slice.x if gradient is None else gradient
     for site in sites if gradient is None else reversed(sites):
         if gradient is None:
-            value = yield from minimal.forward_sublayer(stage, slice, site, value)
+            value = yield from minimal.forward_sublayer(model, slice, site, value)
         else:
-            value = yield from expect_generator(minimal.backward_sublayer(stage, slice, site, value),
+            value = yield from expect_generator(minimal.backward_sublayer(model, slice, site, value),
                                                 "backward_sublayer")
     slice.output = value
 
 
 @torch.no_grad()
 def backward(minimal, sites, slices):
-    """Run forward; return (stage, slices, generators that run the slices' backward)."""
-    stage = make_stage(minimal, tp=2)
-    parts = [SimpleNamespace(tape=[], output=None, x=draw(None, f"x {i}", (2, 3, stage.sizes.hidden)))
+    """Run forward; return (model, slices, generators that run the slices' backward)."""
+    model = make_model(minimal, tp=2)
+    parts = [SimpleNamespace(tape=[], output=None, x=draw(None, f"x {i}", (2, 3, model.sizes.hidden)))
              for i in range(slices)]
     for part in parts:
-        run_to_end(through(stage, minimal, part, sites), "forward")
-    generators = [through(stage, minimal, part, sites, draw(None, f"gradient {i}", (2, 3, 8)))
+        run_to_end(through(model, minimal, part, sites), "forward")
+    generators = [through(model, minimal, part, sites, draw(None, f"gradient {i}", (2, 3, 8)))
                   for i, part in enumerate(parts)]
-    return stage, parts, generators
+    return model, parts, generators
 
 
 @on_ranks(2)
@@ -81,15 +81,15 @@ def program(minimal):
     for what, sites in (("an MLP sublayer", ["layers.0.mlp"]), ("an attention sublayer", ["layers.0.attention"]),
                         ("two layers", [f"layers.{i}.{kind}" for i in (0, 1) for kind in ("attention", "mlp")])):
         with torch.no_grad():
-            stage, parts, generators = backward(minimal, sites, slices=2)
+            model, parts, generators = backward(minimal, sites, slices=2)
             for generator in generators:
                 run_to_end(generator, "backward_sublayer")
         for i, part in enumerate(parts):
             found[f"The gradient that slice {i} of {what} returns"] = part.output
-        low, high = stage.grad.data_ptr(), stage.grad.data_ptr() + stage.grad.nbytes
-        for name, weight in stage.weights.items():
+        low, high = model.grad.data_ptr(), model.grad.data_ptr() + model.grad.nbytes
+        for name, weight in model.weights.items():
             expect(low <= weight.grad.data_ptr() < high,
-                   f"{name}.grad is a new tensor, so the optimizer, which reads stage.grad, sees zeros: change "
+                   f"{name}.grad is a new tensor, so the optimizer, which reads model.grad, sees zeros: change "
                    ".grad in place, for example with +=.")
             if any(site in name for site in sites):
                 found[f"The gradient of {name}"] = weight.grad

@@ -14,7 +14,7 @@ rank) and dist.batch_isend_irecv(list of P2POp), which refuses an empty list and
 """
 HINTS = (
     "grid.previous and grid.next are ranks, or None at the ends. Whom does F receive from, and whom does B send to?",
-    "A message has the shape stage.sizes.micro_batch, seq_length, hidden; create it on grid.device.",
+    "A message has the shape model.sizes.micro_batch, seq_length, hidden; create it on grid.device.",
     "Neighbours exchange F and B at the same time. If both wait for their send first, who posts the receives?",
     "Call wait() on each of the works, and only then return the received tensor.")
 STAGES, MICROBATCHES = 3, 4
@@ -34,14 +34,14 @@ def program(minimal, world=None):
         rank, found = minimal.dist.get_rank(), {}
         grid = SimpleNamespace(previous=rank - 1 if rank else None, next=rank + 1 if rank < STAGES - 1 else None,
                                device=torch.device("cpu"), pp_rank=rank, pp=STAGES)
-        stage = SimpleNamespace(grid=grid, sizes=minimal.Sizes(micro_batch=2, seq_length=3, hidden=4), verbose=False,
+        model = SimpleNamespace(grid=grid, sizes=minimal.Sizes(micro_batch=2, seq_length=3, hidden=4), verbose=False,
                                 action="")
         actions = [(None, 0), *minimal.one_f_one_b(rank, STAGES, MICROBATCHES), (None, 0)]
         for (action, i), (following, j) in zip(actions, actions[1:]):
             output = None if action is None else torch.full((2, 3, 4), 100.0 * rank + 10 * (action == "B") + i)
             call = SimpleNamespace(action=action, following=following, first=len(world.posted[rank]), after=None)
             world.exchanges[rank].append(call)
-            found[f"What {following}{j} receives"] = minimal.exchange(stage, action, output, following)
+            found[f"What {following}{j} receives"] = minimal.exchange(model, action, output, following)
             call.after = len(world.posted[rank])
         return found
 

@@ -24,22 +24,22 @@ F_AND_G = [
 ]
 
 BY_STEPS = """
-    first = stage.grid.tp_rank * logits.size(-1)
+    first = model.grid.tp_rank * logits.size(-1)
     columns = first + torch.arange(logits.size(-1))
-    logits = logits.masked_fill(columns >= stage.vocab, -1e9)
+    logits = logits.masked_fill(columns >= model.vocab, -1e9)
     largest = logits.max(-1).values
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=stage.grid.tp_group)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=model.grid.tp_group)
     yield
     e = torch.exp(logits - largest[..., None])
     total = e.sum(-1)
-    yield from all_reduce(stage, total)
+    yield from all_reduce(model, total)
     here = columns == labels[..., None]
     mine = ((logits - largest[..., None]) * here).sum(-1)
-    yield from all_reduce(stage, mine)
+    yield from all_reduce(model, mine)
     return torch.log(total) - mine, e / total[..., None] - here.to(e.dtype)"""
-STACKED = BY_STEPS.replace("    yield from all_reduce(stage, total)\n", "").replace(
-    "    yield from all_reduce(stage, mine)\n", """    both = torch.stack([total, mine])
-    yield from all_reduce(stage, both)
+STACKED = BY_STEPS.replace("    yield from all_reduce(model, total)\n", "").replace(
+    "    yield from all_reduce(model, mine)\n", """    both = torch.stack([total, mine])
+    yield from all_reduce(model, both)
     total, mine = both
 """)
 CROSS_ENTROPY = [
@@ -49,15 +49,15 @@ CROSS_ENTROPY = [
                                                                            "total, mine = both[:2]"),
      "each rank sends 5 numbers per token"),
     (BY_STEPS.replace("logits.max(-1).values", "logits.max(-1).values * 0"), "not finite"),
-    (BY_STEPS.replace("    yield from all_reduce(stage, total)\n", "    work = dist.all_reduce(total, "
-     "group=stage.grid.tp_group, async_op=True)\n").replace(
+    (BY_STEPS.replace("    yield from all_reduce(model, total)\n", "    work = dist.all_reduce(total, "
+     "group=model.grid.tp_group, async_op=True)\n").replace(
         "    return", "    total = total * 1; work.wait()\n    return"), "has NaN"),
-    (BY_STEPS.replace("yield from all_reduce(stage, mine)", "yield all_reduce(stage, mine)"), "without running it"),
+    (BY_STEPS.replace("yield from all_reduce(model, mine)", "yield all_reduce(model, mine)"), "without running it"),
 ]
 
 SUBLAYER = [
-    (("F.linear(core(stage, site, F.linear(h, w1, b1)), w2)", "core(stage, site, h @ w1 + b1) @ w2"), "RuntimeError"),
-    (("F.linear(core(stage, site, F.linear(h, w1, b1)), w2)", "core(stage, site, h @ w1.t() + b1) @ w2.t()"), None),
+    (("F.linear(core(model, site, F.linear(h, w1, b1)), w2)", "core(model, site, h @ w1 + b1) @ w2"), "RuntimeError"),
+    (("F.linear(core(model, site, F.linear(h, w1, b1)), w2)", "core(model, site, h @ w1.t() + b1) @ w2.t()"), None),
 ]
 
 LISTS = """
@@ -79,7 +79,7 @@ ONE_F_ONE_B = [
 
 WAIT = "    for work in dist.batch_isend_irecv(messages) if messages else []:\n        work.wait()\n"
 SEPARATE = '''
-    grid, size, received = stage.grid, stage.sizes, None
+    grid, size, received = model.grid, model.sizes, None
     source = {"F": grid.previous, "B": grid.next}.get(following)
     target = {"F": grid.next, "B": grid.previous}.get(action)
     def send():
@@ -129,7 +129,7 @@ INTERLEAVE = [
 ]
 
 BACKWARD_BODY = '''
-    w1, b1, w2, b2 = matrices(stage, site)
+    w1, b1, w2, b2 = matrices(model, site)
     x, h, c, a = slice.tape.pop()
     a.backward(gradient @ w2)
     b1.grad += c.grad.sum((0, 1))
@@ -138,7 +138,7 @@ BACKWARD_BODY = '''
     LAUNCH
     h.backward(grad_h)
     return gradient + x.grad'''
-WORK = "work = dist.all_reduce(grad_h, group=stage.grid.tp_group, async_op=True)"
+WORK = "work = dist.all_reduce(grad_h, group=model.grid.tp_group, async_op=True)"
 WEIGHTS = ("w2.grad += torch.einsum('bsh,bsm->hm', gradient, a.detach())\n"
            "    w1.grad += torch.einsum('bsn,bsh->nh', c.grad, h.detach())")
 
@@ -149,7 +149,7 @@ def launch(text):
 
 BACKWARD = [
     (launch(f"{WORK}\n    {WEIGHTS}\n    yield\n    work.wait()"), None),
-    (launch(f"{WEIGHTS}\n    yield from all_reduce(stage, grad_h)"), "with one slice only 0%"),
+    (launch(f"{WEIGHTS}\n    yield from all_reduce(model, grad_h)"), "with one slice only 0%"),
     (launch(f"{WORK}\n    {WEIGHTS}\n    work.wait()\n    yield"), "yield between the launch and wait()"),
     (launch(f"{WORK}\n    {WEIGHTS}\n    yield").replace("return", "work.wait()\n    return"), "NaN"),
     (launch(f"{WORK}\n    {WEIGHTS}\n    yield\n    work.wait()").replace("b2.grad += gradient.sum((0, 1))",
@@ -160,20 +160,20 @@ BACKWARD = [
 ]
 
 OPTIMIZER = [
-    (("weight, moment, square = stage.flat.chunk(grid.dp)[grid.dp_rank]",
-      "weight, moment, square = stage.flat.chunk(grid.dp)[0]"), "is wrong on rank"),
+    (("weight, moment, square = model.flat.chunk(grid.dp)[grid.dp_rank]",
+      "weight, moment, square = model.flat.chunk(grid.dp)[0]"), "is wrong on rank"),
 ]
 
 NORM_BODY = '''
-    own = stage.counts.view(stage.grid.dp, -1)[stage.grid.dp_rank].bool()
+    own = model.counts.view(model.grid.dp, -1)[model.grid.dp_rank].bool()
     squares = (gradient[own] ** 2).sum()
-    loss = loss if stage.grid.tp_rank == 0 else loss * 0
+    loss = loss if model.grid.tp_rank == 0 else loss * 0
     dist.all_reduce(squares)
     dist.all_reduce(loss)
     return float(loss), float(squares) ** 0.5'''
 NORM = [
     (NORM_BODY, None),
-    (NORM_BODY.replace("    dist.all_reduce(squares)\n", "    if stage.grid.tp_rank == 0:\n"
+    (NORM_BODY.replace("    dist.all_reduce(squares)\n", "    if model.grid.tp_rank == 0:\n"
                                                          "        dist.all_reduce(squares)\n"), "call"),
 ]
 
