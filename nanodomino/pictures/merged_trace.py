@@ -70,7 +70,7 @@ def inside(times: np.ndarray, spans) -> np.ndarray:
 
 
 def spans_where(times: np.ndarray, flags: np.ndarray) -> list[tuple]:
-    """Return sorted and disjoint spans, given for each time whether a span lies between this time and the next one."""
+    """Return sorted and disjoint spans. flags: for each time, whether a span lies between it and the next time."""
     changes = times[np.flatnonzero(np.diff(flags, prepend=False))].tolist()
     return [*zip(changes[::2], changes[1::2])]
 
