@@ -136,8 +136,8 @@ def read_config(configuration, source) -> Config:
 
 def nearest_preset(settings: dict) -> str:
     """Return the preset with the nearest hidden_size, and the fewest other differences. Runs that start from the model
-    take their learning rate and batch size from it. Without experts it has none, since runs also take what is not
-    given."""
+    take their learning rate and batch size from it, and all settings that are not given. So a model without experts
+    gets a preset without experts."""
     presets = [name for name in PRESETS if "num_experts" in settings or "num_experts" not in PRESETS[name]]
     return min(presets, key=lambda name: (abs(math.log(PRESETS[name]["hidden_size"] / settings["hidden_size"])), sum(
         settings.get(setting) != value for setting, value in PRESETS[name].items())))
