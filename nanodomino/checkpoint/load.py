@@ -94,11 +94,16 @@ def restore(folder: Path, model: GPT, optimizer: ZeroOptimizer, mesh: Mesh, weig
     return 0 if weights_only else index.manifest["step"]
 
 
+def fill_weights(folder: Path, model: GPT):
+    """Read the weights of a checkpoint into a model of any layout, one parameter at a time. Raises UserError."""
+    index = Index(folder)
+    for name, weight in model.named_parameters():
+        index.read(f"weight.{name}", Box(weight.spec.offset, weight.spec.size), weight.detach().view(weight.spec.size))
+
+
 def load_weights(folder: Path, model: GPT):
-    """Fill a model of any layout, without an optimizer. All ranks must call this together. Raises UserError."""
-    boxes = [(f"weight.{name}", Box(weight.spec.offset, weight.spec.size), weight.detach().view(weight.spec.size))
-             for name, weight in model.named_parameters()]
-    together(lambda: list(starmap(Index(folder).read, boxes)))
+    """Call fill_weights() on all ranks together, so that an error on one rank ends all of them. Raises UserError."""
+    together(lambda: fill_weights(folder, model))
 
 
 def together(function, group=None):
