@@ -115,7 +115,7 @@ def test_minimal_hides_as_much_as_domino():
     text = torch.arange(64 * 16 + 1).remainder(50).numpy()
     with ideal_world(ranks=2) as wire:
         grid = minimal.make_grid(2, 1, 1, torch.device("cpu"))
-        stage = minimal.make_stage(sizes, grid, vocab=50, slices=2)
+        stage = minimal.make_model(sizes, grid, vocab=50, slices=2)
         log = log_of(wire, lambda: minimal.run_pipeline(stage, text, 0))
     assert log.work == pytest.approx(domino.work, rel=0.05)            # its head multiplies by the padding rows, too
     for ratio in RATIOS:
