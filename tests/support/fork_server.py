@@ -182,6 +182,7 @@ def serve(connection, environment: dict):
         except EOFError:
             return
         if not os.fork():
+            os.setsid()         # else the end of the tests' shell would send SIGHUP to all ranks while one is stopped
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             run_ranks(*launch)
             os._exit(0)
