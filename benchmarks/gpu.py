@@ -22,7 +22,8 @@ from benchmarks.gpu_checks import CHECKS, ranks_here
 from benchmarks.gpu_kernels import Run
 from benchmarks.runner import BENCH
 from benchmarks.slow_network import exit_on_signals
-from nanodomino.comm.world import choose_kernels, start_world
+from nanodomino.comm.device import choose_kernels
+from nanodomino.comm.world import start_world
 from nanodomino.errors import require
 from nanodomino.files import make_folder, open_regular_file, read_file, write_file
 from nanodomino.settings.config import Config

@@ -31,7 +31,7 @@ from benchmarks.gpu_kernels import Run, attention, expert_matmuls, fp8_matmuls, 
 from benchmarks.runner import BENCH, Training, bytes_text, config_of, gathered, parse, seconds_text, with_mesh
 from benchmarks.timeline import record
 from nanodomino.comm import collectives
-from nanodomino.comm.world import choose_kernels
+from nanodomino.comm.device import choose_kernels
 from nanodomino.errors import require
 from nanodomino.estimate.formulas import peak_memory
 from nanodomino.mesh import Mesh

@@ -29,7 +29,7 @@ import train
 from benchmarks.runner import Training, about, add_config_flags, config_here, describe, gathered, join, table
 from nanodomino.comm import collectives
 from nanodomino.comm.collectives import TAGS
-from nanodomino.comm.world import find_device
+from nanodomino.comm.device import find_device
 from nanodomino.estimate.accounts import Accounts
 from nanodomino.estimate.rank import RankRun, dry_run, groups_of, measured_step
 from nanodomino.settings.config import Config

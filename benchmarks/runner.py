@@ -36,7 +36,8 @@ from tqdm import tqdm
 
 import train
 from benchmarks.slow_network import exit_on_signals, slow_wire
-from nanodomino.comm.world import LaunchInfo, find_device, read_launch_environment, start_world
+from nanodomino.comm.device import find_device
+from nanodomino.comm.world import LaunchInfo, read_launch_environment, start_world
 from nanodomino.data import Batch
 from nanodomino.domino import Domino
 from nanodomino.errors import UserError, counted, require

@@ -13,7 +13,8 @@ The story, in reading order; train.py in the parent folder puts it together:
 
 The chapters, with their files in reading order (errors.py and files.py serve them all):
 
-    comm/         world         starts a process: its device, its process groups
+    comm/         world         starts a process and its process group
+                  device        a rank's device: which one, what it can do, which kernels
                   collectives   gathers and reduces that leave no rank with more work than another
                   trace         records what a rank did, and when
     layers/       sublayers     norm, two matmuls around a core, MLP

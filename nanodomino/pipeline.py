@@ -44,7 +44,7 @@ import torch
 import torch.distributed as dist
 
 from nanodomino.comm.trace import NO_TRACE
-from nanodomino.comm.world import kind_of
+from nanodomino.comm.device import kind_of
 from nanodomino.mesh import Mesh
 from nanodomino.schedules.definitions import Action
 from nanodomino.schedules.simulation import Placement, Timetable, message_received, message_sent, receives_to_post

@@ -52,7 +52,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from nanodomino.comm.world import on_gpu
+from nanodomino.comm.device import on_gpu
 from nanodomino.comm.collectives import all_gather, reduce_scatter
 from nanodomino.comm.trace import NO_TRACE
 from nanodomino.optim.buckets import Bucket, sort_into_buckets

@@ -89,8 +89,9 @@ def test_files_are_opened_to_write_in_files_py_alone():
 
 
 def test_a_training_step_asks_in_one_place_for_which_device_it_runs():
-    """comm/world.py, so that a dry run takes the paths of a GPU. What starts, saves or observes a run asks itself."""
+    """comm/device.py, so that a dry run takes the paths of a GPU. What starts, saves or observes a run asks itself."""
     asks = re.compile(r"""is_cuda|\.type [!=]= ["']cuda|torch\.cuda\.(is_available|get_device_capability)""")
-    elsewhere = {"comm/world.py", "comm/trace.py", "mesh.py", "settings/config.py", "settings/rules.py"}
+    elsewhere = {"comm/device.py", "comm/world.py", "comm/trace.py", "mesh.py",
+                 "settings/config.py", "settings/rules.py"}
     found = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if asks.search(path.read_text())}
     assert not [one for one in found - elsewhere if not one.startswith(("run/", "checkpoint/", "estimate/"))]

@@ -22,7 +22,7 @@ import threading
 import torch
 import torch.distributed as dist
 
-from nanodomino.comm.world import on_gpu
+from nanodomino.comm.device import on_gpu
 
 
 # torch 2.13 renamed both functions and warns about the old names; older versions have only the old names

@@ -90,7 +90,7 @@ class Trace:
 
     def record_end(self, event: Event, work):
         """Let a CUDA event fire when `work` is done. The group's own stream waits for that, not the training stream.
-        With a single hardware queue every stream would wait with it, so world.find_device refuses to trace then. In a
+        With a single hardware queue every stream would wait with it, so device.find_device refuses to trace then. In a
         callback, a message might be waiting for its sender. work.wait() would release its tensors early."""
         group = event.args["group"]
         if group not in self.streams:

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from nanodomino.comm.collectives import TAGS
-from nanodomino.comm.world import kind_of
+from nanodomino.comm.device import kind_of
 from nanodomino.errors import require
 
 

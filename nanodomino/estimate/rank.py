@@ -1,7 +1,7 @@
 """Runs a training step of one rank without data, memory or other ranks: train.py's own code, on the meta device.
 
     process groups    torch's "fake" backend, in which every collective is done at once
-    device            meta tensors that stand for a CPU or a GPU (comm/world.py)
+    device            meta tensors that stand for a CPU or a GPU (comm/device.py)
     data              samples of one document each
     options           what depends on data takes its most even form, for example all experts are chosen equally often
 
@@ -30,7 +30,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from nanodomino.comm.world import StandIn, kind_of, standing_for
+from nanodomino.comm.device import StandIn, kind_of, standing_for
 from nanodomino.data import Batch
 from nanodomino.domino import Domino
 from nanodomino.errors import require

@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from nanodomino.checkpoint.format import read_manifest, step_of
 from nanodomino.checkpoint.load import config_of, find_checkpoint, load_weights, newest_finite_checkpoint
-from nanodomino.comm.world import LaunchInfo, find_device, from_rank_0, start_world
+from nanodomino.comm.device import find_device
+from nanodomino.comm.world import LaunchInfo, from_rank_0, start_world
 from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.corpus.tokenizers import Tokenizer, build_tokenizer, text_of
 from nanodomino.errors import NotFinite, UserError, counted, require

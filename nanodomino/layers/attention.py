@@ -23,7 +23,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from nanodomino.comm.world import on_gpu
+from nanodomino.comm.device import on_gpu
 from nanodomino.layers.attention_mask import Runs, inverse_rotation, rotate
 from nanodomino.layers.gradients import add_gradients, drop, run_segment
 from nanodomino.layers.sublayers import Norm, Sublayer

@@ -55,7 +55,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
-from nanodomino.comm.world import has_flash_attention, kind_of
+from nanodomino.comm.device import has_flash_attention, kind_of
 
 # Constants of Llama 3.1's scaling; published models differ only in the factor
 ORIGINAL_LENGTH, LOW_FREQUENCY, HIGH_FREQUENCY = 8192, 1.0, 4.0

@@ -27,7 +27,7 @@ vocab_parallel_cross_entropy(), which the plain model uses, copies the logits to
 import torch
 import torch.distributed as dist
 
-from nanodomino.comm.world import kind_of
+from nanodomino.comm.device import kind_of
 from nanodomino.layers.gradients import wide_dtype
 
 BLOCK_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}    # size of a temporary: fits a CPU's caches, or keeps a GPU busy

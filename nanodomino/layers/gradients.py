@@ -31,7 +31,7 @@ from itertools import zip_longest
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from nanodomino.comm.world import on_gpu
+from nanodomino.comm.device import on_gpu
 
 
 def main_grad_of(weight):

@@ -43,7 +43,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanodomino.comm.world import capability_of, on_gpu, streams_of
+from nanodomino.comm.device import capability_of, on_gpu, streams_of
 from nanodomino.layers.gradients import add_residual, add_weight_gradient, main_grad_of
 from nanodomino.layers.sublayers import ACTIVATIONS, Sublayer
 from nanodomino.optim.buckets import parameter

@@ -63,7 +63,7 @@ import torch
 from torch import nn
 from torch.torch_version import TorchVersion
 
-from nanodomino.comm.world import capability_of, kind_of
+from nanodomino.comm.device import capability_of, kind_of
 from nanodomino.layers.gradients import add_weight_gradient, main_grad_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -54,7 +54,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nanodomino.comm.world import kind_of, streams_of
+from nanodomino.comm.device import kind_of, streams_of
 from nanodomino.overlap.slices import TapeEntry
 
 # The fields dropped at the end of a sublayer's forward: "h" is a field of TapeEntry, the others of its branch_tape.

@@ -27,8 +27,9 @@ from data.prepare import DEFAULT_CORPUS, check_unchanged, prepare_default_corpus
 from nanodomino.checkpoint.format import step_of
 from nanodomino.checkpoint.load import newest_finite_checkpoint, recorded_settings, restore
 from nanodomino.checkpoint.save import Saver
+from nanodomino.comm.device import choose_kernels, find_device
 from nanodomino.comm.trace import Trace
-from nanodomino.comm.world import LaunchInfo, choose_kernels, find_device, from_rank_0, start_world
+from nanodomino.comm.world import LaunchInfo, from_rank_0, start_world
 from nanodomino.corpus.prepared_folder import Corpus, load_corpus
 from nanodomino.errors import NotFinite, UserError, counted, require
 from nanodomino.estimate.stages import require_memory

@@ -12,7 +12,7 @@ from itertools import islice
 
 import torch
 
-from nanodomino.comm.world import capability_of
+from nanodomino.comm.device import capability_of
 from nanodomino.errors import require
 from nanodomino.generate.generation import KeyValueCache
 from nanodomino.layers.attention_mask import fits_varlen

@@ -13,7 +13,7 @@ from support.flash_on_cpu import flash_on_cpu
 from support.harness import FAMILIES, build, check_against_reference, count_documents, tiny
 
 import train
-from nanodomino.comm.world import StandIn, standing_for
+from nanodomino.comm.device import StandIn, standing_for
 from nanodomino.layers.attention_mask import AttentionMask, document_begins, fits_varlen, uses_varlen
 
 

@@ -11,7 +11,7 @@ from support.fp8_checks import (FP32, check_matmuls, check_near_fp32, check_new_
 from support.harness import build, random_data, tiny, weights_and_data
 
 import train
-from nanodomino.comm.world import StandIn, standing_for
+from nanodomino.comm.device import StandIn, standing_for
 from nanodomino.domino import run_to_end
 from nanodomino.errors import UserError
 from nanodomino.options import fp8

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from nanodomino.comm.trace import Trace
-from nanodomino.comm.world import StandIn, standing_for
+from nanodomino.comm.device import StandIn, standing_for
 from nanodomino.domino import run_to_end
 from nanodomino.errors import UserError
 from nanodomino.model import meta_stage

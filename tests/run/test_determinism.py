@@ -8,7 +8,7 @@ from support.harness import build, random_data, tiny
 from support.runs import TINY, main_on_rank, make_corpus
 
 import train
-from nanodomino.comm.world import choose_kernels
+from nanodomino.comm.device import choose_kernels
 from nanodomino.run.session import drift_warning
 
 

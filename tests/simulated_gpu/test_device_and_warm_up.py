@@ -11,7 +11,8 @@ from support.harness import build, random_data, tiny
 
 import train
 from nanodomino.comm import collectives
-from nanodomino.comm.world import LaunchInfo, find_device
+from nanodomino.comm.device import find_device
+from nanodomino.comm.world import LaunchInfo
 from nanodomino.errors import UserError
 from nanodomino.estimate.accounts import Accounts
 from nanodomino.estimate.rank import groups_of

@@ -1,0 +1,98 @@
+"""The device of a rank: which one, what it can do, and which kernels may run on it.
+
+Tensors on torch's meta device have shapes but no numbers. A dry run (estimate/) trains on them, and says which device
+they stand for. So a machine without GPUs can run the code paths of a GPU.
+"""
+
+import os
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+
+from nanodomino.comm.world import LaunchInfo
+from nanodomino.errors import require
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """Describes the device that meta tensors stand for."""
+    kind: str = "cpu"
+    streams: object = None                   # has Stream, stream and current_stream, like torch.cuda
+    capability: tuple[int, int] = (9, 0)     # the compute capability: an H100's
+
+
+STAND_IN = ContextVar("the device that meta tensors stand for", default=StandIn())      # noqa: B039, it is frozen
+
+
+@contextmanager
+def standing_for(stand_in: StandIn):
+    """Let meta tensors stand for the device that stand_in describes."""
+    token = STAND_IN.set(stand_in)
+    try:
+        yield
+    finally:
+        STAND_IN.reset(token)
+
+
+def kind_of(device: torch.device) -> str:
+    """Return "cpu" or "cuda"."""
+    return STAND_IN.get().kind if device.type == "meta" else device.type
+
+
+def on_gpu(tensor) -> bool:
+    """Return whether a tensor is in a GPU's memory, or stands for one that is."""
+    return tensor.is_cuda or tensor.is_meta and STAND_IN.get().kind == "cuda"
+
+
+def streams_of(device: torch.device):
+    """Return torch.cuda, or what replaces its streams on the meta device."""
+    return STAND_IN.get().streams if device.type == "meta" else torch.cuda
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU, or of the StandIn for meta tensors and on machines without GPUs."""
+    stands_in = device.type == "meta" or not torch.cuda.is_available()
+    return STAND_IN.get().capability if stands_in else torch.cuda.get_device_capability(device)
+
+
+def has_flash_attention(device: torch.device) -> bool:
+    """Return whether torch's flash attention runs on this device: on GPUs from Ampere on."""
+    return (kind_of(device) == "cuda" and capability_of(device) >= (8, 0)
+            and (device.type == "meta" or torch.backends.cuda.is_flash_attention_available()))
+
+
+def find_device(config, launch: LaunchInfo) -> torch.device:
+    """Return this process's own GPU, or the CPU. Raises UserError if there are fewer GPUs than processes."""
+    gpus = torch.cuda.device_count()
+    if config.device == "cpu" or (config.device == "auto" and gpus == 0):
+        return torch.device("cpu")
+    require(gpus > 0, "--device cuda needs a GPU that torch can see, and there is none; try --device cpu")
+    require(not (config.trace and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"), "--trace would slow down what "
+            "it measures, because CUDA_DEVICE_MAX_CONNECTIONS is 1; unset the variable")
+    sees_only_its_own = gpus == 1 and os.environ.get("CUDA_VISIBLE_DEVICES")   # as SLURM does with one GPU per task
+    require(launch.local_world_size <= gpus or sees_only_its_own, f"{launch.local_world_size} processes on this host "
+            f"need as many GPUs, and there are {gpus}; try torchrun --nproc_per_node {gpus}, or --device cpu")
+    device = torch.device("cuda", 0 if sees_only_its_own else launch.local_rank)
+    config.check_device(device)
+    return device
+
+
+def choose_kernels(config, device: torch.device):
+    """Tell torch which kernels it may choose. Call this before the first matmul: cuBLAS reads its variable only once.
+
+    A kernel whose thread blocks add to the same number in no fixed order may round differently each time it runs.
+    Torch's strict mode replaces such kernels, or raises an error where it has no other. Its warn-only mode would keep
+    the backward of fused attention. cuDNN's attention can return NaN in its backward if there is an attention bias
+    (github.com/pytorch/pytorch/issues/196678). The compiler may benchmark kernels on each rank separately, but the
+    tensor-parallel ranks must not choose different ones."""
+    torch.backends.cuda.enable_cudnn_sdp(not (config.deterministic_mode or config.uses_attention_bias))
+    if config.deterministic_mode:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")      # 8 buffers of 4096 KiB
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False      # else each torch.empty() launches a kernel
+    if config.compile and config.tp > 1:
+        from torch._inductor import config as inductor                   # imported here: it loads the whole compiler
+
+        inductor.deterministic = True
