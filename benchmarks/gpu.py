@@ -22,9 +22,8 @@ from benchmarks.gpu_checks import CHECKS, ranks_here
 from benchmarks.gpu_kernels import Run
 from benchmarks.runner import BENCH
 from benchmarks.slow_network import exit_on_signals
-from nanodomino.comm.device import choose_kernels
-from nanodomino.comm.world import start_world
-from nanodomino.errors import require
+from nanodomino.comm.device import choose_kernels, find_device
+from nanodomino.comm.world import LaunchInfo, start_world
 from nanodomino.files import make_folder, open_regular_file, read_file, write_file
 from nanodomino.settings.config import Config
 
@@ -45,7 +44,7 @@ def add_flags(parser):
 
 def processes(flags) -> int:
     """Return 1, or with --run the largest number of processes that the check allows on these GPUs (on CPUs: two)."""
-    require(flags.device == "cpu" or torch.cuda.is_available(), "torch must see a GPU; else try --device cpu")
+    find_device(Config(device=flags.device), LaunchInfo())     # says why torch can't use a GPU
     return ranks_here(flags.device == "cuda", CHECKS[flags.run].ranks or 1) if flags.run else 1
 
 

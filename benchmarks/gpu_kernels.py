@@ -20,6 +20,7 @@ from torch.utils.benchmark import Timer
 
 from benchmarks import plan
 from benchmarks.runner import parse
+from nanodomino.comm.device import capability_of, has_flash_attention
 from nanodomino.errors import require
 from nanodomino.estimate.accounts import Accounts
 from nanodomino.estimate.formulas import GPUS
@@ -41,7 +42,7 @@ class Run:
     def __init__(self, device: torch.device, quick: bool, world_size=1):
         self.device, self.cuda, self.quick, self.world_size = device, device.type == "cuda", quick, world_size
         self.large = self.cuda and not quick                   # whether to include the sizes of real models
-        self.has_fp8 = self.cuda and torch.cuda.get_device_capability(device) >= (8, 9)    # a CPU needs minutes
+        self.has_fp8 = self.cuda and capability_of(device) >= (8, 9)    # a CPU needs minutes
         name = torch.cuda.get_device_name(device) if self.cuda else ""
         self.gpu = max((key for key in GPUS if key in name), key=len, default=None)
         self.numbers, self.slow = {}, []                       # slow: the kernels below their floors
@@ -151,7 +152,7 @@ def attention(run: Run):
     causal = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
     cases = [(partial(fused_attention, bias=None), causal, sizes) for sizes in (
         (2, 192, 8, 2, 64), (2, 320, 4, 1, 128), (2, 128, 4, 4, 64), *[(1, 4096, 32, 32, 128)] * run.large)]
-    if run.cuda and torch.cuda.get_device_capability(run.device) >= (8, 0):
+    if has_flash_attention(run.device):
         ends = torch.rand(2, 128, generator=torch.Generator().manual_seed(1)) < 0.3
         numbers = F.pad(ends, (1, -1)).long().cumsum(1)         # many documents have one token
         mask = AttentionMask(torch.arange(128), document_begins(numbers), None, 128)

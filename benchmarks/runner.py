@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 import train
 from benchmarks.slow_network import exit_on_signals, slow_wire
-from nanodomino.comm.device import find_device
+from nanodomino.comm.device import choose_kernels, find_device
 from nanodomino.comm.world import LaunchInfo, read_launch_environment, start_world
 from nanodomino.data import Batch
 from nanodomino.domino import Domino
@@ -222,10 +222,11 @@ def join(config: Config, launch: LaunchInfo, one_core=False) -> tuple[Config, Me
 
 
 def with_mesh(config: Config, device: torch.device) -> tuple[Config, Mesh]:
-    """Return the Config with its device, and the mesh of all ranks of a world that has started."""
-    return (dataclasses.replace(config, device=device.type).with_device(device),
-            make_mesh(config.pp, config.dp, config.tp, device, **config.mesh_options,
-                      thread_blocks=config.thread_blocks))
+    """Choose the kernels. Return the Config with its device, and the mesh of all ranks of a world that has started."""
+    config = dataclasses.replace(config, device=device.type).with_device(device)
+    choose_kernels(config, device)
+    return config, make_mesh(config.pp, config.dp, config.tp, device, **config.mesh_options,
+                             thread_blocks=config.thread_blocks)
 
 
 def gathered(value) -> list:

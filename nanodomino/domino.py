@@ -117,7 +117,7 @@ class Domino:
         self.ops = SliceOps(config.residual_stream(self.mesh), columns, trace, model.statistics_of,
                             always_yields=self.mesh.tp > 1 or not config.sent_by_branches)
         self.residual_norm = ResidualNorm(model.chunks[0].sublayers[0].norm, fused)
-        self.ends = EmbeddingAndHead(model, self.ops, self.residual_norm, compiled)
+        self.ends = EmbeddingAndHead(model, self.ops, self.residual_norm, compiled if config.fuses else None)
         self.tape_policy = config.tape_policy(self.mesh.device, slices, self.residual_norm)
         self.behind_head = config.behind_head.runner(self)
         self.branches = {chunk: [config.branch(sublayer, layer.number, self.mesh, self.ops, fused)

@@ -5,14 +5,19 @@ they stand for. So a machine without GPUs can run the code paths of a GPU.
 """
 
 import os
+import re
+import sys
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
 
-from nanodomino.comm.world import LaunchInfo
-from nanodomino.errors import require
+from nanodomino.comm.world import LaunchInfo, read_launch_environment
+from nanodomino.errors import UserError, require
+
+# the wheel for older drivers and GPUs
+FOR_OLDER = f"pip install torch=={torch.__version__.split('+')[0]} --index-url https://download.pytorch.org/whl/cu126"
 
 
 @dataclass(frozen=True)
@@ -52,9 +57,12 @@ def streams_of(device: torch.device):
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a GPU, or of the StandIn for meta tensors and on machines without GPUs."""
-    stands_in = device.type == "meta" or not torch.cuda.is_available()
-    return STAND_IN.get().capability if stands_in else torch.cuda.get_device_capability(device)
+    """Return the compute capability of a GPU, or of the StandIn for meta tensors and on machines without GPUs. AMD's
+    GPUs count as (8, 0): they have bfloat16 and flash attention, but not Hopper's kernels, although a gfx942 says 9.4.
+    """
+    if device.type == "meta" or not torch.cuda.is_available():
+        return STAND_IN.get().capability
+    return (8, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
 
 
 def has_flash_attention(device: torch.device) -> bool:
@@ -64,7 +72,8 @@ def has_flash_attention(device: torch.device) -> bool:
 
 
 def find_device(config, launch: LaunchInfo) -> torch.device:
-    """Return this process's own GPU, or the CPU. Raises UserError if there are fewer GPUs than processes."""
+    """Return this process's own GPU, or the CPU. Raises UserError if there are fewer GPUs than processes, or if a GPU
+    can't run this torch or this model."""
     gpus = torch.cuda.device_count()
     if config.device == "cpu" or (config.device == "auto" and gpus == 0):
         return torch.device("cpu")
@@ -75,8 +84,41 @@ def find_device(config, launch: LaunchInfo) -> torch.device:
     require(launch.local_world_size <= gpus or sees_only_its_own, f"{launch.local_world_size} processes on this host "
             f"need as many GPUs, and there are {gpus}; try torchrun --nproc_per_node {gpus}, or --device cpu")
     device = torch.device("cuda", 0 if sees_only_its_own else launch.local_rank)
+    require_cuda(device)
     config.check_device(device)
     return device
+
+
+def require_cuda(device: torch.device):
+    """Raise UserError if this torch can't use a GPU that the driver lists: because the driver is older than torch's
+    CUDA (a driver for 12.0 runs any 12), or because the GPU is older than all for which torch was compiled."""
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:
+        reason = re.sub(r"version (\d+)0(\d)0", r"CUDA \1.\2", str(error).partition(". Please")[0])
+        raise UserError(f"torch for CUDA {torch.version.cuda} can't use the GPUs ({reason}); update the driver, or for "
+                        f"one of CUDA 12 {FOR_OLDER}, or try --device cpu") from None
+    (major, minor), names = capability_of(device), " ".join(torch.cuda.get_arch_list())
+    require(10 * major + minor >= min(map(int, re.findall(r"sm_(\d+)", names)), default=0),
+            f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}, but torch for CUDA "
+            f"{torch.version.cuda} is compiled for {names}; {FOR_OLDER}, or try --device cpu")
+
+
+def can_compile(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether inductor, torch.compile's default backend, works on a GPU. If not, each host prints why."""
+    least = (8, 0) if dtype == torch.bfloat16 else (7, 0)
+    reason = "torch.compile needs compute capability 7.0, or for bfloat16 8.0; instead of --bf16 try --fp16"
+    try:
+        from triton.runtime import driver
+
+        if capability_of(device) >= least and driver.active:   # which compiles and links C, as the first kernel would
+            return True
+    except Exception as error:                                 # a broken package can raise anything
+        reason = ("Triton needs the packages triton, gcc and python3-dev (Python.h), and libcuda.so.1 in the list of "
+                  f"ldconfig -p ({' '.join(str(error).split())[:200]})")
+    if read_launch_environment().local_rank == 0:
+        print(f"warning: running with --no-compile: {reason}", file=sys.stderr, flush=True)
+    return False
 
 
 def choose_kernels(config, device: torch.device):

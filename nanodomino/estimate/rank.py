@@ -102,7 +102,7 @@ def groups_of(mesh: Mesh) -> dict:
 def dry_run(program, config: Config, rank=0) -> RankRun:
     """Run a step of one rank. program: has model_builder and train_step, like the module train.py. config: resolved,
     and with its vocabulary; config.device, "cpu" or "cuda", is the device that meta tensors stand for."""
-    compiles = config.device == "cuda" if config.compile is None else config.compile
+    compiles = config.fuses and (config.device == "cuda" if config.compile is None else config.compile)
     tokens = config.micro_batch_size * config.seq_length
     require(tokens <= MOST_TOKENS, f"a dry run takes at most {MOST_TOKENS:,} tokens in a microbatch, but "
             f"micro-batch-size x seq-length is {tokens:,}; lower one of them")

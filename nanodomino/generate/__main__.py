@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from nanodomino.checkpoint.format import read_manifest, step_of
 from nanodomino.checkpoint.load import config_of, find_checkpoint, load_weights, newest_finite_checkpoint
-from nanodomino.comm.device import find_device
+from nanodomino.comm.device import choose_kernels, find_device
 from nanodomino.comm.world import LaunchInfo, from_rank_0, start_world
 from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.corpus.tokenizers import Tokenizer, build_tokenizer, text_of
@@ -146,10 +146,12 @@ def main(arguments: list[str], launch: LaunchInfo) -> int:
     tp = launch.world_size
     # what may fail comes before the process groups start
     checkpoint = find_checkpoint(Path(flags.load))
-    config = config_of(checkpoint, read_manifest(checkpoint), tp, tensor_model_parallel_size=tp, device=flags.device)
+    config = config_of(checkpoint, read_manifest(checkpoint), tp, tensor_model_parallel_size=tp, device=flags.device,
+                       fp8_format=None, compile=False)         # generation multiplies in --dtype, on any GPU
     tokenizer = find_tokenizer(checkpoint, config, flags)
     device = find_device(config, launch)
 
+    choose_kernels(config, device)
     start_world(launch, device, config.timeout)
     mesh = make_mesh(1, 1, tp, device)
     model = GPT(config, mesh, initialize=False)

@@ -212,8 +212,8 @@ class EmbeddingAndHead:
     """Runs the embedding and the head, forward and backward. All methods except head_backward are generators."""
 
     def __init__(self, model, ops, residual_norm, compiled=None):
-        """compiled: a function such as torch.compile, or None. The cross entropy must not create temporaries as large
-        as the logits. torch.compile fuses the operations. Without it, in_blocks() processes a few rows at a time."""
+        """compiled: a function that fuses operations, such as torch.compile, or None. The cross entropy must not create
+        temporaries as large as the logits. If nothing fuses, in_blocks() processes a few rows at a time."""
         self.model, self.ops, self.residual_norm = model, ops, residual_norm
         narrow = dict(narrow=model.config.fp16_lm_cross_entropy and model.config.dtype == "float16")
         self.max_and_sum_exp_of_rows, self.scaled_exp_of_rows = map(compiled or in_blocks, (

@@ -27,6 +27,7 @@ from operator import attrgetter
 
 import torch
 
+from nanodomino.comm.device import can_compile
 from nanodomino.errors import require, run_command
 from nanodomino.layers.attention_mask import POSITION_EMBEDDING_TYPES
 from nanodomino.layers.sublayers import NORMALIZATIONS
@@ -252,6 +253,7 @@ class Config(Choices):
     rope = property(lambda self: self.position_embedding_type == "rope")
     activation = property(lambda self: "swiglu" if self.swiglu else "gelu")
     compiler = property(lambda self: partial(torch.compile, backend=self.compile_backend) if self.compile else None)
+    fuses = property(lambda self: self.compile_backend == "inductor")      # whether --compile saves temporaries
     microbatches = property(lambda self: self.global_batch_size // (self.micro_batch_size * self.dp))    # per replica
     # the output size of attention's first matmul over all ranks: q for each head, k and v for each query group
     qkv_size = property(lambda self: (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels)
@@ -311,8 +313,11 @@ class Config(Choices):
         return config
 
     def with_device(self, device: torch.device) -> "Config":
-        """Return a copy in which `compile` is set. If it was None, it is True on CUDA and False on the CPU."""
-        return dataclasses.replace(self, compile=device.type == "cuda" if self.compile is None else self.compile)
+        """Return a copy in which `compile` is set. If it was None, it is True on CUDA and False on the CPU. It is also
+        False if the compiler does not work for this GPU."""
+        compile = device.type == "cuda" if self.compile is None else self.compile
+        works = not compile or not self.fuses or device.type == "cpu" or can_compile(self.params_dtype, device)
+        return dataclasses.replace(self, compile=compile and works)
 
     def with_vocabulary(self, data_vocab_size: int) -> "Config":
         """Return a copy in which vocab_size is set; if it was None, to the size of the data's vocabulary. Raises

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from support.fake_cuda import show_gpus
 from support.harness import build, random_data, tiny
 
 import train
@@ -32,7 +33,7 @@ def place(local_rank, local_world_size):
 def test_each_process_takes_its_own_gpu_also_where_it_sees_no_other(monkeypatch, gpus, shown, processes, local_rank,
                                                                     index):
     """SLURM may show each task only its own GPU, which is then number 0."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    show_gpus(monkeypatch, gpus)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     if shown:
@@ -42,7 +43,7 @@ def test_each_process_takes_its_own_gpu_also_where_it_sees_no_other(monkeypatch,
 
 
 def test_too_few_gpus_are_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    show_gpus(monkeypatch, 1)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(UserError, match="8 processes on this host need as many GPUs, and there are 1"):
         find_device(Config(), place(5, 8))
@@ -52,7 +53,7 @@ def test_no_trace_with_one_hardware_queue(monkeypatch):
     """There the stream that waits for a collective's end holds up all other streams. Runs without --trace are free to
     use one queue, and so are CPUs."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    show_gpus(monkeypatch, 1)
     with pytest.raises(UserError, match="CUDA_DEVICE_MAX_CONNECTIONS is 1; unset"):
         find_device(Config(trace="1:2"), LaunchInfo())
     assert find_device(Config(), LaunchInfo()).type == "cuda"

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
+import torch
 from support.harness import corpus_without_files
 
 import train
@@ -20,6 +21,14 @@ from nanodomino.estimate import rank as dry_run
 from nanodomino.estimate.accounts import Accounts, arguments_of, flatten
 from nanodomino.overlap import compute
 from nanodomino.settings.config import Config
+
+
+def show_gpus(monkeypatch, count=8, capability=(9, 0), architectures=(), init=lambda: None):
+    """Let torch say that this host has GPUs, in what it says before the first tensor is on one."""
+    for name, value in dict(device_count=count, is_available=True, get_device_capability=capability,
+                            get_arch_list=list(architectures), get_device_name="a GPU").items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.cuda, "init", init)
 
 
 VOCABULARY = 50257
