@@ -57,9 +57,8 @@ def streams_of(device: torch.device):
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a GPU, or of the StandIn for meta tensors and on machines without GPUs. AMD's
-    GPUs count as (8, 0): they have bfloat16 and flash attention, but not Hopper's kernels, although a gfx942 says 9.4.
-    """
+    """Return the compute capability of a GPU, or of the StandIn for meta tensors and on machines without GPUs. It is
+    (8, 0) for AMD's GPUs, which have none of Hopper's kernels, although a gfx942 says 9.4."""
     if device.type == "meta" or not torch.cuda.is_available():
         return STAND_IN.get().capability
     return (8, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
@@ -72,8 +71,7 @@ def has_flash_attention(device: torch.device) -> bool:
 
 
 def find_device(config, launch: LaunchInfo) -> torch.device:
-    """Return this process's own GPU, or the CPU. Raises UserError if there are fewer GPUs than processes, or if a GPU
-    can't run this torch or this model."""
+    """Return this process's own GPU, or the CPU. Raises UserError if there are too few GPUs, or they are too old."""
     gpus = torch.cuda.device_count()
     if config.device == "cpu" or (config.device == "auto" and gpus == 0):
         return torch.device("cpu")
@@ -106,12 +104,11 @@ def require_cuda(device: torch.device):
 
 def can_compile(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether inductor, torch.compile's default backend, works on a GPU. If not, each host prints why."""
-    least = (8, 0) if dtype == torch.bfloat16 else (7, 0)
     reason = "torch.compile needs compute capability 7.0, or for bfloat16 8.0; instead of --bf16 try --fp16"
     try:
-        from triton.runtime import driver
+        from triton.runtime import driver                      # asked for `active`, it compiles and links a file of C
 
-        if capability_of(device) >= least and driver.active:   # which compiles and links C, as the first kernel would
+        if capability_of(device) >= ((8, 0) if dtype == torch.bfloat16 else (7, 0)) and driver.active:
             return True
     except Exception as error:                                 # a broken package can raise anything
         reason = ("Triton needs the packages triton, gcc and python3-dev (Python.h), and libcuda.so.1 in the list of "

@@ -203,9 +203,9 @@ def matmul_seconds(count, rows, columns, summed, rate, multiprocessors, memory_r
 
 
 def memory_of_process(device, local_world_size: int) -> int:
-    """Return the bytes of a process's GPU, or its part of the host's memory."""
+    """Return the bytes of a process's GPU that are free, or its part of the host's memory."""
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+        return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_world_size
 
 

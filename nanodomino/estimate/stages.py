@@ -190,5 +190,5 @@ def require_memory(program, config: Config, device, local_world_size: int) -> st
             words = f"no estimate of its memory ({error})"
     require(needed <= memory,
             f"the fullest of {config.world_size} processes would need at least {needed / 1e9:,.1f} GB of memory, and "
-            f"each has {memory / 1e9:,.1f} GB here; lower {remedy}, or give the model more processes (--tp, --pp)")
+            f"each can have {memory / 1e9:,.1f} GB here; lower {remedy}, or give the model more processes (--tp, --pp)")
     return words

@@ -17,6 +17,7 @@ import signal
 import time
 from collections import defaultdict
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ from nanodomino.comm.device import choose_kernels, find_device
 from nanodomino.comm.trace import Trace
 from nanodomino.comm.world import LaunchInfo, from_rank_0, start_world
 from nanodomino.corpus.prepared_folder import Corpus, load_corpus
-from nanodomino.errors import NotFinite, UserError, counted, import_optional, require
+from nanodomino.errors import NotFinite, UserError, counted, require
 from nanodomino.estimate.stages import require_memory
 from nanodomino.files import read_json
 from nanodomino.generate.generation import generate
@@ -125,8 +126,8 @@ class Session:
         self.datasets = program.dataset_builder(config, corpus, device)
         if config.sample_tokens:
             corpus.tokenizer()                                 # a failure should show now, not at the end
-        if config.tensorboard_dir:
-            import_optional("tensorboard.summary.writer.event_file_writer", "--tensorboard-dir")
+        require(not config.tensorboard_dir or find_spec("tensorboard"), "--tensorboard-dir needs the tensorboard "
+                "package; pip install -r requirements-extra.txt, or leave the flag out")
         run, self.memory = None, ""                            # memory: how much the run needs, in words
         if launch.rank == 0:
             self.memory = require_memory(program, config, device, launch.local_world_size)

@@ -313,8 +313,7 @@ class Config(Choices):
         return config
 
     def with_device(self, device: torch.device) -> "Config":
-        """Return a copy in which `compile` is set. If it was None, it is True on CUDA and False on the CPU. It is also
-        False if the compiler does not work for this GPU."""
+        """Return a copy in which `compile` is set: if it was None, to True on CUDA; where that can't work, to False."""
         compile = device.type == "cuda" if self.compile is None else self.compile
         works = not compile or not self.fuses or device.type == "cpu" or can_compile(self.params_dtype, device)
         return dataclasses.replace(self, compile=compile and works)

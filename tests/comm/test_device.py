@@ -1,6 +1,7 @@
 """A GPU that can't do what a run asks: one sentence before the ranks connect, or the run goes on in another way."""
 
 import re
+import signal
 import sys
 from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
@@ -11,11 +12,15 @@ from support import ROOT
 from support.fake_cuda import show_gpus
 from support.fake_world import fake_world
 from support.harness import build, tiny
+from support.runs import make_corpus, train_in_pool
 
+import train
 from nanodomino.comm.device import capability_of, find_device
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.domino import Domino
 from nanodomino.errors import UserError
+from nanodomino.estimate.stages import require_memory
+from nanodomino.generate import __main__ as generate
 from nanodomino.settings.config import Config
 
 GPU = torch.device("cuda", 0)
@@ -93,6 +98,23 @@ def test_a_backend_that_fuses_nothing_leaves_the_cross_entropy_in_blocks():
             _, model, *_ = build(tiny(1, compile_backend=backend))
             ends = Domino(model, compiled=lambda function: function).ends
             assert (getattr(ends.scaled_exp_of_rows, "__name__", "") == "by_blocks") == (backend == "aot_eager")
+
+
+def test_the_memory_that_others_use_on_a_gpu_does_not_count(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100_000, 80 * 10**9))
+    with pytest.raises(UserError, match="each can have 0.0 GB here"):
+        require_memory(train, tiny(1), GPU, 1)
+
+
+def test_an_a100_generates_from_a_model_that_was_trained_in_fp8(pool, tmp_path, monkeypatch):
+    """Generation multiplies in 16 bits."""
+    make_corpus(tmp_path)
+    train_in_pool(pool, tmp_path, "--run-dir", tmp_path / "run", "--train-iters", 1, "--bf16", "--fp8-format", "e4m3")
+    show_gpus(monkeypatch, capability=(8, 0))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(generate, "start_world", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        generate.main(["--load", str(tmp_path / "run"), "--device", "cuda"], LaunchInfo())
 
 
 def test_amds_numbers_are_not_nvidias(monkeypatch):
