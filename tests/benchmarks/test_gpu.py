@@ -47,7 +47,7 @@ def test_a_check_that_exceeds_its_limit_ends_with_all_its_processes(monkeypatch)
 
 def test_without_a_gpu_one_sentence_says_what_to_do(capsys):
     assert main(QUESTIONS, "", ["gpu"]) == 2
-    assert "torch must see a GPU; else try --device cpu" in capsys.readouterr().err
+    assert "--device cuda needs a GPU that torch can see, and there is none; try --devi" in capsys.readouterr().err
     assert gpu.run_check("steps-tp", SimpleNamespace(device="cpu", quick=True))["message"] == "needs 8 GPUs"
 
 
