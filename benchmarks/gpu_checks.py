@@ -31,8 +31,10 @@ from benchmarks.gpu_kernels import Run, attention, expert_matmuls, fp8_matmuls, 
 from benchmarks.runner import BENCH, Training, bytes_text, config_of, gathered, parse, seconds_text, with_mesh
 from benchmarks.timeline import record
 from nanodomino.comm import collectives
+from nanodomino.comm.device import choose_kernels
 from nanodomino.errors import require
 from nanodomino.estimate.formulas import peak_memory
+from nanodomino.mesh import Mesh
 from nanodomino.options.fp8 import RECIPES
 from nanodomino.pictures.merged_trace import table
 from nanodomino.settings.config import Config
@@ -68,10 +70,17 @@ class Check:
     limit: int = 1800
 
 
+def joined(run: Run, config: Config) -> tuple[Config, Mesh]:
+    """Return the Config with its device, and the mesh of all ranks. Chooses the kernels for these settings."""
+    config, mesh = with_mesh(config, run.device)
+    choose_kernels(config, run.device)
+    return config, mesh
+
+
 def built(run: Run, **settings) -> Training:
     """Return this rank's part of a small training run, warmed up. settings: replace those of SMALL."""
     config = Config(**dict(SMALL, global_batch_size=8 * run.world_size) | settings).resolve(run.world_size)
-    config, mesh = with_mesh(config.with_vocabulary(config.vocab_size), run.device)
+    config, mesh = joined(run, config.with_vocabulary(config.vocab_size))
     ours = Training(config, mesh)
     train.warm_up(ours.stage, ours.optimizer, config, mesh)
     return ours
@@ -219,7 +228,7 @@ def steps(run: Run, model: str, *variants: str):
         torch.cuda.reset_peak_memory_stats(run.device) if run.cuda else None
         flags = parse(plan, words.split())
         plan.processes(flags)                                  # gives the model the vocabulary of its published weights
-        found = record(*with_mesh(config_of(flags, run.world_size), run.device), variant, repeats=5)
+        found = record(*joined(run, config_of(flags, run.world_size)), variant, repeats=5)
         if found:                                              # on rank 0, whose numbers are in the report
             run.numbers[f"step of {words}"] = "\n".join([
                 f"{seconds_text((found.end - found.begin) / 1e9)}, {bytes_text(peak_memory(run.device))}; planned "
