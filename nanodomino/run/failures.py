@@ -60,8 +60,8 @@ def run_rank(main, arguments: list[str]):
 
 
 def report_and_exit(launch: LaunchInfo, error: Exception):
-    """Print the error and end this process with its exit code. The module's docstring
-    says which ranks wait before they print. A Watchdog has added itself to an error of training."""
+    """Print the error and end this process with its exit code. The module's docstring says which ranks wait before they
+    print. A Watchdog has added itself to an error of training."""
     sys.stdout.flush()
     watchdog = getattr(error, "watchdog", None)
     where = f" in step {watchdog.step}" if watchdog and watchdog.step else ""
