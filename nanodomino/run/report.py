@@ -85,8 +85,8 @@ class Report:
         if done < steps:
             windows = max((tokens["train"] - 1) // config.seq_length, 1)
             epochs = config.consumed_train_samples(steps) / windows
-            lines.append(f"{counted(steps, 'step')} = {format(epochs, '.0f' if epochs >= 10 else '.2g')} epochs of this "
-                         f"text{', of which more than 4 teach little (2305.16264)' * (epochs > 4)}; {memory}")
+            lines.append(f"{counted(steps, 'step')} = {format(epochs, '.0f' if epochs >= 10 else '.2g')} epochs of "
+                         f"this text{', of which more than 4 teach little (2305.16264)' * (epochs > 4)}; {memory}")
         print("\n".join(filter(None, lines)), flush=True)
 
     def say(self, line: str):

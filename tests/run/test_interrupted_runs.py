@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import ROOT
+from support.harness import build, random_data, tiny
 from support.runs import (TINY, Job, differences, main_on_rank, make_corpus, metric_points, needs_proc, saved_steps,
                           train_in_pool, wait_until)
 
@@ -25,6 +26,7 @@ from nanodomino.checkpoint.load import checkpoints_of
 from nanodomino.checkpoint.format import verify
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.run.failures import PEER_ERROR, unresponsive_ranks
+from nanodomino.run.session import drift_warning
 
 LENGTH = ["--train-iters", 14, "--save-interval", 3]
 LONG = ["--train-iters", 1_000_000, "--eval-interval", 1_000_000]
@@ -321,6 +323,40 @@ def test_a_stage_with_fp32_parameters_beside_16_bits_saves_with_the_others(pool,
 
 
 # ---- drifted apart, or out of disk
+
+BOX = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, micro_batch_size=12)
+EXPERTS = dict(tensor_model_parallel_size=2, expert_model_parallel_size=2, num_experts=4, num_layers=2,
+               disable_bias_linear=True, moe_router_enable_expert_bias=True)
+
+
+def nudged_rank(config, data, nudges):
+    """Return the warnings before and after each (rank, name, place) of `nudges` changes the last bit of an element."""
+    mesh, model, optimizer, stage = build(config)
+    train.train_step(1, stage, optimizer, data, config, mesh)
+    before = drift_warning(model, mesh)
+    for rank, name, place in nudges:
+        if rank == dist.get_rank():
+            numbers = dict(model.named_parameters())[name].detach().view(-1)
+            numbers.view({4: torch.int32, 2: torch.int16}[numbers.element_size()])[place] ^= 1
+    return before, drift_warning(model, mesh)
+
+
+@pytest.mark.parametrize("options, nudges", [
+    (BOX, [(1, "layers.0.attention.norm.weight", 0), (2, "layers.0.mlp.dense_h_to_4h.weight", 5)]),     # tp and dp
+    (BOX, [(7, "embedding.word_embeddings.weight", 9)]),                                                # tied
+    (BOX, [(4, f"layers.2.{name}", 1) for name in ("attention.norm.bias", "mlp.norm.bias", "mlp.norm.weight")]),
+    # with four replicas and ep 2, an expert has a copy two replicas away
+    (EXPERTS, [(4, "layers.0.mlp.experts.dense_h_to_4h", 5)]), (EXPERTS, [(5, "layers.1.mlp.router.expert_bias", 2)])],
+    ids=["tp and dp", "tied", "many", "expert", "expert bias"])
+def test_copies_that_differ_in_a_bit_are_named(pool, options, nudges):
+    """Replicated parameters over tp, all over dp, the tied embedding on the first and last stage, the router on all
+    ranks: each is compared only with its own copies."""
+    config = tiny(8, **options, dtype="bfloat16")
+    results = pool.run(nudged_rank, config, random_data(config, 1), nudges)
+    names = [name for _, name, _ in nudges]
+    assert len(set(results)) == 1 and results[0][0] == ""
+    assert f"have drifted apart ({', '.join(names)}), so" in results[0][1], results[0][1]
+
 
 def main_with_faults(flags):
     """Run train.py on this rank. In step 6 rank 1 drifts apart: one bit of one copy, after the step and before the
