@@ -56,7 +56,7 @@ def test_gathered_keys_need_a_bias_if_heads_are_too_large_for_varlen_attention()
 # ---- several hosts
 
 @pytest.mark.parametrize("hosts, error, says", [
-    (2, "Gloo connectFullMesh failed with Connect timeout", "on each host to the network interface that leads to the o"),
+    (2, "Gloo connectFullMesh failed with Connect timeout", "on each host to the network interface that leads to the"),
     (1, "Gloo connectFullMesh failed with Connect timeout", "^Gloo connectFullMesh failed with Connect timeout$"),
     (2, "Connection closed by peer", "^Connection closed by peer$")])
 def test_hosts_that_announce_an_address_of_their_own_are_told_to_name_the_interface(monkeypatch, hosts, error, says):

@@ -12,6 +12,7 @@ from nanodomino.run.session import from_command_line
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import flag_name, flag_settings
+from nanodomino.settings.presets import PRESETS
 
 
 def settle(flags, processes):
@@ -137,3 +138,21 @@ def test_no_value_may_be_negative_infinite_empty_or_of_another_type(type, values
                 from_command_line([f"{flag_name(setting.name)}={value}"], 1)
             shown = repr(value) if type is str or value in ("", "high") else value.removeprefix("1e400") or "inf"
             assert shown in str(error.value), error.value
+
+
+# ---- the default layout
+
+@pytest.mark.parametrize("model", PRESETS)
+def test_up_to_eight_processes_have_a_default_layout(model):
+    """The default tp divides the query groups, such as the 3 of smollm2-135m and the 25 of gpt2-xl."""
+    for processes in range(1, 9):
+        config = Config(model=model).resolve(processes)
+        assert config.tp * config.pp * config.dp == processes and config.num_query_groups % config.tp == 0
+
+
+@pytest.mark.parametrize("processes, ep, layout", [(2, 2, (1, 1, 2)), (8, 2, (2, 2, 2)), (8, 4, (2, 1, 4)),
+                                                   (8, 8, (1, 1, 8)), (16, 2, (2, 2, 4))])
+def test_the_default_layout_has_as_many_replicas_as_share_the_experts(processes, ep, layout):
+    config = Config(model="nano-moe", expert_model_parallel_size=ep, given=("expert_model_parallel_size",)).resolve(
+        processes)
+    assert (config.tp, config.pp, config.dp) == layout
