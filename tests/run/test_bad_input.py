@@ -238,32 +238,30 @@ def test_copies_that_would_train_separate_models_are_refused():
     assert read_launch_environment(dict(SLURM_NTASKS="4", SLURM_PROCID="0", PMI_SIZE="1")) == LaunchInfo()
 
 
-# ---- between processes: (command, its processes, flags, damage, changes of the launcher's environment, parts of the
-#      sentence). {port} is a port in use, {rank} (in flags) the rank.
+# ---- between processes: (their number, flags, damage, changes of the launcher's environment, parts of the sentence).
+#      {port} is a port in use, {rank} (in flags) the rank.
 
 PROCESS_TABLE = [
-    ("train.py", 4, "--run-dir data/meta.json", leave, {}, "meta.json can't be written", "choose another"),  # on rank 0
-    ("train.py", 4, "--seq-length 16", foreign_tokens, {}, "token id 65535, outside the vocabulary of 257",
+    (4, "--run-dir data/meta.json", leave, {}, "meta.json can't be written", "choose another"),    # on rank 0 alone
+    (4, "--seq-length 16", foreign_tokens, {}, "token id 65535, outside the vocabulary of 257",
      PREPARE_AGAIN),
-    ("train.py", 4, "--timeout 1", leave, dict(MASTER_PORT="{port}"), "MASTER_PORT {port}", "choose a free port"),
-    ("train.py", 1, "--timeout 1 --pp 2", leave, dict(WORLD_SIZE="2"), "the 2 processes cannot connect",
+    (4, "--timeout 1", leave, dict(MASTER_PORT="{port}"), "MASTER_PORT {port}", "choose a free port"),
+    (1, "--timeout 1 --pp 2", leave, dict(WORLD_SIZE="2"), "the 2 processes cannot connect",
      "and start all 2"),
-    ("train.py", 4, "--seed {rank}", leave, {}, "rank 1 has other settings or data than rank 0", "give all hosts"),
-    ("bench.py", 1, "nonsense", leave, {}, "there is no question 'nonsense'", "try one of overlap")]
+    (4, "--seed {rank}", leave, {}, "rank 1 has other settings or data than rank 0", "give all hosts")]
 
 
-@pytest.mark.parametrize("row", PROCESS_TABLE, ids=lambda row: f"{row[0]} {row[2]} {row[5][:20]}")
+@pytest.mark.parametrize("row", PROCESS_TABLE, ids=lambda row: f"{row[1]} {row[4][:20]}")
 def test_processes_end_soon_with_one_sentence(fork_server, folder, row):
     """Whether all ranks find the mistake, or one finds it while the others wait for it in a collective."""
-    command, processes, flags, damage, environment, *says = row
+    processes, flags, damage, environment, *says = row
     damage(folder)
-    base = [*TINY, "--data-path", "data", "--train-iters", "3"] if command == "train.py" else []
     with socket.create_server(("127.0.0.1", 0)) as in_use:
         port = in_use.getsockname()[1]
-        ranks = [([*base, *shlex.split(flags.format(rank=rank))],
+        ranks = [([*TINY, "--data-path", "data", "--train-iters", "3", *shlex.split(flags.format(rank=rank))],
                   place | {name: value.format(port=port) for name, value in environment.items()})
                  for rank, place in enumerate(launcher_environments(processes))]
-        ended = fork_server.launch(command, ranks, folder, LIMIT)
+        ended = fork_server.launch("train.py", ranks, folder, LIMIT)
     assert ended.code == 2 and "Traceback" not in ended.output, ended
     (sentence,) = [line for line in ended.output.splitlines() if line.startswith("error: ")]
     assert all(part.format(port=port) in sentence for part in says), sentence

@@ -323,20 +323,18 @@ def nudged_rank(config, data, nudges):
 
 
 @pytest.mark.parametrize("options, nudges", [
-    (BOX, [(1, "layers.0.attention.norm.weight", 0), (2, "layers.0.mlp.dense_h_to_4h.weight", 5)]),     # tp and dp
-    (BOX, [(7, "embedding.word_embeddings.weight", 9)]),                                                # tied
-    (BOX, [(4, f"layers.2.{name}", 1) for name in ("attention.norm.bias", "mlp.norm.bias", "mlp.norm.weight")]),
+    # a copy over dp, over tp, and of a tied embedding
+    (BOX, [(7, "embedding.word_embeddings.weight", 9), (1, "layers.0.attention.norm.weight", 0),
+           (2, "layers.0.mlp.dense_h_to_4h.weight", 5)]),
     # with four replicas and ep 2, an expert has a copy two replicas away
-    (EXPERTS, [(4, "layers.0.mlp.experts.dense_h_to_4h", 5)]), (EXPERTS, [(5, "layers.1.mlp.router.expert_bias", 2)])],
-    ids=["tp and dp", "tied", "many", "expert", "expert bias"])
+    (EXPERTS, [(4, "layers.0.mlp.experts.dense_h_to_4h", 5), (5, "layers.1.mlp.router.expert_bias", 2)])],
+    ids=["dense", "experts"])
 def test_copies_that_differ_in_a_bit_are_named(pool, options, nudges):
-    """Replicated parameters over tp, all over dp, the tied embedding on the first and last stage, the router on all
-    ranks: each is compared only with its own copies."""
+    """Each is compared only with its own copies."""
     config = tiny(8, **options, dtype="bfloat16")
     results = pool.run(nudged_rank, config, random_data(config, 1), nudges)
-    names = [name for _, name, _ in nudges]
     assert len(set(results)) == 1 and results[0][0] == ""
-    assert f"have drifted apart ({', '.join(names)}), so" in results[0][1], results[0][1]
+    assert f"have drifted apart ({', '.join(name for _, name, _ in nudges)}), so" in results[0][1], results[0][1]
 
 
 def main_with_faults(flags):
