@@ -201,7 +201,8 @@ def continue_metrics(path: Path, first_step: int, rescored: set):
     for line in lines:
         with suppress(ValueError, KeyError, TypeError, RecursionError):
             values = json.loads(line)
-            if values["step"] < first_step + (not values.keys() & rescored) and line.endswith(b"\n"):
+            last = first_step - 1 if values.keys() & rescored else first_step
+            if values["step"] <= last and line.endswith(b"\n"):
                 kept.append(line)
     write_file(path, b"".join(kept))
     return open_regular_file(path, "ab", buffering=0)

@@ -46,18 +46,13 @@ run_command(main, sys.argv[1])
 """
 
 
-def start(folder, *words, environment=(), **options) -> subprocess.Popen:
-    """Start `python WORDS` in this folder."""
+def end(folder, *words, environment=(), stdout=subprocess.PIPE) -> tuple[int, str, str]:
+    """Run `python WORDS` in this folder. Return (exit code, stdout, stderr)."""
     kept = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
     kept |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **dict(environment)}
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-    return subprocess.Popen([sys.executable, *map(str, words)], cwd=folder, text=True, env=kept, **options)
-
-
-def end(process: subprocess.Popen) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr)."""
-    out, err = process.communicate(timeout=PATIENCE)
-    return process.returncode, out or "", err or ""
+    ended = subprocess.run([sys.executable, *map(str, words)], cwd=folder, text=True, env=kept, stdout=stdout,
+                           stderr=subprocess.PIPE, timeout=PATIENCE)
+    return ended.returncode, ended.stdout, ended.stderr
 
 
 @pytest.fixture
@@ -80,9 +75,8 @@ NOWHERE = "error: nowhere/file: No such file or directory; fix that, or choose a
 def test_a_command_ends_with_its_exit_code_and_at_most_one_sentence(tmp_path, closed_pipe, ending, stdout, code, error):
     """Whether its output can be written or not: neither a print fails, nor Python when it flushes buffers at exit."""
     with open("/dev/full", "w") as full:
-        process = start(tmp_path, "-c", SCRIPT, ending, environment={"PYTHONIOENCODING": "ascii"},
-                        stdout={"closed": closed_pipe, "full": full}.get(stdout, subprocess.PIPE))
-        ended = end(process)
+        ended = end(tmp_path, "-c", SCRIPT, ending, environment={"PYTHONIOENCODING": "ascii"},
+                    stdout={"closed": closed_pipe, "full": full}.get(stdout, subprocess.PIPE))
     assert (ended[0], ended[2]) == (code, error)
     if stdout == "pipe":                                       # what the terminal cannot show is escaped
         assert ended[1].splitlines()[-1] == "l\\xe4ufe 19999"
@@ -94,7 +88,7 @@ def test_a_command_ends_with_its_exit_code_and_at_most_one_sentence(tmp_path, cl
 def test_commands_run_with_a_safe_path_and_a_reader_that_has_gone(tmp_path, closed_pipe, words, code, error):
     """Python then leaves the script's folder out of its path."""
     safe = {"PYTHONSAFEPATH": "1", "PYTHONPATH": ""}
-    ended = end(start(tmp_path, *words, environment=safe, stdout=closed_pipe))
+    ended = end(tmp_path, *words, environment=safe, stdout=closed_pipe)
     assert (ended[0], ended[2]) == (code, error)
 
 

@@ -106,8 +106,8 @@ def test_every_number_of_a_step_is_recorded_printed_and_drawn(report, tmp_path, 
     assert said in capsys.readouterr().out and 0.05 < mfu < 0.95
 
 
-def test_the_losses_of_depths_are_reported(report, tmp_path, capsys):
-    """Each is a mean over the tokens that the depth counts. The numbers of experts follow."""
+def test_the_losses_of_depths_and_the_load_of_experts_are_reported(report, tmp_path, capsys):
+    """A depth's loss is a mean over the tokens that the depth counts."""
     config = tiny(1, num_layers=2, mtp_num_layers=2, log_interval=1, num_experts=2, disable_bias_linear=True)
     report(config).step(1, result_of([60.0, 20.0, 70.0, 10.0] + 4 * [30.0, 10.0, 0.0]), 0.1, seconds=1.0)
     said, line = capsys.readouterr().out, metrics(tmp_path)[-1]
@@ -117,29 +117,24 @@ def test_the_losses_of_depths_are_reported(report, tmp_path, capsys):
     assert set(line["expert_load"]) == {"layers.0", "layers.1", "mtp.0.layer", "mtp.1.layer"}
 
 
-def test_the_load_of_experts_is_reported(report, tmp_path, capsys):
-    """Two layers of three have 4 experts. A skipped step may have a loss that is not finite, but it has a load. The
-    load of each expert is recorded with each progress line, here every second step."""
+def test_the_load_of_each_expert_is_recorded_with_each_progress_line(report, tmp_path, capsys):
+    """Here every second step. Two layers of three have 4 experts. A skipped step may have a loss that is not finite."""
     config = tiny(1, num_experts=4, disable_bias_linear=True, moe_layer_freq=2, log_interval=2)
     shown, tokens = report(config), config.global_batch_size * config.seq_length // 2      # those that count
     counts = [96, 96, 96, 96, 0.03 * tokens, 48, 96, 48, 192, 0.04 * tokens]
     for step in (1, 2, 3):
         shown.step(step, result_of(counts, tokens=tokens), 0.1, seconds=1.0)
-    shown.end(3, 1.0)
-    said = capsys.readouterr().out
-    total = parameter_count(config)
+    said, total, lines = capsys.readouterr().out, parameter_count(config), metrics(tmp_path)[1:]
     unused = 2 * 2 * 2 * config.hidden_size * config.ffn_hidden_size               # 2 experts in each of 2 layers
     assert f"{total:,} parameters ({total - unused:,} active), float64 on cpu" in said
     assert said.count(" | auxiliary loss 0.0700 | busiest expert 2.00 x\n") == 2
-    lines = metrics(tmp_path)[1:]
     assert [(line["auxiliary_loss"], line["busiest_expert"]) for line in lines] == [(pytest.approx(0.07), 2.0)] * 3
     loads = {"layers.0": [1.0, 1.0, 1.0, 1.0], "layers.2": [0.5, 1.0, 0.5, 2.0]}
     assert [line.get("expert_load") for line in lines] == [loads, loads, None]
-    shown.step(3, result_of([*counts[:-1], 0.5], tokens=0.0), 0.1, seconds=1.0)        # no token counts: no loss does
-    assert metrics(tmp_path)[-1]["auxiliary_loss"] == 0.0
-    for bad in (math.nan, math.inf):
-        shown.step(4, result_of([*counts[:-1], bad], skipped=True), 0.1, 1.0)
-        assert metrics(tmp_path)[-1]["auxiliary_loss"] is None
+    for bad, options, shown_as in ((0.5, dict(tokens=0.0), 0.0), (math.nan, dict(skipped=True), None),
+                                   (math.inf, dict(skipped=True), None)):          # no token counts: no loss does
+        shown.step(4, result_of([*counts[:-1], bad], **options), 0.1, seconds=1.0)
+        assert metrics(tmp_path)[-1]["auxiliary_loss"] == shown_as
 
 
 def lines_of(*steps) -> list[bytes]:
