@@ -10,6 +10,7 @@
 import io
 import signal
 import sys
+from contextlib import suppress
 
 if sys.platform == "win32" or sys.version_info < (3, 10):      # here, because every other file imports this one first
     sys.exit("error: nanodomino needs Linux or macOS and Python 3.10 or later; on Windows, run it in WSL")
@@ -47,12 +48,10 @@ def counted(number: int, noun: str, form="") -> str:
     return f"{number:{form}} {noun}" + ("" if number == 1 else "es" if noun.endswith(("s", "ch")) else "s")
 
 
-def sentence_and_code(error: Exception) -> tuple[str, int] | None:
-    """Return the sentence to print for an error that is no bug of ours, and the exit code; None for another error."""
+def sentence_and_code(error: UserError | OSError) -> tuple[str, int]:
+    """Return the sentence to print for an error that is no bug of ours, and the exit code."""
     if isinstance(error, UserError):
         return str(error), error.exit_code
-    if not isinstance(error, OSError):
-        return None
     path = f"{str(error.filename)[:200]}: " if error.filename is not None else ""
     return f"{path}{error.strerror or error}; fix that, or choose another file or folder", 1
 
@@ -62,10 +61,8 @@ def run_command(main, *arguments):
     tolerate_lost_output()
     try:
         code = main(*arguments)
-    except Exception as error:
-        if not (known := sentence_and_code(error)):
-            raise
-        sentence, code = known
+    except (UserError, OSError) as error:
+        sentence, code = sentence_and_code(error)
         print(f"error: {sentence}", file=sys.stderr)
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
@@ -73,14 +70,12 @@ def run_command(main, *arguments):
 
 
 class TolerantFile(io.FileIO):
-    """A raw output file that discards what it can't write. Any print can raise an OSError, and so can Python when it
-    flushes its buffers at exit. Both write to the raw file in the end."""
+    """A raw output file that discards what it can't write: a print may fail, and so may the last flush at exit."""
 
     def write(self, data) -> int:
-        try:
+        with suppress(OSError):
             return super().write(data)
-        except OSError:
-            return len(data)
+        return len(data)
 
 
 def tolerate_lost_output():

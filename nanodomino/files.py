@@ -74,9 +74,8 @@ def write_file(path: Path, data: bytes, flush=False):
     """Write a whole file in the place of whatever is at `path`, so that a reader never sees half of it. flush: wait
     until the data is on the disk."""
     temporary = path.with_name(f".{path.name}-{os.getpid()}")  # two processes may write the same file
-    temporary.unlink(missing_ok=True)                          # left by a process that was killed
     try:
-        with naming(path), open_regular_file(temporary, "xb") as file:
+        with naming(path), open_regular_file(temporary, "wb") as file:
             file.write(data)
             if flush:
                 file.flush()

@@ -76,8 +76,6 @@ def find_device(config, launch: LaunchInfo) -> torch.device:
     if config.device == "cpu" or (config.device == "auto" and gpus == 0):
         return torch.device("cpu")
     require(gpus > 0, "--device cuda needs a GPU that torch can see, and there is none; try --device cpu")
-    require(not (config.trace and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"), "--trace would slow down what "
-            "it measures, because CUDA_DEVICE_MAX_CONNECTIONS is 1; unset the variable")
     sees_only_its_own = gpus == 1 and os.environ.get("CUDA_VISIBLE_DEVICES")   # as SLURM does with one GPU per task
     require(launch.local_world_size <= gpus or sees_only_its_own, f"{launch.local_world_size} processes on this host "
             f"need as many GPUs, and there are {gpus}; try torchrun --nproc_per_node {gpus}, or --device cpu")

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from nanodomino.comm.world import LaunchInfo, read_launch_environment
-from nanodomino.errors import sentence_and_code, tolerate_lost_output
+from nanodomino.errors import UserError, run_command, sentence_and_code
 
 # What gloo, TCPStore and NCCL say when a peer is gone or does not answer. Shorter texts, such as "peer" and
 # "timed out", would also match errors of this rank: "peer access is not supported", "the launch timed out".
@@ -46,29 +46,29 @@ PAUSE, POLL_INTERVAL = 5.0, 0.5    # seconds
 def run_rank(main, arguments: list[str]):
     """Call main(arguments, launch), which returns an exit code, and end this process with that code. Only rank 0 writes
     to standard output."""
-    tolerate_lost_output()
-    launch = LaunchInfo()
-    try:
-        launch = read_launch_environment()
-        if launch.rank != 0:
-            sys.stdout = open(os.devnull, "w")
-        code = main(arguments, launch)
-    except Exception as error:
-        report_and_exit(launch, error)
-    except KeyboardInterrupt:                                  # Ctrl-C before a Watchdog exists
-        code = 128 + signal.SIGINT
-    sys.exit(code)
+    def on_this_rank():
+        launch = LaunchInfo()
+        try:
+            launch = read_launch_environment()
+            if launch.rank != 0:
+                sys.stdout = open(os.devnull, "w")
+            return main(arguments, launch)
+        except Exception as error:
+            report_and_exit(launch, error)
+
+    run_command(on_this_rank)
 
 
 def report_and_exit(launch: LaunchInfo, error: Exception):
-    """Print the error and end this process with the exit code of sentence_and_code(), else 1. The module's docstring
-    says which ranks wait before they print. A Watchdog has added itself to an error of training."""
+    """Print the error and end this process with its exit code. The module's docstring says which ranks wait before they
+    print. A Watchdog has added itself to an error of training."""
     sys.stdout.flush()
     watchdog = getattr(error, "watchdog", None)
     where = f" in step {watchdog.step}" if watchdog and watchdog.step else ""
-    text, code = sentence_and_code(error) or (None, 1)
-    if text:
-        text = f"error: {text}"
+    code = 1
+    if isinstance(error, (UserError, OSError)):
+        sentence, code = sentence_and_code(error)
+        text = f"error: {sentence}"
         time.sleep(min(5 + launch.local_rank, 13) if launch.local_rank else 0)
     elif isinstance(error, RuntimeError) and PEER_ERROR.search(str(error)):
         time.sleep(0.2)
@@ -80,8 +80,8 @@ def report_and_exit(launch: LaunchInfo, error: Exception):
         traceback.print_exception(error)
     print(text, file=sys.stderr, flush=True)
     with suppress(KeyError, OSError):                          # torchrun quotes this file at the end of its own report
-        quoted = {"message": text, "extraInfo": {"timestamp": int(time.time())}}
-        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": quoted}))
+        quoted = json.dumps({"message": text, "timestamp": int(time.time())})
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(quoted)
     os._exit(code)
 
 
@@ -156,5 +156,4 @@ class Watchdog:
             os._exit(128 + number)
         if not self.signal:
             self.signal, self.signalled_at = number, time.monotonic()
-            again = "press Ctrl-C" if number == signal.SIGINT else f"send {signal.Signals(number).name}"
-            self.say(f"stopping after this step with a checkpoint; {again} again to stop at once")
+            self.say("stopping after this step with a checkpoint; a second signal or Ctrl-C stops at once")

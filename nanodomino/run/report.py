@@ -17,7 +17,6 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
 from nanodomino.corpus.prepared_folder import Corpus
@@ -27,11 +26,8 @@ from nanodomino.estimate.formulas import (active_parameter_count, find_peak_flop
 from nanodomino.files import open_regular_file, write_file
 from nanodomino.mesh import Mesh
 from nanodomino.pictures.drawing import loss_curve, svg
-from nanodomino.schedules import simulation
-from nanodomino.schedules.simulation import stage_layers
+from nanodomino.schedules.simulation import picture, stage_layers
 from nanodomino.settings.config import Config
-
-FEW_EPOCHS = 4           # up to 4 epochs, repeated text is almost as good as new text (2305.16264)
 
 
 class Report:
@@ -44,14 +40,13 @@ class Report:
         self.peak_flops = find_peak_flops(config, mesh.device)
         self.tokens_per_step = config.global_batch_size * config.seq_length
         self.entropies = f"(unigram {corpus.unigram_entropy:.2f}, bigram {corpus.bigram_entropy:.2f})"
-        self.first_step, self.metrics, self.tensorboard, self.unwritable = first_step, None, None, set()
+        self.first_step, self.metrics, self.tensorboard, self.warnings = first_step, None, None, set()
         if enabled:
             if first_step < config.train_iters or not (run_dir / "config.json").exists():
                 settings = json.dumps(dataclasses.asdict(config), indent=2) + "\n"           # stored for later launches
                 write_file(run_dir / "config.json", settings.encode())
-            outdated = {"test_loss", "valid_loss"} if first_step >= config.train_iters else {"test_loss"}
-            self.metrics = continue_metrics(run_dir / "metrics.jsonl", first_step,
-                                            outdated if config.eval_iters else set())
+            rescored = {"test_loss", "valid_loss"} if first_step >= config.train_iters else {"test_loss"}
+            self.metrics = continue_metrics(run_dir / "metrics.jsonl", first_step, rescored)
             if config.tensorboard_dir:                         # needs the package tensorboard
                 from torch.utils.tensorboard import SummaryWriter
 
@@ -66,40 +61,33 @@ class Report:
 
     def describe(self, news, memory: str):
         """Print the model, the batch, the rank grid, the schedule, and what a checkpoint brings or finds changed."""
-        config, mesh, done = self.config, self.mesh, self.first_step
-        count, active = parameter_count(config), active_parameter_count(config)
-        without_tf32 = (mesh.device.type == "cuda" and config.dtype == "float32"
-                        and torch.get_float32_matmul_precision() == "highest")
-        print(f"nanodomino: model {config.model}, {count:,} parameters{f' ({active:,} active)' * (active < count)}, "
-              f"{config.dtype} on {mesh.device.type}; {self.corpus.tokens['train']:,} training tokens from "
-              f"{self.corpus.path}")
-        print(f"global batch {config.global_batch_size} x {config.seq_length} tokens = "
-              f"{counted(config.microbatches, 'microbatch')} of {config.micro_batch_size} on "
-              f"{'each of ' * (config.dp > 1)}{counted(config.dp, 'replica')}; slices {config.slices}, columns "
-              f"{config.columns}, ZeRO stage {config.zero_stage}{config.in_words}" + without_tf32 * (
-                  ", fp32 matmuls without TF32 (--bf16 is many times as fast)"))
-        print(what_hides_what(config))
-        for split in ("valid", "test"):
-            if config.eval_iters and self.corpus.tokens[split] <= config.seq_length:
-                print(f"the {split} split holds no sample of {config.seq_length} tokens, so it will have no loss")
-        print(mesh.picture([describe_stage(config, stage) for stage in range(mesh.pp)]))
-        print(simulation.picture(config.schedule_with_settings, mesh.pp, config.microbatches, config.virtual_stages))
-        state = f"resuming after step {done} of {config.train_iters}" * (done > 0)
-        if config.train_iters == 0:
+        config, mesh, done, steps = self.config, self.mesh, self.first_step, self.config.train_iters
+        count, active, tokens = parameter_count(config), active_parameter_count(config), self.corpus.tokens
+        lines = [
+            f"nanodomino: model {config.model}, {count:,} parameters{f' ({active:,} active)' * (active < count)}, "
+            f"{config.dtype} on {mesh.device.type}; {tokens['train']:,} training tokens from {self.corpus.path}",
+            f"global batch {config.global_batch_size} x {config.seq_length} tokens = "
+            f"{counted(config.microbatches, 'microbatch')} of {config.micro_batch_size} on "
+            f"{'each of ' * (config.dp > 1)}{counted(config.dp, 'replica')}; slices {config.slices}, columns "
+            f"{config.columns}, ZeRO stage {config.zero_stage}{config.in_words}",
+            what_hides_what(config),
+            *(f"the {split} split holds no sample of {config.seq_length} tokens, so it will have no loss"
+              for split in ("valid", "test") if config.eval_iters and tokens[split] <= config.seq_length),
+            mesh.picture([describe_stage(config, stage) for stage in range(mesh.pp)]),
+            picture(config.schedule_with_settings, mesh.pp, config.microbatches, config.virtual_stages)]
+        state = f"resuming after step {done} of {steps}" * (done > 0)
+        if steps == 0:
             state = "evaluating without training, because --train-iters is 0"
-        elif done >= config.train_iters:
-            state = (f"this run has already done {counted(done, 'step')}, and --train-iters is {config.train_iters}; "
-                     "raise it to continue, or start a new run from these weights with --load FOLDER --finetune")
-        if state or news:
-            print("; ".join(filter(None, (state, *news))), flush=True)
-        steps, windows = config.train_iters, max((self.corpus.tokens["train"] - 1) // config.seq_length, 1)
-        epochs = config.consumed_train_samples(steps) / windows
+        elif done >= steps:
+            state = (f"this run has already done {counted(done, 'step')}, and --train-iters is {steps}; raise it to "
+                     "continue, or start a new run from these weights with --load FOLDER --finetune")
+        lines.append("; ".join(filter(None, (state, *news))))
         if done < steps:
-            print(f"{counted(steps, 'step')} = {format(epochs, '.0f' if epochs >= 10 else '.2g')} epochs of this text; "
-                  f"{memory}", flush=True)
-        if done < steps and epochs > FEW_EPOCHS:
-            print(f"warning: after about {FEW_EPOCHS} epochs a model gains little from the same text and begins to "
-                  "memorize it; try a smaller --train-iters or --global-batch-size, or more text", flush=True)
+            windows = max((tokens["train"] - 1) // config.seq_length, 1)
+            epochs = config.consumed_train_samples(steps) / windows
+            lines.append(f"{counted(steps, 'step')} = {format(epochs, '.0f' if epochs >= 10 else '.2g')} epochs of "
+                         f"this text{', of which more than 4 teach little (2305.16264)' * (epochs > 4)}; {memory}")
+        print("\n".join(filter(None, lines)), flush=True)
 
     def say(self, line: str):
         """Print a line above the bar."""
@@ -112,9 +100,10 @@ class Report:
         try:
             write(*arguments)
         except Exception as error:
-            if name not in self.unwritable:
-                self.say(f"warning: {name} can't be written ({error}); training continues")
-            self.unwritable.add(name)
+            warning = f"warning: {name} can't be written ({error}); training continues"
+            if warning not in self.warnings:
+                self.say(warning)
+            self.warnings.add(warning)
 
     def record(self, **values):
         """Append a line to metrics.jsonl. JSON has no infinity and no NaN, so they become null."""
@@ -163,12 +152,10 @@ class Report:
                  + f" | {tokens:,} of {counted(self.corpus.tokens[split], 'token', ',')}")
 
     def draw_curve(self):
-        """Draw loss.svg again, if matplotlib is installed. Never raises: a failure must not end training."""
-        if self.metrics and find_spec("matplotlib"):
-            try:
-                write_file(self.run_dir / "loss.svg", svg(loss_curve, [self.run_dir]).encode())
-            except Exception as error:
-                self.say(f"warning: loss.svg can't be drawn: {error}; training continues")
+        """Draw loss.svg again, if matplotlib is installed."""
+        if self.enabled and find_spec("matplotlib"):
+            self.attempt("loss.svg", lambda: write_file(self.run_dir / "loss.svg",
+                                                        svg(loss_curve, [self.run_dir]).encode()))
 
     def end(self, step: int, seconds: float):
         self.bar.close()
@@ -193,33 +180,29 @@ def describe_stage(config: Config, stage: int) -> str:
 
 def what_hides_what(config: Config) -> str:
     """Return, in a sentence, which work runs while a collective within a layer is in flight."""
-    reduce = "gather and reduce" if config.sequence_shards > 1 else "all-reduce"
-    sent = " and ".join([reduce] * (config.tp > 1) + [*dict.fromkeys(config.sent_by_branches)])
-    if not sent:
+    if config.tp == 1 and not config.sent_by_branches:
         return "overlap: without tensor parallelism a layer sends nothing, so there is nothing to hide"
     groups = [action.halves for row in config.timetable.rows for action in row]
     hidden_by = (["the compute of another slice"] * (config.slices > 1)
                  + ["the compute of another microbatch"] * any(len(halves) > 1 for halves in groups)
-                 + ["the matmul of the next columns" + f" (only the {reduce})" * (sent != reduce)]
-                 * (config.columns > 1 and config.tp > 1))
+                 + ["the matmul of the next columns"] * (config.columns > 1 and config.tp > 1))
     split = any(half.kind == "weight_backward" for halves in groups for half in halves)
-    advice = "; try --slices 2" + ", or --columns 2" * (config.tp > 1)
-    return (f"overlap: each {'slice' if config.slices > 1 else 'layer'}'s {sent} is hidden by "
-            + (" and ".join(hidden_by) or "nothing in forward") + ", in backward also by weight gradients" * (not split)
-            + advice * (not hidden_by))
+    return (f"overlap: a layer's communication is hidden by {' and '.join(hidden_by) or 'nothing in forward'}"
+            + ", in backward also by weight gradients" * (not split) + "; try --slices 2" * (not hidden_by))
 
 
-def continue_metrics(path: Path, first_step: int, outdated: set):
+def continue_metrics(path: Path, first_step: int, rescored: set):
     """Open metrics.jsonl to append lines. Keep the lines that a run with `first_step` steps done continues. A killed
-    run may have written lines of later steps, and half a line at the end. outdated: the losses of step `first_step`
+    run may have written lines of later steps, and half a line at the end. rescored: the losses of step `first_step`
     that the run will score again."""
     lines, kept = [], []
     with suppress(FileNotFoundError), open_regular_file(path) as file:
-        lines = file.read().split(b"\n")[:-1] if first_step else []
+        lines = file.read().splitlines(keepends=True) if first_step else []
     for line in lines:
         with suppress(ValueError, KeyError, TypeError, RecursionError):
-            values = json.loads(line, parse_int=float)         # int() refuses a number of 5000 digits
-            if values["step"] < first_step or values["step"] == first_step and not values.keys() & outdated:
-                kept.append(line + b"\n")
+            values = json.loads(line)
+            last = first_step - 1 if values.keys() & rescored else first_step
+            if values["step"] <= last and line.endswith(b"\n"):
+                kept.append(line)
     write_file(path, b"".join(kept))
     return open_regular_file(path, "ab", buffering=0)

@@ -17,7 +17,6 @@ import signal
 import time
 from collections import defaultdict
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -31,7 +30,7 @@ from nanodomino.comm.device import choose_kernels, find_device
 from nanodomino.comm.trace import Trace
 from nanodomino.comm.world import LaunchInfo, from_rank_0, start_world
 from nanodomino.corpus.prepared_folder import Corpus, load_corpus
-from nanodomino.errors import NotFinite, UserError, counted, require
+from nanodomino.errors import NotFinite, UserError, counted, import_optional, require
 from nanodomino.estimate.stages import require_memory
 from nanodomino.files import read_json
 from nanodomino.generate.generation import generate
@@ -93,10 +92,10 @@ def read_settings(path: Path) -> dict:
 def find_corpus(config: Config, launch: LaunchInfo) -> Corpus:
     """Load the prepared data. If the default data is missing, the first process of each host prepares it first."""
     folder = Path(config.data_path or DEFAULT_CORPUS)
-    if not config.data_path and not folder.exists() and launch.local_rank == 0:
-        prepare_default_corpus(folder)
-    for _ in range(0 if config.data_path or folder.exists() else 3000):      # for ten minutes at most
-        time.sleep(0 if folder.exists() else 0.2)
+    while not (config.data_path or folder.exists()):           # if it fails, torchrun ends the processes that wait
+        if launch.local_rank == 0:
+            prepare_default_corpus(folder)
+        time.sleep(0.2)
     return load_corpus(folder)
 
 
@@ -126,8 +125,8 @@ class Session:
         self.datasets = program.dataset_builder(config, corpus, device)
         if config.sample_tokens:
             corpus.tokenizer()                                 # a failure should show now, not at the end
-        require(not config.tensorboard_dir or find_spec("tensorboard"), "--tensorboard-dir needs the tensorboard "
-                "package; pip install -r requirements-extra.txt, or leave the flag out")
+        if config.tensorboard_dir:
+            import_optional("tensorboard", "--tensorboard-dir")
         run, self.memory = None, ""                            # memory: how much the run needs, in words
         if launch.rank == 0:
             self.memory = require_memory(program, config, device, launch.local_world_size)
@@ -276,13 +275,9 @@ def drift_warning(model: GPT, mesh: Mesh) -> str:
     call this together, and get the same text.
 
     Every parameter has a copy on each replica (dp), an expert only on replicas that hold it. A parameter that is not
-    sharded has a copy on each tensor-parallel rank too (tp), a tied embedding one on the first and one on the last
-    stage. No loss shows if they differ. They stay equal because
-
-        over dp        with ZeRO, one owner updates each part and all-gathers it      equal by construction
-                       without, each replica applies the same gradients               equal if kernels are deterministic
-        two stages     both add the same two gradients                                equal if addition is deterministic
-        over tp        each rank computes the same gradient from the same numbers     equal if kernels are deterministic
+    sharded has a copy on each tensor-parallel rank too, a tied embedding one on the first and one on the last stage.
+    With ZeRO, the copies over dp are equal by construction, because one owner updates each part and all-gathers it. All
+    other copies apply equal gradients, which are equal only if kernels are deterministic. No loss shows a difference.
     """
     own = {(name, *(mesh.axis(axis)[1] for axis in weight.spec.kind.shards)): torch.hash_tensor(weight.detach()).item()
            for name, weight in model.named_parameters()}       # {(name, shard): hash}

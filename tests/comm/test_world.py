@@ -1,55 +1,73 @@
-"""Hosts find each other without a setting for the network interface."""
+"""Which kernels a run chooses, and how processes on several hosts find each other."""
 
-import contextlib
 import os
-import socket
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
-
-from benchmarks.slow_network import address, slow_wire
+import torch
+import torch.distributed as dist
+from benchmarks.slow_network import slow_wire
 from support import ROOT
-from nanodomino.comm import world
+from support.harness import tiny
+from support.runs import TINY, main_on_rank, make_corpus
+
+from nanodomino.comm.device import choose_kernels
+from nanodomino.comm.world import LaunchInfo, start_world
 from nanodomino.errors import UserError
 
 
-ADDRESSES = {"lo": "127.0.0.1", "eth0": "172.16.0.3", "eth1": "10.0.0.9"}
-TOWARDS = {"10.0.0.7": "10.0.0.9", "localhost": "127.0.1.1", "192.0.2.1": "172.16.0.3"}
+def kernels_of_a_run(flags):
+    """Return (exit code, torch's choices) after a run of train.py."""
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+    code = main_on_rank(flags, ()).code
+    return code, dict(strict=torch.get_deterministic_debug_mode() == 2, cudnn=torch.backends.cuda.cudnn_sdp_enabled(),
+                      fills=torch.utils.deterministic.fill_uninitialized_memory,
+                      workspace=os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
 
 
-class FakeSocket(contextlib.nullcontext):
-    """A UDP socket of a host with the interfaces ADDRESSES."""
+@pytest.mark.parametrize("flags, changes", [
+    ([], {}), (["--reset-attention-mask"], dict(cudnn=False)),
+    (["--deterministic-mode"], dict(strict=True, cudnn=False, fills=False, workspace=":4096:8"))],
+    ids=["usual", "documents", "deterministic"])
+def test_the_kernels_of_a_run(pool, tmp_path, flags, changes):
+    """In torch's warn-only mode the backward of fused attention would stay nondeterministic. With a mask, the backward
+    of cuDNN's attention may return NaN."""
+    flags = [*TINY, "--data-path", str(make_corpus(tmp_path)), "--train-iters", "2", "--eval-iters", "0", *flags,
+             "--run-dir", str(tmp_path / "run")]
+    usual = dict(strict=False, cudnn=True, fills=True, workspace=None)
+    assert pool.run(kernels_of_a_run, flags, world_size=1) == [(0, usual | changes)]
 
-    def connect(self, address):
-        if address[0] not in TOWARDS:
-            raise socket.gaierror("no such name")
-        self.enter_result.address = TOWARDS[address[0]]
 
-    def getsockname(self):
-        return self.address, 1
+@pytest.mark.parametrize("layout, deterministic", [
+    (dict(tensor_model_parallel_size=2), True), (dict(data_parallel_size=2), False)])
+def test_the_compiler_chooses_the_same_kernels_on_each_tensor_parallel_rank(layout, deterministic):
+    from torch._inductor import config as inductor
+    with inductor.patch(deterministic=False):
+        choose_kernels(tiny(2, compile=True, **layout), torch.device("cpu"))
+        assert inductor.deterministic == deterministic
 
 
-@pytest.mark.parametrize("master, before, after", [
-    ("10.0.0.7", None, "eth1"), ("10.0.0.7", "ib0", "ib0"), ("localhost", None, "eth0"),
-    ("nobody.invalid", None, None)],
-    ids=["towards-the-master", "the-users-wins", "the-masters-own-name", "no-such-host"])
-def test_the_interface_towards_the_master_is_chosen_unless_the_user_has_set_one(monkeypatch, master, before, after):
-    def ioctl(probe, request, name):
-        return bytes(20) + socket.inet_aton(ADDRESSES[name.rstrip(b"\0").decode()]) + bytes(232)
+def test_gathered_keys_need_a_bias_if_heads_are_too_large_for_varlen_attention():
+    found = [tiny(2, context_parallel_size=2, dtype="bfloat16", kv_channels=size).uses_attention_bias
+             for size in (192, 256)]
+    assert found == [False, True]
 
-    probe = FakeSocket()
-    probe.enter_result = probe
-    monkeypatch.setattr(world, "socket", SimpleNamespace(
-        socket=lambda *_: probe, if_nameindex=lambda: [*enumerate(ADDRESSES)], AF_INET=2, SOCK_DGRAM=2,
-        inet_ntoa=socket.inet_ntoa))
-    monkeypatch.setattr("fcntl.ioctl", ioctl)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", before or "")
-    if before is None:
-        monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    world.choose_interface(master)
-    assert os.environ.pop("GLOO_SOCKET_IFNAME", None) == after
+
+# ---- several hosts
+
+@pytest.mark.parametrize("hosts, error, says", [
+    (2, "Gloo connectFullMesh failed with Connect timeout", "on each host to the network interface that leads to the"),
+    (1, "Gloo connectFullMesh failed with Connect timeout", "^Gloo connectFullMesh failed with Connect timeout$"),
+    (2, "Connection closed by peer", "^Connection closed by peer$")])
+def test_hosts_that_announce_an_address_of_their_own_are_told_to_name_the_interface(monkeypatch, hosts, error, says):
+    """gloo announces the address of the host's own name, which may be 127.0.0.1. On one host a rank has died."""
+    def fail(*_, **__):
+        raise RuntimeError(error)
+
+    monkeypatch.setattr(dist, "init_process_group", fail)
+    with pytest.raises(UserError if hosts == 2 and "Mesh" in error else RuntimeError, match=says):
+        start_world(LaunchInfo(0, 2, 0, 2 // hosts), torch.device("cpu"))
 
 
 MEET = """
@@ -63,18 +81,17 @@ print("the sum is", int(ranks))
 """
 
 
-def test_two_hosts_find_each_other_without_a_setting():
+def test_two_hosts_with_a_named_interface_meet():
     """For the world and for a group of the mesh: two processes, each in a network namespace of its own whose host name
     resolves to 127.0.0.1."""
     try:
         with slow_wire("1gbit", 2) as places:
             processes = []
-            for rank, (prefix, _) in enumerate(places):
-                of_rank = {name: value for name, value in os.environ.items() if not name.endswith("SOCKET_IFNAME")}
-                of_rank |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-                            "MASTER_ADDR": address(0), "MASTER_PORT": "29511", "OMP_NUM_THREADS": "1",
-                            "TORCH_CPP_LOG_LEVEL": "ERROR"}
-                processes.append(subprocess.Popen([*prefix, sys.executable, "-c", MEET], env=of_rank, text=True,
+            for rank, (prefix, environment) in enumerate(places):
+                environment = os.environ | environment | {
+                    "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+                    "MASTER_PORT": "29511", "OMP_NUM_THREADS": "1"}
+                processes.append(subprocess.Popen([*prefix, sys.executable, "-c", MEET], env=environment, text=True,
                                                   cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
             ended = [(process.communicate(timeout=300)[0], process.returncode) for process in processes]
     except UserError as error:

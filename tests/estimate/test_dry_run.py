@@ -14,7 +14,7 @@ from benchmarks.runner import RandomTokens
 from nanodomino.errors import UserError
 from nanodomino.estimate.accounts import Accounts, ActionEnd, Launch, Operation, Wait, operation_of, workspace
 from nanodomino.estimate.rank import Clock, clock_of, dry_run, kinds_of
-from nanodomino.estimate.stages import Stage, fullest_rank_bytes, stage_memory, step_seconds
+from nanodomino.estimate.stages import Stage, fullest_rank_bytes, require_memory, stage_memory, step_seconds
 from nanodomino.schedules.definitions import SCHEDULES
 
 
@@ -281,3 +281,13 @@ def test_grouped_queries_need_more_memory_in_the_backward_of_flash_attention():
     q, k = (torch.empty(1, heads, 8, 16, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
     found = [workspace("_flash_attention_backward", dict(query=q, key=keys)) / q.numel() for keys in (q, k)]
     assert found == [4, 4 + 2 * 2]
+
+
+def test_a_run_whose_dry_run_fails_starts_without_an_estimate(monkeypatch):
+    def fails(*arguments, **options):
+        raise UserError("the dry run does not know the FLOPs of torch's new_mm")
+
+    assert require_memory(train, tiny(1), torch.device("cpu"), 1) == "the fullest rank needs 0.5 MiB of memory"
+    monkeypatch.setattr(train, "train_step", fails)
+    words = require_memory(train, tiny(1, lr=0.123), torch.device("cpu"), 1)
+    assert words == "no estimate of its memory (the dry run does not know the FLOPs of torch's new_mm)"

@@ -76,11 +76,11 @@ def test_a_failure_to_draw_is_a_warning(tmp_path, capsys, monkeypatch):
     report = report_without_a_run(tmp_path)
     (tmp_path / "loss.svg").mkdir()
     report.draw_curve()
-    assert "warning: loss.svg can't be drawn: [Errno 21] Is a directory" in capsys.readouterr().out
+    assert "warning: loss.svg can't be written ([Errno 21] Is a directory" in capsys.readouterr().out
     (tmp_path / "loss.svg").rmdir()
     monkeypatch.setattr(nanodomino.run.report, "svg", lambda *drawing: 1 / 0)
     report.draw_curve()
-    assert "warning: loss.svg can't be drawn: division by zero; training continues" in capsys.readouterr().out
+    assert "warning: loss.svg can't be written (division by zero); training continues" in capsys.readouterr().out
     monkeypatch.undo()
     report.losses(3, "valid", 2.4, 8, 1)
     report.end(3, 1.0)

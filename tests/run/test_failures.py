@@ -16,7 +16,9 @@ from support import ROOT
 from support.fork_server import LAUNCHER
 
 from bench import QUESTIONS
+from nanodomino import errors
 from nanodomino.comm.world import LaunchInfo
+from nanodomino.errors import UserError
 from nanodomino.run import failures
 from nanodomino.run.failures import Watchdog
 
@@ -44,18 +46,13 @@ run_command(main, sys.argv[1])
 """
 
 
-def start(folder, *words, environment=(), **options) -> subprocess.Popen:
-    """Start `python WORDS` in this folder."""
+def end(folder, *words, environment=(), stdout=subprocess.PIPE) -> tuple[int, str, str]:
+    """Run `python WORDS` in this folder. Return (exit code, stdout, stderr)."""
     kept = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
     kept |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **dict(environment)}
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-    return subprocess.Popen([sys.executable, *map(str, words)], cwd=folder, text=True, env=kept, **options)
-
-
-def end(process: subprocess.Popen) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr)."""
-    out, err = process.communicate(timeout=PATIENCE)
-    return process.returncode, out or "", err or ""
+    ended = subprocess.run([sys.executable, *map(str, words)], cwd=folder, text=True, env=kept, stdout=stdout,
+                           stderr=subprocess.PIPE, timeout=PATIENCE)
+    return ended.returncode, ended.stdout, ended.stderr
 
 
 @pytest.fixture
@@ -78,9 +75,8 @@ NOWHERE = "error: nowhere/file: No such file or directory; fix that, or choose a
 def test_a_command_ends_with_its_exit_code_and_at_most_one_sentence(tmp_path, closed_pipe, ending, stdout, code, error):
     """Whether its output can be written or not: neither a print fails, nor Python when it flushes buffers at exit."""
     with open("/dev/full", "w") as full:
-        process = start(tmp_path, "-c", SCRIPT, ending, environment={"PYTHONIOENCODING": "ascii"},
-                        stdout={"closed": closed_pipe, "full": full}.get(stdout, subprocess.PIPE))
-        ended = end(process)
+        ended = end(tmp_path, "-c", SCRIPT, ending, environment={"PYTHONIOENCODING": "ascii"},
+                    stdout={"closed": closed_pipe, "full": full}.get(stdout, subprocess.PIPE))
     assert (ended[0], ended[2]) == (code, error)
     if stdout == "pipe":                                       # what the terminal cannot show is escaped
         assert ended[1].splitlines()[-1] == "l\\xe4ufe 19999"
@@ -88,35 +84,44 @@ def test_a_command_ends_with_its_exit_code_and_at_most_one_sentence(tmp_path, cl
 
 @pytest.mark.parametrize("words, code, error", [
     ((ROOT / "train.py", "--slices", "0"), 2, "error: --slices must be at least 1 and at most 256, but is 0\n"),
-    ((ROOT / "bench.py", "no"), 2, f"error: there is no question 'no'; try one of {', '.join(QUESTIONS)}\n"),
-    (("-m", "nanodomino.settings.config"), 0, "")], ids=str)
+    ((ROOT / "bench.py", "no"), 2, f"error: there is no question 'no'; try one of {', '.join(QUESTIONS)}\n")], ids=str)
 def test_commands_run_with_a_safe_path_and_a_reader_that_has_gone(tmp_path, closed_pipe, words, code, error):
-    """Python then leaves the script's folder out of its path. Only `python -m` needs PYTHONPATH."""
-    safe = {} if "-m" in words else {"PYTHONSAFEPATH": "1", "PYTHONPATH": ""}
-    ended = end(start(tmp_path, *words, environment=safe, stdout=closed_pipe))
+    """Python then leaves the script's folder out of its path."""
+    safe = {"PYTHONSAFEPATH": "1", "PYTHONPATH": ""}
+    ended = end(tmp_path, *words, environment=safe, stdout=closed_pipe)
     assert (ended[0], ended[2]) == (code, error)
 
 
-def test_ctrl_c_before_training_is_silent(monkeypatch):
-    """Once training has started, the Watchdog handles it."""
-    def interrupted(arguments, place):
+@pytest.mark.parametrize("rank, printed", [(0, "hello\n"), (1, "")])
+def test_only_rank_0_writes_to_standard_output_and_ctrl_c_before_training_is_silent(monkeypatch, capsys, rank, printed):
+    """Rank 1 may be the first rank of another host. Once training has started, the Watchdog handles Ctrl-C."""
+    def interrupted(arguments, launch):
+        print("hello")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(failures, "tolerate_lost_output", lambda: None)
-    with pytest.raises(SystemExit) as caught:
-        failures.run_rank(interrupted, [])
-    assert caught.value.code == 130
-
-
-@pytest.mark.parametrize("rank, printed", [(0, "hello\n"), (1, "")])
-def test_only_rank_0_writes_to_standard_output(monkeypatch, capsys, rank, printed):
-    """Rank 1 may be the first rank of another host."""
-    monkeypatch.setattr(failures, "tolerate_lost_output", lambda: None)
+    monkeypatch.setattr(errors, "tolerate_lost_output", lambda: None)
     monkeypatch.setattr(failures, "read_launch_environment", lambda: LaunchInfo(rank, 2, 0, 1, launched=True))
     monkeypatch.setattr(sys, "stdout", sys.stdout)             # restored at the end
-    with pytest.raises(SystemExit):
-        failures.run_rank(lambda arguments, launch: print("hello"), [])
-    assert capsys.readouterr().out == printed
+    with pytest.raises(SystemExit) as caught:
+        failures.run_rank(interrupted, [])
+    assert caught.value.code == 130 and capsys.readouterr() == (printed, "")
+
+
+@pytest.mark.parametrize("rank, error, waits, says", [
+    (0, UserError("heads 3; try 4"), False, "error: heads 3; try 4\n"),
+    (0, OSError(5, "bad disk", "data"), False, "error: data: bad disk; fix that, or choose another file or folder\n"),
+    (3, UserError("heads 3; try 4"), True, "error: heads 3; try 4\n"),
+    (2, ValueError("mine"), False, "rank 2 failed: ValueError: mine\n"),
+    (2, RuntimeError("Connection closed by peer"), True, "rank 2 lost its peers: Connection closed by peer\n")])
+def test_a_rank_whose_error_is_probably_an_echo_waits_before_it_prints(monkeypatch, capsys, rank, error, waits, says):
+    """But it does print: a token id outside the vocabulary is found by one replica, which may not hold rank 0."""
+    slept = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as caught:
+        failures.report_and_exit(LaunchInfo(rank, 4, rank, 4, launched=True), error)
+    assert caught.value.code != 0 and (sum(slept) >= 3) == waits and sum(slept) <= 13
+    assert capsys.readouterr().err.endswith(says)              # after a traceback, if there is one
 
 
 @pytest.mark.parametrize("command, flags, says", [
@@ -145,12 +150,12 @@ def watchdog(monkeypatch):
     return guard
 
 
-@pytest.mark.parametrize("number, again", [(signal.SIGINT, "press Ctrl-C"), (signal.SIGTERM, "send SIGTERM")])
-def test_a_stop_signal_is_confirmed_at_once_and_the_second_ends_the_rank(watchdog, number, again):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_signal_is_confirmed_at_once_and_the_second_ends_the_rank(watchdog, number):
     """torchrun's copy of the first one arrives at once and does not. If everything is saved, the first one does."""
     watchdog.handle(number)
     watchdog.handle(number)
-    assert watchdog.said == [f"stopping after this step with a checkpoint; {again} again to stop at once"]
+    assert watchdog.said == ["stopping after this step with a checkpoint; a second signal or Ctrl-C stops at once"]
     assert watchdog.signal == number and not watchdog.codes
     watchdog.signalled_at -= 2.1
     watchdog.handle(number)
@@ -173,20 +178,13 @@ def test_nohup_keeps_its_meaning(watchdog, monkeypatch):
 @pytest.mark.parametrize("idle, busy, ends", [(0.0, True, False), (60.0, True, True), (60.0, False, False)])
 def test_a_gpu_with_work_and_without_progress_ends_its_rank(watchdog, monkeypatch, idle, busy, ends):
     """A GPU without work waits for its own host, which may be reading, compiling or saving."""
-    polls, reported, (reader, writer) = [], [], os.pipe()
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: polls.append(device))
+    devices, reported = [], []
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(query=lambda: not busy))
     monkeypatch.setattr(failures, "POLL_INTERVAL", 0.0)
-
-    def report(launch, error):
-        reported.append(str(error))
-        raise SystemExit
-
-    monkeypatch.setattr(failures, "report_and_exit", report)
-    monkeypatch.setattr(failures.select, "select", lambda *_: polls.append(0) or ([reader] * (len(polls) > 3), [], []))
-    monkeypatch.setattr(watchdog, "handle", lambda number: sys.exit())
-    os.write(writer, b"x")
-    watchdog.watching, watchdog.last_progress = True, time.monotonic() - idle
+    monkeypatch.setattr(failures, "report_and_exit", lambda launch, error: reported.append(str(error)) or sys.exit())
+    watchdog.watching, watchdog.last_progress, polls = True, time.monotonic() - idle, iter(range(3))
+    monkeypatch.setattr(failures.select, "select", lambda *_: ([] if next(polls, None) is not None else sys.exit(),))
     with pytest.raises(SystemExit):
-        watchdog.watch(reader)
-    assert polls[0] == watchdog.device and reported == ["timed out waiting for the device"] * ends
+        watchdog.watch(0)
+    assert devices == [watchdog.device] and reported == ["timed out waiting for the device"] * ends

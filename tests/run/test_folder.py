@@ -14,7 +14,7 @@ from support import needs
 from support.runs import make_corpus, needs_proc, saved_steps, train_in_pool
 
 from nanodomino.errors import UserError, sentence_and_code
-from nanodomino.files import LIMIT, read_json
+from nanodomino.files import LIMIT
 from nanodomino.generate.__main__ import command_line as generate
 from nanodomino.run.folder import open_run
 from nanodomino.run.session import from_command_line
@@ -56,19 +56,19 @@ def test_a_new_run_on_a_full_disk_is_refused(open_folder, tmp_path):
 
 
 def test_what_a_killed_run_left_behind_is_deleted_at_the_next_start(open_folder, tmp_path):
-    """Unfinished checkpoints may be large, and the next save may never come."""
+    """Unfinished checkpoints may be large, and the next save may never come. Hidden files make no folder another
+    program's."""
     run = tmp_path / "run"
+    (run / ".mine").mkdir(parents=True)
+    open_folder("run")
     for name in ("checkpoints/.step-00000005.unfinished", "checkpoints/.step-00000003.discarded"):
-        (run / name).mkdir(parents=True)
+        (run / name).mkdir()
         (run / name / "rank-00000.bin").write_text("half")
+    (run / "lock").unlink()                                    # this process holds the lock
     (run / "lock").touch()
-    (run / ".mine").touch()
     open_folder("run")
     assert sorted(path.name for path in run.iterdir()) == [".mine", "checkpoints", "lock"]
     assert not list((run / "checkpoints").iterdir())
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new" / ".mine").touch()
-    assert open_folder("new").checkpoint is None, "hidden files do not make it another program's folder"
 
 
 def test_without_run_dir_the_next_free_number_is_taken_and_torchrun_may_not_restart(open_folder, tmp_path, monkeypatch):
@@ -101,33 +101,26 @@ def test_a_begun_run_refuses_other_weights_to_start_from(pool, tmp_path):
     make_corpus(tmp_path)
     old, new = tmp_path / "old", tmp_path / "new"
     train_in_pool(pool, tmp_path, "--run-dir", old, "--train-iters", 2)
-    ended = train_in_pool(pool, tmp_path, "--run-dir", old, "--load", old, "--finetune", "--train-iters", 3)
-    assert (f"error: --run-dir {old} holds a run, which continues only from its own checkpoints; leave --load and "
-            "--finetune out to continue it, or give another --run-dir to start a new run\n") in ended.output, ended
-    assert train_in_pool(pool, tmp_path, "--run-dir", new, "--load", old, "--finetune", "--train-iters", 1).code == 0
-    ended = train_in_pool(pool, tmp_path, "--run-dir", new, "--no-finetune", "--train-iters", 3)
-    assert "continues only from its own checkpoints" in ended.output, ended
-
-
-READERS = {"--config": lambda path: from_command_line(["--config", path], 1),
-           "--prompts": lambda path: generate(["--load", "x", "--prompts", path]),
-           "a model's config.json": lambda path: read_json(Path(path))}
+    load = ("--load", old, "--finetune")
+    assert train_in_pool(pool, tmp_path, "--run-dir", new, *load, "--train-iters", 1).code == 0
+    for flags in (("--run-dir", old, *load), ("--run-dir", new, "--no-finetune")):
+        ended = train_in_pool(pool, tmp_path, *flags, "--train-iters", 3)
+        assert (f"error: {' '.join(map(str, flags[:2]))} holds a run, which continues only from its own checkpoints; "
+                "leave --load and --finetune out to continue it, or give another --run-dir to start") in ended.output
 
 
 @pytest.fixture(autouse=True)
 def alarm():
-    """Ends a test that hangs."""
-    def end(*_):
-        raise TimeoutError
-    previous = signal.signal(signal.SIGALRM, end)
-    signal.alarm(300)
+    """Ends the process, and pytest-xdist calls the test red, if a test hangs."""
+    signal.alarm(600)
     yield
     signal.alarm(0)
-    signal.signal(signal.SIGALRM, previous)
 
 
-@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+@pytest.mark.parametrize("read", [
+    lambda path: from_command_line(["--config", path], 1), lambda path: generate(["--load", "x", "--prompts", path])])
 def test_only_regular_files_of_a_limited_size_are_read(read, tmp_path, monkeypatch):
+    """A file of settings and one of prompts stand for all, which the same function opens."""
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
     (tmp_path / "huge").touch()
@@ -142,34 +135,29 @@ def test_only_regular_files_of_a_limited_size_are_read(read, tmp_path, monkeypat
 
 # ---- written
 
-def link_to_precious(path: Path):
-    (path.parent / "precious").write_text("precious")
-    path.symlink_to("precious")
+def plant(what: str, path: Path):
+    """Put a pipe there, or a link: to nowhere, or to a file or a folder that is precious."""
+    if what == "pipe":
+        os.mkfifo(path)
+    else:
+        theirs = path.parent / "folder"
+        theirs.mkdir(exist_ok=True)
+        (theirs / "file").write_text("precious")
+        path.symlink_to(theirs / {"folder": "."}.get(what, what))
 
 
-def link_to_nowhere(path: Path):
-    path.symlink_to("nowhere")
+def unharmed(folder: Path) -> bool:
+    """Return whether what the links in this folder lead to is as it was."""
+    theirs = folder / "folder"
+    return not theirs.exists() or {path.name: path.read_text() for path in theirs.iterdir()} == {"file": "precious"}
 
 
-def link_to_a_folder(path: Path):
-    (path.parent / "theirs").mkdir(exist_ok=True)
-    (path.parent / "theirs" / "precious").touch()
-    path.symlink_to("theirs")
-
-
-def unharmed(folder: Path):
-    """What the links in the folder point to is as it was."""
-    assert not (folder / "nowhere").exists()
-    assert not (folder / "precious").exists() or (folder / "precious").read_text() == "precious"
-    assert not (folder / "theirs").exists() or [path.name for path in (folder / "theirs").iterdir()] == ["precious"]
-
-
-@pytest.mark.parametrize("plant", [os.mkfifo, link_to_precious, link_to_nowhere])
-def test_a_lock_that_is_a_pipe_or_a_link_is_refused(tmp_path, plant):
-    plant(tmp_path / "lock")
+@pytest.mark.parametrize("what", ["pipe", "file", "nowhere"])
+def test_a_lock_that_is_a_pipe_or_a_link_is_refused(tmp_path, what):
+    plant(what, tmp_path / "lock")
     with pytest.raises(UserError, match=r"can't be written to \((not a regular file|Too many levels of symbolic li)"):
         open_run(Config(run_dir=str(tmp_path)).resolve(1))
-    unharmed(tmp_path)
+    assert unharmed(tmp_path)
 
 
 def test_checkpoints_that_are_a_link_to_those_of_another_run_are_refused(tmp_path):
@@ -184,19 +172,18 @@ def test_checkpoints_that_are_a_link_to_those_of_another_run_are_refused(tmp_pat
     assert left.exists()
 
 
-@pytest.mark.parametrize("plant", [os.mkfifo, link_to_precious, link_to_nowhere, link_to_a_folder])
-def test_a_run_replaces_pipes_and_links_and_never_writes_through_them(pool, tmp_path, plant):
+@pytest.mark.parametrize("what", ["pipe", "file", "nowhere", "folder"])
+def test_a_run_replaces_pipes_and_links_and_never_writes_through_them(pool, tmp_path, what):
     needs("matplotlib")
     make_corpus(tmp_path)
     names = ["loss.svg", "trace-00000002.svg", "trace-00000002.json", "config.json", ".config.json",
-             *["metrics.jsonl"] * (plant in (link_to_precious, link_to_nowhere)),
+             *["metrics.jsonl"] * (what in ("file", "nowhere")),
              "checkpoints/.step-00000002.unfinished", "checkpoints/.step-00000001.discarded"]
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "lock").touch()
     for name in names:
-        plant(tmp_path / "run" / name)
+        plant(what, tmp_path / "run" / name)
     ended = train_in_pool(pool, tmp_path, "--run-dir", tmp_path / "run", "--train-iters", 2, "--trace", "2:2")
     assert ended.code == 0 and "warning" not in ended.output, ended.output
-    for folder in (tmp_path / "run", tmp_path / "run" / "checkpoints"):
-        unharmed(folder)
+    assert unharmed(tmp_path / "run") and unharmed(tmp_path / "run" / "checkpoints")
     assert saved_steps(tmp_path / "run") == [2] and all((tmp_path / "run" / name).is_file() for name in names[:4])
