@@ -81,9 +81,7 @@ def built(run: Run, **settings) -> Training:
     """Return this rank's part of a small training run, warmed up. settings: replace those of SMALL."""
     config = Config(**dict(SMALL, global_batch_size=8 * run.world_size) | settings).resolve(run.world_size)
     config, mesh = joined(run, config.with_vocabulary(config.vocab_size))
-    ours = Training(config, mesh)
-    train.warm_up(ours.stage, ours.optimizer, config, mesh)
-    return ours
+    return Training(config, mesh)
 
 
 def same_bits(run: Run, name: str, disturbances, **settings) -> list[float]:

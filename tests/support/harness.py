@@ -192,9 +192,9 @@ def device_here() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
 
 
-def build(config: Config, weights=None, trace=NO_TRACE):
-    """Return (mesh, model, optimizer, stage) on this rank. weights: full tensors by name, of which each rank takes its
-    shard; None keeps the model's own initial weights."""
+def build(config: Config, weights=None, trace=NO_TRACE, warm=True):
+    """Return (mesh, model, optimizer, stage) on this rank, as train.py builds it and warms it up. weights: full tensors
+    by name, of which each rank takes its shard; None keeps the model's own initial weights."""
     mesh = make_mesh(config.pp, config.dp, config.tp, device_here(), **config.mesh_options)
     model = train.model_builder(config, mesh)
     with torch.no_grad():
@@ -202,7 +202,10 @@ def build(config: Config, weights=None, trace=NO_TRACE):
             if weights is not None:
                 weight.copy_(local_shard(weights[name], weight))
     optimizer = ZeroOptimizer(model, config, mesh, trace)
-    return mesh, model, optimizer, Domino(model, config.slices, config.columns, config.compiler, trace)
+    stage = Domino(model, config.slices, config.columns, config.compiler, trace)
+    if warm:
+        train.warm_up(stage, optimizer, config, mesh)
+    return mesh, model, optimizer, stage
 
 
 def train_rank(config: Config, weights, data: FixedData, steps: int) -> Outcome:
