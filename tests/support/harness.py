@@ -192,9 +192,10 @@ def device_here() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
 
 
-def build(config: Config, weights=None, trace=NO_TRACE, warm=True):
-    """Return (mesh, model, optimizer, stage) on this rank, as train.py builds it and warms it up. weights: full tensors
-    by name, of which each rank takes its shard; None keeps the model's own initial weights."""
+def build(config: Config, weights=None, trace=NO_TRACE, warm=None):
+    """Return (mesh, model, optimizer, stage) on this rank, built as in train.py. weights: full tensors by name, of
+    which each rank takes its shard; None keeps the model's own initial weights. warm: whether to warm up; by default a
+    pipeline does, whose stages must be connected before a step."""
     mesh = make_mesh(config.pp, config.dp, config.tp, device_here(), **config.mesh_options)
     model = train.model_builder(config, mesh)
     with torch.no_grad():
@@ -203,7 +204,7 @@ def build(config: Config, weights=None, trace=NO_TRACE, warm=True):
                 weight.copy_(local_shard(weights[name], weight))
     optimizer = ZeroOptimizer(model, config, mesh, trace)
     stage = Domino(model, config.slices, config.columns, config.compiler, trace)
-    if warm:
+    if warm if warm is not None else config.pp > 1:
         train.warm_up(stage, optimizer, config, mesh)
     return mesh, model, optimizer, stage
 
