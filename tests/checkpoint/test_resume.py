@@ -64,7 +64,7 @@ def test_context_parallelism_comes_and_goes(pool, tmp_path):
 
 def check_resumes(pool, tmp_path, configs, every_pair=False):
     """Resume each config from the checkpoint of the previous one, or of every one, and compare with the reference."""
-    weights, data, records, final = reference_for(configs[0], 2)
+    weights, data, records, final = reference_for(pool, configs[0], 2)
     folders = []
     for i, config in enumerate(configs):
         pool.run(train_from, config, weights, data, 0, 1, None, str(tmp_path / str(i)), world_size=config.world_size)

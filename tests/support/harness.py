@@ -75,32 +75,9 @@ def report_without_a_run(folder, config=None, device="cpu", memory="", **tokens)
     return Report(config or tiny(1), corpus_without_files(folder, **tokens), place, folder, 0, True, (), memory)
 
 
-# {field of Sizes: setting of an option}
-OPTION_SIZES = dict(
-    num_experts="num_experts", layer_freq="moe_layer_freq", topk="moe_router_topk", expert_width="moe_ffn_hidden_size",
-    shared_width="moe_shared_expert_intermediate_size", score_function="moe_router_score_function",
-    pre_softmax="moe_router_pre_softmax", scaling="moe_router_topk_scaling_factor",
-    expert_bias="moe_router_enable_expert_bias", bias_rate="moe_router_bias_update_rate",
-    aux_coefficient="moe_aux_loss_coeff", z_coefficient="moe_z_loss_coeff", window="window_size",
-    full_layers="full_attention_layers", depths="mtp_num_layers",
-    depth_factor="mtp_loss_scaling_factor")
-
-
 def sizes_of(config: Config) -> Sizes:
     """Return the reference model's description of the same model."""
-    return Sizes(num_layers=config.num_layers, hidden_size=config.hidden_size,
-                 num_attention_heads=config.num_attention_heads,
-                 ffn_hidden_size=config.ffn_hidden_size, vocab_size=config.vocab_size,
-                 padded_vocab_size=config.padded_vocab_size,
-                 max_positions=config.max_position_embeddings, tied=config.tied, normalization=config.normalization,
-                 norm_epsilon=config.layernorm_epsilon,
-                 num_query_groups=config.num_query_groups, head_dim=config.kv_channels, swiglu=config.swiglu,
-                 bias=not config.disable_bias_linear, qkv_bias=not config.disable_bias_linear or config.add_qkv_bias,
-                 qk_norm=config.qk_layernorm, positions=config.position_embedding_type,
-                 rotary_percent=config.rotary_percent,
-                 rotary_base=config.rotary_base, rope_scaling=config.rope_scaling_factor if config.use_rope_scaling
-                 else 0.0, interpolation=config.rotary_seq_len_interpolation_factor,
-                 **{size: value for size, setting in OPTION_SIZES.items() if (value := getattr(config, setting))})
+    return Sizes(**{field.name: getattr(config, field.name) for field in dataclasses.fields(Sizes)})
 
 
 @dataclass
@@ -317,11 +294,12 @@ def masks_of(config: Config, step: int):
     if not config.hidden_dropout and not config.attention_dropout:
         return None
     ids = range(step * config.global_batch_size, (step + 1) * config.global_batch_size)
-    return dropout_masks(config.seed, ids, config.hidden_dropout, config.attention_dropout)
+    return dropout_masks(config.seed, ids, config.hidden_dropout, config.attention_dropout, device_here())
 
 
 def train_plainly(config: Config, weights, data: FixedData, steps: int):
-    """Train the reference model. Returns (a record of each step, final weights)."""
+    """Train the reference model. Returns (a record of each step, final weights). In a worker of the pool, the dropout
+    masks are drawn on its device: the same seed gives other random numbers on a GPU than on a CPU."""
     rates = [train.learning_rate(step, config) for step in range(1, steps + 1)]
     batches = [(data.tokens[i], data.labels[i], data.loss_mask[i].double(),
                 None if data.positions is None else data.positions[i],
@@ -335,14 +313,14 @@ def train_plainly(config: Config, weights, data: FixedData, steps: int):
 _references = {}
 
 
-def reference_for(config: Config, steps: int, rigged=()):
-    """Train the reference model, once for each model and data. Returns (initial weights, data, a record of each step,
-    final weights)."""
+def reference_for(pool, config: Config, steps: int, rigged=()):
+    """Train the reference model on rank 0 of the pool, once for each model and data. Returns (initial weights, data, a
+    record of each step, final weights)."""
     key = (sizes_of(config), steps, rigged,
            *(getattr(config, name) for name in names_affecting(Config, "model", "optimizer", "run", "losses")))
     if key not in _references:
         weights, data = weights_and_data(config, steps, rigged)
-        _references[key] = (weights, data, *train_plainly(config, weights, data, steps))
+        _references[key] = (weights, data, *pool.run(train_plainly, config, weights, data, steps, world_size=1)[0])
     return _references[key]
 
 
@@ -381,7 +359,7 @@ def check_against_reference(pool, config: Config, steps: int, rigged=(), toleran
     """Train on the pool's ranks and compare losses, norms, gradients, weights, evaluation and a sampled text with the
     reference's. The first replica prints the text. Returns the reference's record of each step.
     """
-    weights, data, records, final = reference_for(config, steps, rigged)
+    weights, data, records, final = reference_for(pool, config, steps, rigged)
     config, prompt = dataclasses.replace(config, sample_tokens=3, temperature=0.0), data.tokens[0, 0].tolist()
     outcomes = pool.run(train_and_sample_rank, config, weights, data, steps, world_size=config.world_size)
 

@@ -51,50 +51,49 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Sizes:
+    """The settings of the model, under the names of Config, which are Megatron-LM's."""
+
     num_layers: int = 2
     hidden_size: int = 16
     num_attention_heads: int = 4
     ffn_hidden_size: int = 64
     vocab_size: int = 29
     padded_vocab_size: int = 32
-    max_positions: int = 8
+    max_position_embeddings: int = 8
     tied: bool = True
     normalization: str = "LayerNorm"
-    norm_epsilon: float = 1e-5
-    num_query_groups: int = 0  # 0: as many as heads
-    head_dim: int = 0  # 0: hidden_size / heads
+    layernorm_epsilon: float = 1e-5
+    num_query_groups: int = 4
+    kv_channels: int = 4
     swiglu: bool = False
-    bias: bool = True  # of linear layers
-    qkv_bias: bool = True
-    qk_norm: bool = False
-    positions: str = "learned_absolute"
+    disable_bias_linear: bool = False
+    add_qkv_bias: bool = False  # where the other linear layers have none
+    qk_layernorm: bool = False
+    position_embedding_type: str = "learned_absolute"
     rotary_percent: float = 1.0
     rotary_base: float = 10000.0
-    rope_scaling: float = 0.0  # Llama 3.1's factor; 0: none
-    interpolation: float = 1.0
-    num_experts: int = 0  # 0: no layer has experts; else layers 0, layer_freq, 2 layer_freq, ..
-    layer_freq: int = 1
-    topk: int = 2
-    expert_width: int = 0
-    shared_width: int = 0  # 0: no shared expert
-    score_function: str = "softmax"
-    pre_softmax: bool = False
-    scaling: float = 1.0
-    expert_bias: bool = False
-    bias_rate: float = 0.0
-    aux_coefficient: float = 0.0
-    z_coefficient: float = 0.0
-    window: int = 0  # tokens before itself that a token sees; 0: all
-    full_layers: int = 0  # layers without the window, from the first on
-    depths: int = 0  # of multi-token prediction
-    depth_factor: float = 0.0
-
-    def __post_init__(self):
-        object.__setattr__(self, "num_query_groups", self.num_query_groups or self.num_attention_heads)
-        object.__setattr__(self, "head_dim", self.head_dim or self.hidden_size // self.num_attention_heads)
+    use_rope_scaling: bool = False  # Llama 3.1's
+    rope_scaling_factor: float = 8.0
+    rotary_seq_len_interpolation_factor: float = 1.0
+    num_experts: int = 0  # 0: no layer has experts; else layers 0, moe_layer_freq, 2 moe_layer_freq, ..
+    moe_layer_freq: int = 1
+    moe_router_topk: int = 2
+    moe_ffn_hidden_size: int = 0
+    moe_shared_expert_intermediate_size: int = 0  # 0: no shared expert
+    moe_router_score_function: str = "softmax"
+    moe_router_pre_softmax: bool = False
+    moe_router_topk_scaling_factor: float = 1.0
+    moe_router_enable_expert_bias: bool = False
+    moe_router_bias_update_rate: float = 0.0
+    moe_aux_loss_coeff: float = 0.0
+    moe_z_loss_coeff: float = 0.0
+    window_size: int = 0  # tokens before itself that a token sees; 0: all
+    full_attention_layers: int = 0  # layers without the window, from the first on
+    mtp_num_layers: int = 0  # depths of multi-token prediction
+    mtp_loss_scaling_factor: float = 0.0
 
     def norm(self, size=None):
-        return getattr(nn, self.normalization)(size or self.hidden_size, eps=self.norm_epsilon)
+        return getattr(nn, self.normalization)(size or self.hidden_size, eps=self.layernorm_epsilon)
 
 
 @dataclass(frozen=True)
@@ -146,22 +145,22 @@ def apply_mask(mask, site, x):
     return x if scale is None else x * scale
 
 
-def dropout_masks(seed, samples, hidden, attention):
+def dropout_masks(seed, samples, hidden, attention, device):
     """Return the `mask` of ReferenceGPT.forward, drawn by the rule of nanodomino's masks: a mask is a function of
-    (seed, sample, site) alone.
+    (seed, sample, site, type of device) alone.
 
     samples: the numbers of the batch's samples in the data order. hidden, attention: the dropout rates. The first 8
-    bytes of BLAKE2b("seed/sample/site"), little-endian and halved, seed torch's generator, which keeps an element with
-    probability 1 - rate.
+    bytes of BLAKE2b("seed/sample/site"), little-endian and halved, seed the device's generator, which keeps an element
+    with probability 1 - rate.
     """
     def mask(site, shape):
         rate = attention if site.endswith(".core") else hidden
-        drawn = torch.empty(shape, dtype=torch.float64)
+        drawn = torch.empty(shape, dtype=torch.float64, device=device)
         for i, sample in enumerate(samples):
             digest = hashlib.blake2b(f"{seed}/{sample}/{site}".encode(), digest_size=8).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") // 2)
+            generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little") // 2)
             drawn[i].bernoulli_(1 - rate, generator=generator)
-        return drawn / (1 - rate)
+        return drawn.cpu() / (1 - rate)
 
     return mask
 
@@ -172,14 +171,14 @@ class Attention(nn.Module):
     def __init__(self, sizes, site, window):
         super().__init__()
         self.site, self.window = site, window
-        self.sizes, self.head_dim = sizes, sizes.head_dim
+        self.sizes, self.head_dim, bias = sizes, sizes.kv_channels, not sizes.disable_bias_linear
         self.norm = sizes.norm()
         heads, groups = sizes.num_attention_heads * self.head_dim, sizes.num_query_groups * self.head_dim
-        self.q, self.k, self.v = (nn.Linear(sizes.hidden_size, rows, bias=sizes.qkv_bias)
+        self.q, self.k, self.v = (nn.Linear(sizes.hidden_size, rows, bias=bias or sizes.add_qkv_bias)
                                   for rows in (heads, groups, groups))
-        self.q_layernorm, self.k_layernorm = (sizes.norm(self.head_dim) if sizes.qk_norm else nn.Identity()
+        self.q_layernorm, self.k_layernorm = (sizes.norm(self.head_dim) if sizes.qk_layernorm else nn.Identity()
                                               for _ in range(2))
-        self.dense = nn.Linear(heads, sizes.hidden_size, bias=sizes.bias)
+        self.dense = nn.Linear(heads, sizes.hidden_size, bias=bias)
 
     # [b, s, h] -> [b, s, h]; positions [b, s]; documents [b, s] or None
     def forward(self, x, mask, positions, documents):
@@ -187,7 +186,7 @@ class Attention(nn.Module):
         x = self.norm(x)
         q, k, v = (part(x).reshape(b, s, -1, self.head_dim).transpose(1, 2) for part in (self.q, self.k, self.v))
         q, k = self.q_layernorm(q), self.k_layernorm(k)
-        if self.sizes.positions == "rope":
+        if self.sizes.position_embedding_type == "rope":
             q, k = rope(q, positions, self.sizes), rope(k, positions, self.sizes)
         k, v = (part.repeat_interleave(q.size(1) // part.size(1), dim=1) for part in (k, v))
         scores = q @ k.transpose(2, 3) / math.sqrt(self.head_dim)  # [b, n, s, s]
@@ -206,16 +205,17 @@ class Attention(nn.Module):
 def rope(x, positions, sizes):
     """Rotate x [b, n, s, d]: each head's first numbers, as complex numbers (first half, second half), times
     exp(i angle). Angles are fp32 by definition."""
-    size = int(sizes.head_dim * sizes.rotary_percent)
-    frequencies = 1.0 / sizes.rotary_base ** (torch.arange(0, size, 2).float() / size) / sizes.interpolation
-    if sizes.rope_scaling:
+    size = int(sizes.kv_channels * sizes.rotary_percent)
+    frequencies = 1.0 / sizes.rotary_base ** (torch.arange(0, size, 2).float() / size)
+    frequencies = frequencies / sizes.rotary_seq_len_interpolation_factor
+    if sizes.use_rope_scaling:
         for i, frequency in enumerate(frequencies.tolist()):
             turns = 8192 * frequency / (2 * math.pi)  # full rotations within the original context length
             if turns < 1:
-                frequencies[i] /= sizes.rope_scaling
+                frequencies[i] /= sizes.rope_scaling_factor
             elif turns < 4:
                 smooth = (torch.tensor(8192) / (2 * math.pi / frequencies[i]) - 1) / 3
-                frequencies[i] = (1 - smooth) * frequencies[i] / sizes.rope_scaling + smooth * frequencies[i]
+                frequencies[i] = (1 - smooth) * frequencies[i] / sizes.rope_scaling_factor + smooth * frequencies[i]
     angles = (positions.float()[..., None] * frequencies)[:, None]
     first, second = x[..., : size // 2], x[..., size // 2 : size]
     turned = torch.complex(first, second) * torch.complex(angles.cos().double(), angles.sin().double())
@@ -231,9 +231,9 @@ class MLP(nn.Module):
     def __init__(self, sizes, site, width, has_norm=True):
         super().__init__()
         self.site, self.norm = site, sizes.norm() if has_norm else nn.Identity()
-        self.gate = nn.Linear(sizes.hidden_size, width, bias=sizes.bias) if sizes.swiglu else None
-        self.up = nn.Linear(sizes.hidden_size, width, bias=sizes.bias)
-        self.down = nn.Linear(width, sizes.hidden_size, bias=sizes.bias)
+        h, bias = sizes.hidden_size, not sizes.disable_bias_linear
+        self.gate = nn.Linear(h, width, bias=bias) if sizes.swiglu else None
+        self.up, self.down = nn.Linear(h, width, bias=bias), nn.Linear(width, h, bias=bias)
 
     def forward(self, x, mask):  # [b, s, h] -> [b, s, h]
         x = self.norm(x)
@@ -248,11 +248,11 @@ class Experts(nn.Module):
     def __init__(self, sizes, site):
         super().__init__()
         self.site, self.sizes = site, sizes
-        count, width, h = sizes.num_experts, sizes.expert_width, sizes.hidden_size
-        self.norm = sizes.norm()
-        self.shared_expert = MLP(sizes, site, sizes.shared_width, has_norm=False) if sizes.shared_width else None
+        count, width, h = sizes.num_experts, sizes.moe_ffn_hidden_size, sizes.hidden_size
+        self.norm, shared = sizes.norm(), sizes.moe_shared_expert_intermediate_size
+        self.shared_expert = MLP(sizes, site, shared, has_norm=False) if shared else None
         self.router = nn.Linear(h, count, bias=False)
-        self.router.register_buffer("expert_bias", torch.zeros(count) if sizes.expert_bias else None)
+        self.router.register_buffer("expert_bias", torch.zeros(count) if sizes.moe_router_enable_expert_bias else None)
         self.experts = nn.Module()
         self.experts.gate = nn.Parameter(torch.zeros(count, width, h)) if sizes.swiglu else None
         self.experts.up = nn.Parameter(torch.zeros(count, width, h))
@@ -262,7 +262,7 @@ class Experts(nn.Module):
         sizes, x = self.sizes, self.norm(x)
         logits = self.router(x)  # [b, s, E]
         scores = {"softmax": torch.exp(logits) / torch.exp(logits).sum(-1, keepdim=True),
-                  "sigmoid": 1 / (1 + torch.exp(-logits))}[sizes.score_function]
+                  "sigmoid": 1 / (1 + torch.exp(-logits))}[sizes.moe_router_score_function]
         chosen = self.choose(scores.detach())
         self.routing_loss = self.losses(logits, scores, chosen)
         total = chosen.sum((0, 1))
@@ -282,20 +282,19 @@ class Experts(nn.Module):
         """Return [b, s, E]: 1 for the topk experts of each token, else 0. argmax takes the first of equal scores."""
         scores = scores if self.router.expert_bias is None else scores + self.router.expert_bias
         chosen = torch.zeros_like(scores)
-        for _ in range(self.sizes.topk):
+        for _ in range(self.sizes.moe_router_topk):
             best = scores.masked_fill(chosen > 0, -math.inf).argmax(-1, keepdim=True)
             chosen = chosen.scatter(-1, best, 1.0)
         return chosen
 
     def weights(self, logits, scores, chosen):
         """Return the weight of each expert [b, s, E], 0 unless the token chose it."""
-        sizes, weights = self.sizes, chosen * scores
-        if sizes.score_function == "softmax" and not sizes.pre_softmax:
-            weights = chosen * torch.exp(logits)
-        if sizes.score_function == "softmax" and not sizes.pre_softmax or sizes.score_function != "softmax" and (
-                sizes.topk > 1):
+        sizes, softmax = self.sizes, self.sizes.moe_router_score_function == "softmax"
+        of_the_chosen = not sizes.moe_router_pre_softmax if softmax else sizes.moe_router_topk > 1
+        weights = chosen * (torch.exp(logits) if softmax and of_the_chosen else scores)
+        if of_the_chosen:
             weights = weights / weights.sum(-1, keepdim=True)
-        return sizes.scaling * weights
+        return sizes.moe_router_topk_scaling_factor * weights
 
     def losses(self, logits, scores, chosen):
         """Return auxiliary loss + z-loss: a sum over samples, in which a sample of s tokens counts s times."""
@@ -303,9 +302,9 @@ class Experts(nn.Module):
         probabilities = scores / scores.sum(-1, keepdim=True)
         for own_logits, own_probabilities, own_chosen in zip(logits, probabilities, chosen):  # one sample, [s, E] each
             s = len(own_logits)
-            shares, means = own_chosen.sum(0) / (s * sizes.topk), own_probabilities.sum(0) / s
-            total = total + s * sizes.aux_coefficient * sizes.num_experts * (shares * means).sum()
-            total = total + sizes.z_coefficient * (torch.log(torch.exp(own_logits).sum(-1)) ** 2).sum()
+            shares, means = own_chosen.sum(0) / (s * sizes.moe_router_topk), own_probabilities.sum(0) / s
+            total = total + s * sizes.moe_aux_loss_coeff * sizes.num_experts * (shares * means).sum()
+            total = total + sizes.moe_z_loss_coeff * (torch.log(torch.exp(own_logits).sum(-1)) ** 2).sum()
         return total
 
 
@@ -314,8 +313,8 @@ class Layer(nn.Module):
 
     def __init__(self, sizes, i, site):
         super().__init__()
-        has_experts = sizes.num_experts and i % sizes.layer_freq == 0
-        self.attention = Attention(sizes, f"{site}.attention", sizes.window if i >= sizes.full_layers else 0)
+        has_experts = sizes.num_experts and i % sizes.moe_layer_freq == 0
+        self.attention = Attention(sizes, f"{site}.attention", i >= sizes.full_attention_layers and sizes.window_size)
         self.mlp = Experts(sizes, f"{site}.mlp") if has_experts else MLP(sizes, f"{site}.mlp", sizes.ffn_hidden_size)
 
     def forward(self, x, mask, positions, documents):  # [b, s, h] -> [b, s, h]
@@ -352,10 +351,10 @@ class ReferenceGPT(nn.Module):
         self.sizes, h = sizes, sizes.hidden_size
         self.embedding = nn.Module()
         self.embedding.word_embeddings = nn.Embedding(sizes.padded_vocab_size, h)
-        if sizes.positions == "learned_absolute":
-            self.embedding.position_embeddings = nn.Embedding(sizes.max_positions, h)
+        if sizes.position_embedding_type == "learned_absolute":
+            self.embedding.position_embeddings = nn.Embedding(sizes.max_position_embeddings, h)
         self.layers = nn.ModuleList(Layer(sizes, i, f"layers.{i}") for i in range(sizes.num_layers))
-        self.mtp = nn.ModuleList(Depth(sizes, d) for d in range(sizes.depths))
+        self.mtp = nn.ModuleList(Depth(sizes, d) for d in range(sizes.mtp_num_layers))
         self.final_norm = sizes.norm()
         self.output_layer = None if sizes.tied else nn.Linear(h, sizes.padded_vocab_size, bias=False)
 
@@ -370,7 +369,7 @@ class ReferenceGPT(nn.Module):
         mask = mask or no_dropout
         positions = positions.expand(tokens.shape)
         x = self.embedding.word_embeddings(tokens)
-        if self.sizes.positions == "learned_absolute":
+        if self.sizes.position_embedding_type == "learned_absolute":
             x = x + self.embedding.position_embeddings(positions)
         x = apply_mask(mask, "embedding", x)
         for layer in self.layers:
@@ -413,7 +412,7 @@ class ReferenceGPT(nn.Module):
         for name, parameters in named.items():
             full = weights[name]
             if len(parameters) == 3:
-                tensors = split_qkv(full, self.sizes.num_query_groups, self.sizes.head_dim)
+                tensors = split_qkv(full, self.sizes.num_query_groups, self.sizes.kv_channels)
             else:
                 tensors = full.chunk(len(parameters), dim=dim_of_parts(name, full))
             for parameter, tensor in zip(parameters, tensors):
@@ -509,7 +508,7 @@ def train_reference(
         layers = [mlp for mlp in mlps if isinstance(mlp, Experts)]
         further = sum(layer.routing_loss for layer in layers)
         if sums:
-            further = further + sizes.depth_factor * torch.stack(sums).mean()
+            further = further + sizes.mtp_loss_scaling_factor * torch.stack(sums).mean()
         (loss + further / loss_mask.sum()).backward()
         biases = [layer for layer in layers if layer.router.expert_bias is not None]
         for layer in biases:  # a buffer, which the norm and the optimizer leave out
@@ -526,5 +525,5 @@ def train_reference(
             group["lr"] = learning_rates[step]
         optimizer.step()
         for layer in biases:
-            layer.router.expert_bias -= sizes.bias_rate * torch.sign(layer.excess)
+            layer.router.expert_bias -= sizes.moe_router_bias_update_rate * torch.sign(layer.excess)
     return records, model.full_weights()

@@ -13,13 +13,14 @@ from support.reference import ReferenceGPT, Sizes, masked_loss, random_weights, 
 
 SIZES = Sizes()
 UNTIED = Sizes(tied=False)
-EXPERTS = Sizes(num_experts=4, expert_width=12, shared_width=8, swiglu=True, bias=False, qkv_bias=False)
+EXPERTS = Sizes(num_experts=4, moe_ffn_hidden_size=12, moe_shared_expert_intermediate_size=8, swiglu=True,
+                disable_bias_linear=True)
 
 
 def random_batch(sizes, batch_size=3, seed=0):
     """Return tokens, labels and a loss_mask that leaves each row a different number of tokens."""
     generator = torch.Generator().manual_seed(seed)
-    shape = batch_size, sizes.max_positions
+    shape = batch_size, sizes.max_position_embeddings
     tokens, labels = (torch.randint(sizes.vocab_size, shape, generator=generator) for _ in range(2))
     loss_mask = (torch.arange(shape[1]) > torch.arange(batch_size)[:, None]).double()
     return tokens, labels, loss_mask
@@ -45,7 +46,7 @@ def torch_transformer(sizes, weights):
         activation=partial(F.gelu, approximate="tanh"), layer_norm_eps=1e-5, batch_first=True, norm_first=True)
     norm = nn.LayerNorm(sizes.hidden_size)
     encoder = nn.TransformerEncoder(layer, sizes.num_layers, norm, enable_nested_tensor=False).double()
-    n, d = sizes.num_attention_heads, sizes.head_dim
+    n, d = sizes.num_attention_heads, sizes.kv_channels
     # plain indices rather than the reference's own conversion: the fused row of (q/k/v, head, element)
     rows = torch.tensor([(head * 3 + part) * d + element for part in range(3) for head in range(n)
                          for element in range(d)])
@@ -95,8 +96,10 @@ def test_logits_and_gradients_equal_torchs_own_transformer():
 
 
 @pytest.mark.parametrize("sizes", [
-    SIZES, UNTIED, EXPERTS, dataclasses.replace(EXPERTS, score_function="sigmoid", scaling=2.0, topk=3),
-    dataclasses.replace(EXPERTS, pre_softmax=True, swiglu=False, topk=1)],
+    SIZES, UNTIED, EXPERTS,
+    dataclasses.replace(EXPERTS, moe_router_score_function="sigmoid", moe_router_topk_scaling_factor=2.0,
+                        moe_router_topk=3),
+    dataclasses.replace(EXPERTS, moe_router_pre_softmax=True, swiglu=False, moe_router_topk=1)],
     ids=["tied", "untied", "experts", "sigmoid", "pre-softmax"])
 def test_gradients_equal_finite_differences_in_every_tensor(sizes):
     weights, batch, step = random_weights(sizes), random_batch(sizes), 1e-5
