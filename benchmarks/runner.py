@@ -220,11 +220,12 @@ def join(config: Config, launch: LaunchInfo, one_core=False) -> tuple[Config, Me
     return with_mesh(config, device)
 
 
-def with_mesh(config: Config, device: torch.device) -> tuple[Config, Mesh]:
-    """Return the Config with its device, and the mesh of all ranks of a world that has started."""
+def with_mesh(config: Config, device: torch.device, mesh: Mesh | None = None) -> tuple[Config, Mesh]:
+    """Return the Config with its device, and the mesh of all ranks of a world that has started. mesh: one of the same
+    layout, to be used again."""
     return (dataclasses.replace(config, device=device.type).with_device(device),
-            make_mesh(config.pp, config.dp, config.tp, device, **config.mesh_options,
-                      thread_blocks=config.thread_blocks))
+            mesh or make_mesh(config.pp, config.dp, config.tp, device, **config.mesh_options,
+                              thread_blocks=config.thread_blocks))
 
 
 def gathered(value) -> list:
