@@ -156,7 +156,7 @@ CASES += [
     case(1, 1, 1, FAMILIES["llama"], DOCUMENTS, cp=4, slices=2, recompute_granularity="full"),
     case(1, 1, 2, A2A, DROPOUT, cp=2, zero_stage=2),
     case(2, 1, 1, DROPOUT, FAMILIES["qwen2"], cp=2, slices=2, sequence_parallel=True, recompute_granularity="full"),
-    case(2, 1, 1, A2A, FAMILIES["llama"], DOCUMENTS, cp=2, slices=2, columns=2, sequence_parallel=True),
+    case(2, 1, 1, A2A, DROPOUT, FAMILIES["llama"], DOCUMENTS, cp=2, slices=2, columns=2, sequence_parallel=True),
     case(1, 2, 1, FAMILIES["qwen3"], cp=2, schedule="paired", zero_stage=2, recompute_granularity="selective"),
     case(1, 2, 2, FAMILIES["llama"], cp=2, schedule="zb-v", slices=2, num_layers=5),
     case(1, 1, 2, EXPERTS, cp=2, ep=4, slices=2),
