@@ -32,7 +32,7 @@ from nanodomino.options.fp8 import FORMATS, RECIPES, Fp8Recipe, Fp8Weight
 
 BF16 = 2.0**-8               # bound for a result in bfloat16; attention also rounds its probabilities: twice that
 FLOOR = 0.5                  # the least share of the assumed speed
-LARGE = 8e9                  # bytes of free memory for the sizes of real models
+LARGE = 8 * 2**30            # bytes of free memory that the sizes of real models need
 MEASURABLE = 1e-4            # seconds; a kernel that takes less has no floor, because launching it takes as long
 
 
@@ -41,8 +41,8 @@ class Run:
 
     def __init__(self, device: torch.device, quick: bool, world_size=1):
         self.device, self.cuda, self.quick, self.world_size = device, device.type == "cuda", quick, world_size
-        # whether to include the sizes of real models
-        self.large = self.cuda and not quick and torch.cuda.mem_get_info(device)[0] > LARGE
+        self.free = torch.cuda.mem_get_info(device)[0] if self.cuda else 0
+        self.large = self.free >= LARGE and not quick          # whether to include the sizes of real models
         self.has_fp8 = self.cuda and torch.cuda.get_device_capability(device) >= (8, 9)    # a CPU needs minutes
         name = torch.cuda.get_device_name(device) if self.cuda else ""
         self.gpu = max((key for key in GPUS if key in name), key=len, default=None)
@@ -148,21 +148,12 @@ def expert_matmuls(run: Run):
     run.speed(f"{counts} rows", lambda: grouped_linear(x, w, dispatch))
 
 
-def by_key_head(definition, q, k, v, gradient):
-    """Return the output and the gradients of q, k and v in float64, computed one head of k after the other: the scores
-    of 32 heads and 4096 tokens take 4 GB."""
-    found = []
-    for *inputs, wanted in zip(*(x.double().chunk(k.size(1), dim=1) for x in (q, k, v, gradient))):
-        output = definition(*(x.requires_grad_() for x in inputs))
-        found.append((output.detach(), *torch.autograd.grad(output, inputs, wanted)))
-    return [torch.cat(parts, dim=1) for parts in zip(*found)]
-
-
 def attention(run: Run):
     """The attention that torch chooses, flash attention within documents, and their direct backward equal float64's."""
+    heads = int(min(32, run.free // 2**30))        # in float64 a head's scores and their gradients take almost 1 GiB
     causal = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
     cases = [(partial(fused_attention, bias=None), causal, sizes) for sizes in (
-        (2, 192, 8, 2, 64), (2, 320, 4, 1, 128), (2, 128, 4, 4, 64), *[(1, 4096, 32, 32, 128)] * run.large)]
+        (2, 192, 8, 2, 64), (2, 320, 4, 1, 128), (2, 128, 4, 4, 64), *[(1, 4096, heads, heads, 128)] * run.large)]
     if run.cuda and torch.cuda.get_device_capability(run.device) >= (8, 0):
         ends = torch.rand(2, 128, generator=torch.Generator().manual_seed(1)) < 0.3
         numbers = F.pad(ends, (1, -1)).long().cumsum(1)         # many documents have one token
@@ -176,8 +167,11 @@ def attention(run: Run):
         q, k, v, gradient = (run.normal(b, s, n, d, seed=seed).transpose(1, 2)         # strided as training has them
                              for seed, n in enumerate((heads, groups, groups, heads)))
         output, segment = run_segment(function, q, k, v)
+        inputs = [x.double().requires_grad_() for x in (q, k, v)]
+        expected = definition(*inputs)
         for part, *pair in zip(("output", "gradient of q", "gradient of k", "gradient of v"),
-                               (output, *segment.backward(gradient)), by_key_head(definition, q, k, v, gradient)):
+                               (output, *segment.backward(gradient)),
+                               (expected, *torch.autograd.grad(expected, inputs, gradient.double()))):
             run.equal(f"{name}: {part}", *pair, 2 * BF16)
         run.speed(f"{name}: forward and backward", lambda function=function, inputs=(q, k, v), gradient=gradient:
                   run_segment(function, *inputs)[1].backward(gradient))
