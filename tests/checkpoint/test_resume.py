@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.checkpoints import (DP2, EXPERTS, LAYOUTS, LLAMA, ONE_RANK, TP2, TP2_PP2_DP2, UNEVEN, config_for,
                                  make_saver, train_from)
-from support.harness import build, difference, full_tensors, reference_for, relative, sizes_of, weights_and_data
+from support.harness import build, difference, full_tensors, reference_for, relative, weights_and_data
 from support.reference import full_shapes
 
 from nanodomino.checkpoint.format import boxes_of_range, local_boxes, slices
@@ -145,7 +145,7 @@ def test_ranks_divide_the_work_and_save_each_element_once(pool, tp, pp, dp, zero
     """Each rank copies 1/dp of what it holds, and 1/tp of what all tp ranks hold."""
     config = config_for(tp, pp, dp, 1, zero_stage, "1f1b", **UNEVEN)
     times = {f"{state}.{name}": torch.zeros(shape) for state in STATES
-             for name, shape in full_shapes(sizes_of(config)).items()}
+             for name, shape in full_shapes(config).items()}
     for saves, copied, held in pool.run(boxes_on_rank, config, world_size=config.world_size):
         for name, box in saves:
             times[name][slices(box, (0,) * len(box.size))] += 1

@@ -15,7 +15,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from support.harness import EXPERTS, FAMILIES, build, check_against_reference, relative, sizes_of, tiny
+from support.harness import EXPERTS, FAMILIES, build, check_against_reference, relative, tiny
 from support.reference import ReferenceGPT, masked_loss, random_weights
 
 import train
@@ -200,8 +200,8 @@ def test_validation_is_the_mean_over_the_first_windows_as_they_are_stored(pool, 
     """Every token counts once: of 5 windows, which do not fill a global batch of 12, and of 20, which leave the second
     batch incomplete."""
     config = tiny(world_size, global_batch_size=12, **options)
-    weights = random_weights(sizes_of(config), seed=3)
-    model, generator = ReferenceGPT(sizes_of(config)).double().load_full(weights), np.random.default_rng(0)
+    weights = random_weights(config, seed=3)
+    model, generator = ReferenceGPT(config).double().load_full(weights), np.random.default_rng(0)
     corpora, expected = [], []
     for windows in (5, 20):
         folder = tmp_path / str(windows)

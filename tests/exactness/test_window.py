@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from support.harness import (END_OF_TEXT, EXPERTS, FAMILIES, build, check_against_reference, plain_text, sizes_of,
+from support.harness import (END_OF_TEXT, EXPERTS, FAMILIES, build, check_against_reference, plain_text,
                              tiny)
 from support.reference import random_weights
 
@@ -39,7 +39,7 @@ def test_generation_with_a_cache_equals_the_plain_models(pool, settings):
     """The prompts hold several documents. The last ones exceed the context of 8 tokens."""
     config, draw = tiny(1, **settings, untie_embeddings_and_output_weights=True), random.Random(3)
     weights = {name: weight * (3 if weight.dim() > 1 else 1)
-               for name, weight in random_weights(sizes_of(config), seed=5).items()}
+               for name, weight in random_weights(config, seed=5).items()}
     prompts = [[draw.choice([*range(20), END_OF_TEXT, END_OF_TEXT]) for _ in range(length)]
                for length in (1, 2, 5, 8, 13)]
     expected = [plain_text(config, weights, prompt, 9, vocab_size=20) for prompt in prompts]

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from support.reference import ReferenceGPT, Sizes, dropout_masks, masked_loss, random_weights, train_reference
+from support.reference import ReferenceGPT, dropout_masks, masked_loss, random_weights, train_reference
 
 import train
 from nanodomino.comm.collectives import all_gather
@@ -73,11 +73,6 @@ def report_without_a_run(folder, config=None, device="cpu", memory="", **tokens)
     """Return rank 0's Report for a run in this folder. tokens: see corpus_without_files()."""
     place = SimpleNamespace(device=torch.device(device), pp=1, picture=" ".join)
     return Report(config or tiny(1), corpus_without_files(folder, **tokens), place, folder, 0, True, (), memory)
-
-
-def sizes_of(config: Config) -> Sizes:
-    """Return the reference model's description of the same model."""
-    return Sizes(**{field.name: getattr(config, field.name) for field in dataclasses.fields(Sizes)})
 
 
 @dataclass
@@ -281,7 +276,7 @@ def relative(ours: list, theirs: list) -> float:
 def weights_and_data(config: Config, steps: int, rigged=()):
     """Return what a training starts from: (full weights by name, FixedData of `steps` global batches). rigged: (end of
     a name, value) pairs; weights with such names get this value."""
-    weights = random_weights(sizes_of(config), seed=3)
+    weights = random_weights(config, seed=3)
     for name, weight in weights.items():
         for end, value in rigged:
             if name.endswith(end):
@@ -305,9 +300,7 @@ def train_plainly(config: Config, weights, data: FixedData, steps: int):
                 None if data.positions is None else data.positions[i],
                 None if data.documents is None else data.documents[i],
                 *(mask[i].double() for mask in data.depth_masks)) for i in range(steps)]
-    return train_reference(sizes_of(config), weights, batches, rates, config.weight_decay, config.clip_grad,
-                           (config.adam_beta1, config.adam_beta2), config.adam_eps,
-                           [masks_of(config, step) for step in range(steps)])
+    return train_reference(config, weights, batches, rates, [masks_of(config, step) for step in range(steps)])
 
 
 _references = {}
@@ -316,8 +309,8 @@ _references = {}
 def reference_for(pool, config: Config, steps: int, rigged=()):
     """Train the reference model on rank 0 of the pool, once for each model and data. Returns (initial weights, data, a
     record of each step, final weights)."""
-    key = (sizes_of(config), steps, rigged,
-           *(getattr(config, name) for name in names_affecting(Config, "model", "optimizer", "run", "losses")))
+    key = (steps, rigged, *(getattr(config, name) for name in names_affecting(
+        Config, "model", "positions", "optimizer", "run", "losses")))
     if key not in _references:
         weights, data = weights_and_data(config, steps, rigged)
         _references[key] = (weights, data, *pool.run(train_plainly, config, weights, data, steps, world_size=1)[0])
@@ -327,7 +320,7 @@ def reference_for(pool, config: Config, steps: int, rigged=()):
 def plain_evaluation(config: Config, weights, data: FixedData, count=1):
     """Return the mean loss over the tokens that count of the first `count` global batches, computed in one batch
     instead of as a mean of means."""
-    model = ReferenceGPT(sizes_of(config)).double().load_full(weights)
+    model = ReferenceGPT(config).double().load_full(weights)
     tokens, labels, loss_mask, positions, documents = (
         None if tensor is None else tensor[:count].flatten(0, 1)
         for tensor in (data.tokens, data.labels, data.loss_mask, data.positions, data.documents))
@@ -340,7 +333,7 @@ def plain_text(config: Config, weights, prompt: list[int], count: int, vocab_siz
                end_of_text=END_OF_TEXT) -> list[int]:
     """Return what generate() must return at temperature 0. The reference model computes the whole context again for
     each token. When the context is full, its later half stays."""
-    model, longest, text = ReferenceGPT(sizes_of(config)).double().load_full(weights), config.context_length, prompt
+    model, longest, text = ReferenceGPT(config).double().load_full(weights), config.context_length, prompt
     window = prompt[-longest:]
     while len(text) < len(prompt) + count:
         window = window if len(window) <= longest else window[-(longest // 2):]
