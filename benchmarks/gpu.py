@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
@@ -75,13 +76,13 @@ def run_checks(flags):
             found, again = run_check(name, flags), ""
             report["checks"][name] = found
             write_file(path, json.dumps(report, indent=1).encode())
-            write_file(flags.report / "report.md", markdown(report).encode())
+            write_file(path.with_suffix(".md"), markdown(report).encode())
         print(f"[{number}/{len(flags.only)}] {name}: {found['verdict']} {again}after {found['seconds']:.0f} s"
               f"{' - ' * bool(found['message'])}{found['message']}", flush=True)
-    names = {verdict: [name for name in flags.only if report["checks"][name]["verdict"] == verdict]
-             for verdict in ("passed", "skipped", "failed")}
-    counts = ", ".join(f"{len(found)} {verdict}" for verdict, found in names.items())
-    return f"{counts}; see {flags.report / 'report.md'}", {"failed": names["failed"]}
+    verdicts = {name: report["checks"][name]["verdict"] for name in flags.only}
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(Counter(verdicts.values()).items()))
+    failed = [name for name in verdicts if verdicts[name] == "failed"]
+    return f"{counts}; see {path.with_suffix('.md')}", {"failed": failed}
 
 
 def run_check(name: str, flags) -> dict:

@@ -31,10 +31,8 @@ from benchmarks.gpu_kernels import Run, attention, expert_matmuls, fp8_matmuls, 
 from benchmarks.runner import BENCH, Training, bytes_text, config_of, gathered, parse, seconds_text, with_mesh
 from benchmarks.timeline import record
 from nanodomino.comm import collectives
-from nanodomino.comm.world import choose_kernels
 from nanodomino.errors import require
 from nanodomino.estimate.formulas import peak_memory
-from nanodomino.mesh import Mesh
 from nanodomino.options.fp8 import RECIPES
 from nanodomino.pictures.merged_trace import table
 from nanodomino.settings.config import Config
@@ -70,18 +68,11 @@ class Check:
     limit: int = 1800
 
 
-def joined(run: Run, config: Config) -> tuple[Config, Mesh]:
-    """Return the Config with its device, and the mesh of all ranks. Chooses the kernels for these settings. A check has
-    one layout, and so one mesh: nothing frees the communicators of a mesh before the process ends."""
-    config, run.mesh = with_mesh(config, run.device, run.mesh)
-    choose_kernels(config, run.device)
-    return config, run.mesh
-
-
 def built(run: Run, **settings) -> Training:
     """Return this rank's part of a small training run, warmed up. settings: replace those of SMALL."""
     config = Config(**dict(SMALL, global_batch_size=8 * run.world_size) | settings).resolve(run.world_size)
-    return Training(*joined(run, config.with_vocabulary(config.vocab_size)))
+    config, run.mesh = with_mesh(config.with_vocabulary(config.vocab_size), run.device, run.mesh)
+    return Training(config, run.mesh)
 
 
 def same_bits(run: Run, name: str, disturbances, **settings) -> list[float]:
@@ -132,8 +123,8 @@ def third_step(run: Run, microbatches: int, layout: dict) -> Counter:
     from torch._dynamo.utils import counters                   # imported here, because it takes longer than torch
 
     def state():
-        mallocs = torch.cuda.memory_stats(run.device)["num_device_alloc"] if run.cuda else 0
-        return Counter({"graphs compiled": counters["stats"]["unique_graphs"], "cudaMalloc": mallocs})
+        return Counter({"graphs compiled": counters["stats"]["unique_graphs"],
+                        "cudaMalloc": torch.cuda.memory_stats(run.device).get("num_device_alloc", 0)})
 
     ours, reads = built(run, global_batch_size=4 * microbatches, compile=run.cuda, **layout), []
     item = torch.Tensor.item
@@ -228,7 +219,8 @@ def steps(run: Run, model: str, *variants: str):
         torch.cuda.reset_peak_memory_stats(run.device) if run.cuda else None
         flags = parse(plan, words.split())
         plan.processes(flags)                                  # gives the model the vocabulary of its published weights
-        found = record(*joined(run, config_of(flags, run.world_size)), variant, repeats=5)
+        config, run.mesh = with_mesh(config_of(flags, run.world_size), run.device, run.mesh)
+        found = record(config, run.mesh, variant, repeats=5)
         if found:                                              # on rank 0, whose numbers are in the report
             run.numbers[f"step of {words}"] = "\n".join([
                 f"{seconds_text((found.end - found.begin) / 1e9)}, {bytes_text(peak_memory(run.device))}; planned "
@@ -236,8 +228,7 @@ def steps(run: Run, model: str, *variants: str):
 
 
 def launched(run: Run, ranks: int, *flags: str, **variables: str) -> list[dict]:
-    """Run train.py once with each of `flags`, and return the metrics of all steps. Each launch resumes from the
-    previous one."""
+    """Run train.py once with each of `flags`, resuming from the launch before. Return the metrics of all steps."""
     with tempfile.TemporaryDirectory() as folder:
         for more in flags:
             command(f"-m torch.distributed.run --standalone --nproc_per_node {ranks} train.py --run-dir {folder}/run "

@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 import train
 from benchmarks.slow_network import exit_on_signals, slow_wire
-from nanodomino.comm.world import LaunchInfo, find_device, read_launch_environment, start_world
+from nanodomino.comm.world import LaunchInfo, choose_kernels, find_device, read_launch_environment, start_world
 from nanodomino.data import Batch
 from nanodomino.domino import Domino
 from nanodomino.errors import UserError, counted, require
@@ -221,11 +221,12 @@ def join(config: Config, launch: LaunchInfo, one_core=False) -> tuple[Config, Me
 
 
 def with_mesh(config: Config, device: torch.device, mesh: Mesh | None = None) -> tuple[Config, Mesh]:
-    """Return the Config with its device, and the mesh of all ranks of a world that has started. mesh: one of the same
-    layout, to be used again."""
-    return (dataclasses.replace(config, device=device.type).with_device(device),
-            mesh or make_mesh(config.pp, config.dp, config.tp, device, **config.mesh_options,
-                              thread_blocks=config.thread_blocks))
+    """Choose the kernels. Return the Config with its device, and the mesh of all ranks of a world that has started.
+    mesh: one of the same layout, to be used again; nothing frees a mesh's communicators before the process ends."""
+    config = dataclasses.replace(config, device=device.type).with_device(device)
+    choose_kernels(config, device)
+    return config, mesh or make_mesh(config.pp, config.dp, config.tp, device, **config.mesh_options,
+                                     thread_blocks=config.thread_blocks)
 
 
 def gathered(value) -> list:

@@ -20,6 +20,7 @@ from support.reference import ReferenceGPT, masked_loss, random_weights
 
 import train
 from nanodomino.corpus.prepared_folder import Corpus
+from nanodomino.data import TokenDataset
 from nanodomino.layers.sublayers import NORMALIZATIONS
 from nanodomino.options.recompute import GRANULARITIES
 from nanodomino.schedules.definitions import SCHEDULES
@@ -188,7 +189,7 @@ def test_training_equals_one_plain_process(pool, world_size, options):
 def evaluate_rank(config, weights, corpora):
     """Return the loss, tokens and windows of several corpora's validations, over one global batch and over all."""
     mesh, _, _, stage = build(config, weights)
-    validation_sets = [train.dataset_builder(config, corpus, mesh.device)["valid"] for corpus in corpora]
+    validation_sets = [TokenDataset(corpus, "valid", config.seq_length, 0, mesh.device) for corpus in corpora]
     return [value for data in validation_sets for whole in (False, True)
             for value in train.evaluate(stage, data, config, mesh, whole)]
 
@@ -204,15 +205,12 @@ def test_validation_is_the_mean_over_the_first_windows_as_they_are_stored(pool, 
     model, generator = ReferenceGPT(config).double().load_full(weights), np.random.default_rng(0)
     corpora, expected = [], []
     for windows in (5, 20):
-        folder = tmp_path / str(windows)
-        folder.mkdir()
-        rows = {split: generator.integers(0, config.vocab_size, windows * config.seq_length + 3).astype("<u2")
-                for split in ("train", "valid")}
-        for split, row in rows.items():
-            row.tofile(folder / f"{split}.bin")
-        sizes = {split: len(row) for split, row in rows.items()} | {"test": 0}
-        corpora.append(Corpus(folder, "byte", config.vocab_size, 0, np.dtype("<u2"), sizes, {}, 0.0, 0.0, {}))
-        stored = torch.from_numpy(rows["valid"].astype("int64"))
+        row = generator.integers(0, config.vocab_size, windows * config.seq_length + 3).astype("<u2")
+        (tmp_path / str(windows)).mkdir()
+        row.tofile(tmp_path / str(windows) / "valid.bin")
+        corpora.append(Corpus(tmp_path / str(windows), "byte", config.vocab_size, 0, row.dtype, {"valid": len(row)}, {},
+                              0.0, 0.0, {}))
+        stored = torch.from_numpy(row.astype("int64"))
         for used in (min(windows, config.global_batch_size), windows):
             tokens, labels = (stored[first:first + used * config.seq_length].view(used, -1) for first in (0, 1))
             with torch.no_grad():

@@ -170,10 +170,8 @@ def build(config: Config, weights=None, trace=NO_TRACE, warm=None):
     pipeline does, whose stages must be connected before a step."""
     mesh = make_mesh(config.pp, config.dp, config.tp, device_here(), **config.mesh_options)
     model = train.model_builder(config, mesh)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weights is not None:
-                weight.copy_(local_shard(weights[name], weight))
+    for name, weight in model.named_parameters() if weights else ():
+        weight.detach().copy_(local_shard(weights[name], weight))
     optimizer = ZeroOptimizer(model, config, mesh, trace)
     stage = Domino(model, config.slices, config.columns, config.compiler, trace)
     if warm if warm is not None else config.pp > 1:

@@ -93,14 +93,9 @@ def norm_of(config, size=None):
     return getattr(nn, config.normalization)(size or config.hidden_size, eps=config.layernorm_epsilon)
 
 
-def no_dropout(site, shape):
-    return None
-
-
 def apply_mask(mask, site, x):
-    """Multiply x by mask(site, shape), whose numbers are 0 or 1/(1-p). If it returns None, nothing is dropped."""
-    scale = mask(site, tuple(x.shape))
-    return x if scale is None else x * scale
+    """Multiply x by mask(site, shape), whose numbers are 0 or 1/(1-p). If mask is None, nothing is dropped."""
+    return x * mask(site, tuple(x.shape)) if mask else x
 
 
 def dropout_masks(seed, samples, hidden, attention, device):
@@ -233,7 +228,7 @@ class Experts(nn.Module):
             wide = gelu_or_swiglu(gate, x @ self.experts.up[e].T)
             y = y + weights[..., e, None] * (wide @ self.experts.down[e].T)
         if self.shared_expert:
-            y = y + self.shared_expert(x, no_dropout)
+            y = y + self.shared_expert(x, None)
         return apply_mask(mask, f"{self.site}.hidden", y)
 
     def choose(self, scores):
@@ -321,11 +316,10 @@ class ReferenceGPT(nn.Module):
         """tokens [b, s], positions [b, s] or [s] -> logits [b, s, vocab_size]. documents [b, s], if given: a token does
         not attend to other documents.
 
-        `mask(site, shape)`, if given, returns the dropout mask of a site, scaled by 1/(1-p), or None. Sites in order:
+        `mask(site, shape)`, if given, returns the dropout mask of a site, scaled by 1/(1-p). Sites in order:
         "embedding" [b, s, h]; then in each layer i "layers.{i}.attention.core" [b, n, s, s] on the probabilities,
         "layers.{i}.attention.hidden" and "layers.{i}.mlp.hidden" [b, s, h] on what is added to x.
         """
-        mask = mask or no_dropout
         positions = positions.expand(tokens.shape)
         x = self.embedding.word_embeddings(tokens)
         if self.config.position_embedding_type == "learned_absolute":
@@ -344,7 +338,7 @@ class ReferenceGPT(nn.Module):
         """Return for each depth the sum of its losses that count, after forward(). weights[d - 1] [b, s]: 1 where the
         loss of depth d counts. The labels are t1 .. ts. Where there is no later token, 0 stands in for it.
         """
-        mask, x, sums = mask or no_dropout, self.hidden_states, []
+        x, sums = self.hidden_states, []
         for d, (depth, weight) in enumerate(zip(self.mtp, weights), 1):
             following = F.pad(labels, (0, d))[:, d - 1 :]  # t(d) .. t(s + 1)
             words = self.embedding.word_embeddings(following[:, :-1])
