@@ -32,7 +32,6 @@ from nanodomino.options.fp8 import FORMATS, RECIPES, Fp8Recipe, Fp8Weight
 
 BF16 = 2.0**-8               # bound for a result in bfloat16; attention also rounds its probabilities: twice that
 FLOOR = 0.5                  # the least share of the assumed speed
-LARGE = 8 * 2**30            # bytes of free memory that the sizes of real models need
 MEASURABLE = 1e-4            # seconds; a kernel that takes less has no floor, because launching it takes as long
 
 
@@ -42,7 +41,7 @@ class Run:
     def __init__(self, device: torch.device, quick: bool, world_size=1):
         self.device, self.cuda, self.quick, self.world_size = device, device.type == "cuda", quick, world_size
         self.free = torch.cuda.mem_get_info(device)[0] if self.cuda else 0
-        self.large = self.free >= LARGE and not quick          # whether to include the sizes of real models
+        self.large = self.free > 8e9 and not quick             # whether to include the sizes of real models
         self.has_fp8 = self.cuda and torch.cuda.get_device_capability(device) >= (8, 9)    # a CPU needs minutes
         name = torch.cuda.get_device_name(device) if self.cuda else ""
         self.gpu = max((key for key in GPUS if key in name), key=len, default=None)
@@ -67,11 +66,10 @@ class Run:
         flops, size = (sum(getattr(each, name) for each in work.events) for name in ("flops", "bytes"))
         amount, unit = (flops / 1e12, "TFLOP/s") if flops else (size / 1e9, "GB/s")
         speed = amount / Timer("function()", globals={"function": function}).timeit(10 if self.cuda else 1).mean
-        floor, flags = 0.0, parse(plan, ["plan"])
-        if self.gpu:
-            machine = plan.machine_of(flags, self.gpu, flags.network, flags.gpus_per_host)
-            assumed = sum(map(machine.operation_seconds, work.events))
-            floor = FLOOR * amount / assumed if assumed > MEASURABLE else 0.0
+        flags = parse(plan, ["plan"])
+        machine = self.gpu and plan.machine_of(flags, self.gpu, flags.network, flags.gpus_per_host)
+        assumed = sum(map(machine.operation_seconds, work.events)) if machine else 0.0
+        floor = FLOOR * amount / assumed if assumed > MEASURABLE else 0.0
         self.numbers[f"{case}, {unit}"] = f"{speed:.3g}" + f", floor {floor:.3g}" * (floor > 0)
         self.slow.extend([case] * (speed < floor))
 
@@ -98,7 +96,6 @@ def weight_gradients(run: Run):
         add_weight_gradient(total, gradient, x)
         name = f"{tokens} x {outputs} x {inputs}"
         run.equal(name, total, expected, 1e-5 if run.cuda else BF16)        # CPUs round the product to bfloat16
-        run.equal(f"{name}, padding rows", total[outputs:], expected[outputs:], 0.0)
     run.speed(name, lambda: add_weight_gradient(total, gradient, x))
 
 
@@ -147,10 +144,10 @@ def expert_matmuls(run: Run):
 
 def attention(run: Run):
     """The attention that torch chooses, flash attention within documents, and their direct backward equal float64's."""
-    heads = int(min(32, run.free // 2**30))        # in float64 a head's scores and their gradients take almost 1 GiB
+    most = min(32, run.free // 2**30)              # in float64 a head's scores and their gradients take almost 1 GiB
     causal = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
     cases = [(partial(fused_attention, bias=None), causal, sizes) for sizes in (
-        (2, 192, 8, 2, 64), (2, 320, 4, 1, 128), (2, 128, 4, 4, 64), *[(1, 4096, heads, heads, 128)] * run.large)]
+        (2, 192, 8, 2, 64), (2, 320, 4, 1, 128), (2, 128, 4, 4, 64), *[(1, 4096, most, most, 128)] * run.large)]
     if run.cuda and torch.cuda.get_device_capability(run.device) >= (8, 0):
         ends = torch.rand(2, 128, generator=torch.Generator().manual_seed(1)) < 0.3
         numbers = F.pad(ends, (1, -1)).long().cumsum(1)         # many documents have one token
