@@ -140,8 +140,8 @@ def third_step(run: Run, microbatches: int, layout: dict) -> Counter:
 def silence(run: Run, layout: dict):
     """After the warm-up a step compiles and allocates nothing, and waits for the GPU only at its end."""
     few, many = (third_step(run, microbatches, layout) for microbatches in (2, 4))
-    require(few == many and not few["graphs compiled"] + few["cudaMalloc"], f"the host waits {dict(few)} in a step of 2 "
-            f"microbatches and {dict(many)} in one of 4; it must wait equally often, and compile and allocate nothing")
+    require(few == many and not few["graphs compiled"] + few["cudaMalloc"], f"the host waits {dict(few)} in a step of "
+            f"2 microbatches, {dict(many)} in one of 4; it must wait equally often, and compile and allocate nothing")
     run.numbers.update(few)
 
 
