@@ -31,7 +31,7 @@ DOCUMENTS = dict(reset_position_ids=True, reset_attention_mask=True)
 SIGMOID = EXPERTS | dict(moe_router_score_function="sigmoid")
 PRE_SOFTMAX = EXPERTS | dict(moe_router_pre_softmax=True)
 TOP_1, SHARED = dict(moe_router_topk=1), EXPERTS | dict(moe_shared_expert_intermediate_size=16)
-A2A = dict(cp_comm_type="a2a")
+A2A, WINDOW = dict(cp_comm_type="a2a"), dict(window_size=2)
 DEPTH, DEPTHS = (dict(mtp_num_layers=depths, mtp_loss_scaling_factor=0.7) for depths in (1, 2))
 
 
@@ -172,6 +172,17 @@ CASES += [
     case(1, 2, 1, DEPTHS, DOCUMENTS, DROPOUT, cp=2, slices=2),
     case(2, 1, 2, DEPTH, EXPERTS, ep=2, slices=2),
     case(1, 2, 2, DEPTH, UNTIED, schedule="paired", zero_stage=2, slices=2),
+    # a sliding window
+    case(1, 1, 1, WINDOW),
+    case(1, 1, 1, WINDOW, DROPOUT, DEPTHS, DOCUMENTS),
+    case(2, 1, 1, WINDOW, DROPOUT, FAMILIES["llama"], sequence_parallel=True, recompute_granularity="full", columns=2),
+    case(1, 1, 1, WINDOW, FAMILIES["llama"], cp=2, full_attention_layers=2),
+    case(1, 1, 1, WINDOW, A2A, DOCUMENTS, DROPOUT, DEPTHS, cp=2),
+    case(1, 1, 1, WINDOW, FAMILIES["llama"], DOCUMENTS, DROPOUT, cp=2, slices=3, recompute_granularity="selective"),
+    case(2, 2, 1, WINDOW, FAMILIES["llama"], schedule="zb-v", full_attention_layers=1, slices=2),
+    case(1, 2, 1, WINDOW, DEPTHS, cp=2, schedule="zb-v"),
+    case(1, 2, 1, WINDOW, A2A, DOCUMENTS, cp=2, schedule="zb-v"),
+    case(1, 1, 1, WINDOW, EXPERTS, DOCUMENTS, cp=4),
 ]
 
 
