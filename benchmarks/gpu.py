@@ -53,10 +53,9 @@ def answer(flags, launch):
         with exit_on_signals():
             return run_checks(flags)
     check, device = CHECKS[flags.run], torch.device(flags.device, launch.local_rank if flags.device == "cuda" else None)
+    choose_kernels(Config(), device)                   # a check that trains chooses them again for its own settings
     if check.ranks:
         start_world(launch, device, timeout=300)
-    else:
-        choose_kernels(Config(), device)               # a check that trains chooses them for its own settings
     run = Run(device, flags.quick, launch.world_size)
     reason = check.function(run, *check.arguments)
     verdict, slow = "skipped" if reason else "passed", f"below the floor: {', '.join(run.slow)}" if run.slow else ""
@@ -75,13 +74,13 @@ def run_checks(flags):
             found, again = run_check(name, flags), ""
             report["checks"][name] = found
             write_file(path, json.dumps(report, indent=1).encode())
-            write_file(flags.report / "report.md", markdown(report).encode())
+            write_file(path.with_suffix(".md"), markdown(report).encode())
         print(f"[{number}/{len(flags.only)}] {name}: {found['verdict']} {again}after {found['seconds']:.0f} s"
               f"{' - ' * bool(found['message'])}{found['message']}", flush=True)
     names = {verdict: [name for name in flags.only if report["checks"][name]["verdict"] == verdict]
              for verdict in ("passed", "skipped", "failed")}
     counts = ", ".join(f"{len(found)} {verdict}" for verdict, found in names.items())
-    return f"{counts}; see {flags.report / 'report.md'}", {"failed": names["failed"]}
+    return f"{counts}; see {path.with_suffix('.md')}", {"failed": names["failed"]}
 
 
 def run_check(name: str, flags) -> dict:
@@ -102,9 +101,8 @@ def run_check(name: str, flags) -> dict:
     reason = f"did not end within {limit} s" if code is None else errors[0]
     found = records[-1] if code == 0 and records else {"verdict": "failed", "message": reason, "numbers": {
         "end of the log": "\n" + "\n".join(lines[-40:])}}
-    return {"message": "", "numbers": {}, **found, "seconds": time.monotonic() - start,
-            "commit": subprocess.getoutput(f"git -C '{BENCH.parent}' describe --always --dirty --exclude='*'"),
-            "time": time.strftime("%Y-%m-%d %H:%M", time.gmtime())}
+    commit = subprocess.getoutput(f"git -C '{BENCH.parent}' describe --always --dirty --exclude='*'")
+    return {**found, "seconds": time.monotonic() - start, "commit": commit, "time": time.strftime("%Y-%m-%d %H:%M")}
 
 
 def end(process: subprocess.Popen, limit: float) -> int | None:

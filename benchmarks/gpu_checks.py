@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,16 +26,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-import train
 from benchmarks import plan
 from benchmarks.gpu_kernels import Run, attention, expert_matmuls, fp8_matmuls, machine, weight_gradients
 from benchmarks.runner import BENCH, Training, bytes_text, config_of, gathered, parse, seconds_text, with_mesh
 from benchmarks.timeline import record
 from nanodomino.comm import collectives
-from nanodomino.comm.device import choose_kernels
 from nanodomino.errors import require
 from nanodomino.estimate.formulas import peak_memory
-from nanodomino.mesh import Mesh
 from nanodomino.options.fp8 import RECIPES
 from nanodomino.pictures.merged_trace import table
 from nanodomino.settings.config import Config
@@ -45,10 +43,10 @@ LAUNCHES = [(dist, name) for name in ("all_reduce", "all_to_all_single", "batch_
 SMALL = dict(num_layers=4, hidden_size=128, num_attention_heads=8, seq_length=64, vocab_size=250, micro_batch_size=4,
              lr_warmup_fraction=0.0, tensor_model_parallel_size=1, pipeline_model_parallel_size=1, dtype="bfloat16",
              bucket_size=20_000, compile=False)
-TP2 = dict(tensor_model_parallel_size=2, slices=2)
+TP2, PP2 = dict(tensor_model_parallel_size=2, slices=2), dict(pipeline_model_parallel_size=2)
 # {feature: its settings on 2 ranks; on more, data parallelism takes the rest}
 FEATURES = dict(
-    slices=dict(TP2, columns=2), pipeline=dict(pipeline_model_parallel_size=2, schedule="zb-v"),
+    slices=dict(TP2, columns=2), pipeline=dict(PP2, schedule="zb-v"),
     experts=dict(num_experts=4, disable_bias_linear=True, expert_model_parallel_size=2, slices=2),
     sequence_parallel=dict(TP2, sequence_parallel=True, recompute_granularity="selective"),
     llama=dict(TP2, swiglu=True, position_embedding_type="rope", num_query_groups=2, qk_layernorm=True),
@@ -70,25 +68,15 @@ class Check:
     limit: int = 1800
 
 
-def joined(run: Run, config: Config) -> tuple[Config, Mesh]:
-    """Return the Config with its device, and the mesh of all ranks. Chooses the kernels for these settings."""
-    config, mesh = with_mesh(config, run.device)
-    choose_kernels(config, run.device)
-    return config, mesh
-
-
 def built(run: Run, **settings) -> Training:
     """Return this rank's part of a small training run, warmed up. settings: replace those of SMALL."""
     config = Config(**dict(SMALL, global_batch_size=8 * run.world_size) | settings).resolve(run.world_size)
-    config, mesh = joined(run, config.with_vocabulary(config.vocab_size))
-    ours = Training(config, mesh)
-    train.warm_up(ours.stage, ours.optimizer, config, mesh)
-    return ours
+    config, run.mesh = with_mesh(config.with_vocabulary(config.vocab_size), run.device, run.mesh)
+    return Training(config, run.mesh)
 
 
 def same_bits(run: Run, name: str, disturbances, **settings) -> list[float]:
-    """Train once within each of these context managers, from the same start. Returns the losses. Raises
-    UserError on every rank unless losses and all ranks' weights are equal, bit for bit."""
+    """Train in each of these contexts from the same start. Returns the losses. Raises UserError if any bit differs."""
     found = []
     for disturbance in disturbances:
         with disturbance:
@@ -117,52 +105,51 @@ def delays(run: Run, seed: int):
         yield
 
 
-def features(run: Run):
-    """Each feature is as close to fp32 as rounding allows; random delays before each collective change no bit."""
-    for name, settings in list(FEATURES.items())[:1 if run.quick else None if run.cuda else 3]:
-        expected = same_bits(run, name, [nullcontext()], **settings | dict(dtype="float32"))
-        fp8 = RECIPES if run.has_fp8 and run.large and name != "experts" else ()          # experts have none
-        for case, more in {"bf16": {}, **{each: dict(fp8_format="hybrid", fp8_recipe=each) for each in fp8}}.items():
-            late = [delays(run, 1000 * number + dist.get_rank()) for number in range(1 if run.quick else 3)]
-            losses = same_bits(run, f"{name} {case}", [nullcontext(), *late], **settings, **more)
-            error = run.numbers[f"{name} {case}"] = max(abs(a / b - 1) for a, b in zip(losses, expected))
-            require(error <= 0.02, f"{name} {case}: losses {losses}, but {expected} in fp32; at most 2 % may differ")
+def feature(run: Run, settings: dict):
+    """The feature is as close to fp32 as rounding allows; random delays before each collective change no bit."""
+    expected = same_bits(run, "fp32", [nullcontext()], **settings | dict(dtype="float32"))
+    fp8 = RECIPES if run.has_fp8 and run.large and "num_experts" not in settings else ()          # experts have none
+    for case, more in {"bf16": {}, **{each: dict(fp8_format="hybrid", fp8_recipe=each) for each in fp8}}.items():
+        late = [delays(run, 1000 * number + dist.get_rank()) for number in range(1 if run.quick else 3)]
+        losses = same_bits(run, case, [nullcontext(), *late], **settings, **more)
+        error = run.numbers[case] = max(abs(a / b - 1) for a, b in zip(losses, expected))
+        require(error <= 0.02, f"{case}: losses {losses}, but {expected} in fp32; at most 2 % may differ")
 
 
-def third_step(run: Run, microbatches: int) -> Counter:
-    """Train three steps. Return {place: how often the third step compiled, allocated or waited there}. On CPUs, item()
-    is what waits."""
+def third_step(run: Run, microbatches: int, layout: dict) -> Counter:
+    """Train three steps. Return {place: how often the third step compiled, allocated or waited there}, on all ranks. On
+    CPUs, item() is what waits."""
     from torch._dynamo.utils import counters                   # imported here, because it takes longer than torch
 
     def state():
-        mallocs = torch.cuda.memory_stats(run.device)["num_device_alloc"] if run.cuda else 0
-        return Counter({"graphs compiled": counters["stats"]["unique_graphs"], "cudaMalloc": mallocs})
+        return Counter({"graphs compiled": counters["stats"]["unique_graphs"],
+                        "cudaMalloc": torch.cuda.memory_stats(run.device).get("num_device_alloc", 0)})
 
-    ours, reads, item = built(run, global_batch_size=4 * microbatches, compile=run.cuda), [], torch.Tensor.item
+    ours, reads = built(run, global_batch_size=4 * microbatches, compile=run.cuda, **layout), []
     ours.step(), ours.step()
     before = state()
     with (warnings.catch_warnings(record=True) as warned,
-          mock.patch.object(torch.Tensor, "item", lambda tensor: reads.append(1) or item(tensor))):
+          mock.patch.object(torch.Tensor, "item", lambda x, item=torch.Tensor.item: reads.append(1) or item(x))):
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn") if run.cuda else None
         ours.step()
     waits = [f"{Path(one.filename).name}:{one.lineno}" for one in warned if "synchroniz" in str(one.message)]
-    return state() - before + Counter(waits if run.cuda else {"item()": len(reads)})
+    return sum(gathered(state() - before + Counter(waits if run.cuda else {"item()": len(reads)})), Counter())
 
 
-def silence(run: Run):
+def silence(run: Run, layout: dict):
     """After the warm-up a step compiles and allocates nothing, and waits for the GPU only at its end."""
-    few, many = (third_step(run, microbatches) for microbatches in (2, 4))
-    require(few == many, f"the host waits for the device {dict(few)} in a step of 2 microbatches and {dict(many)} in "
-            "one of 4; a microbatch must not make it wait")
-    require(not few["graphs compiled"] + few["cudaMalloc"], f"the third step has {dict(few)}, but must only wait")
+    few, many = (third_step(run, microbatches, layout) for microbatches in (2, 4))
+    require(few == many and not few["graphs compiled"] + few["cudaMalloc"], f"the host waits {dict(few)} in a step of "
+            f"2 microbatches, {dict(many)} in one of 4; it must wait equally often, and compile and allocate nothing")
     run.numbers.update(few)
 
 
-def command(words: str) -> str:
+def command(words: str, **variables: str) -> str:
     """Return the output of `python WORDS` in the repository, outside of this world. Raises UserError if it fails."""
-    done = subprocess.run([sys.executable, *words.split()], cwd=BENCH.parent, stdout=subprocess.PIPE, text=True, env={
-        name: value for name, value in os.environ.items() if not name.endswith(("RANK", "WORLD_SIZE"))})
+    outside = {name: value for name, value in os.environ.items() if not name.endswith(("RANK", "WORLD_SIZE"))}
+    done = subprocess.run([sys.executable, *words.split()], cwd=BENCH.parent, stdout=subprocess.PIPE, text=True,
+                          env=outside | variables)
     require(done.returncode == 0, f"{done.stdout[-3000:]}python {words} ended with exit code {done.returncode}")
     return done.stdout
 
@@ -183,8 +170,9 @@ def ranks_here(cuda: bool, most=8) -> int:
 
 def exactness(run: Run):
     """Every layout equals one plain process to 1e-9 in float64: the tests' own cases, on this device."""
+    require(find_spec("pytest"), "this check runs tests and needs pytest; pip install -r requirements.txt brings it")
     tests = "tests/exactness/test_dense.py" + " tests/exactness/test_layouts.py" * run.cuda
-    run.numbers["pytest"] = command(f"-m pytest -n 0 -o addopts= -rs --tb=short -p no:cacheprovider --on-device="
+    run.numbers["pytest"] = command(f"-m pytest -o addopts= -rs --tb=short -p no:cacheprovider --on-device="
                                     f"{run.device.type} {tests}").splitlines()[-1]
     require(" passed" in run.numbers["pytest"], f"no test ran: {run.numbers['pytest']}")
 
@@ -228,21 +216,35 @@ def steps(run: Run, model: str, *variants: str):
         torch.cuda.reset_peak_memory_stats(run.device) if run.cuda else None
         flags = parse(plan, words.split())
         plan.processes(flags)                                  # gives the model the vocabulary of its published weights
-        found = record(*joined(run, config_of(flags, run.world_size)), variant, repeats=5)
+        config, run.mesh = with_mesh(config_of(flags, run.world_size), run.device, run.mesh)
+        found = record(config, run.mesh, variant, repeats=5)
         if found:                                              # on rank 0, whose numbers are in the report
             run.numbers[f"step of {words}"] = "\n".join([
                 f"{seconds_text((found.end - found.begin) / 1e9)}, {bytes_text(peak_memory(run.device))}; planned "
                 f"{seconds_text(planned['step_s'])}, {bytes_text(sum(planned['memory'][0].values()))}", *table(found)])
 
 
-def launched(run: Run, ranks: int, *flags: str) -> list[float]:
-    """Run train.py once with each of `flags`, and return the losses. Each launch resumes from the previous one."""
+def launched(run: Run, ranks: int, *flags: str, **variables: str) -> list[dict]:
+    """Run train.py once with each of `flags`, resuming from the launch before. Return the metrics of all steps."""
     with tempfile.TemporaryDirectory() as folder:
         for more in flags:
             command(f"-m torch.distributed.run --standalone --nproc_per_node {ranks} train.py --run-dir {folder}/run "
-                    f"--device {run.device.type} --bf16 --log-interval 1 --sample-tokens 0 {more}")
+                    f"--device {run.device.type} --bf16 --log-interval 1 --sample-tokens 0 {more}", **variables)
         lines = map(json.loads, Path(folder, "run", "metrics.jsonl").read_text().splitlines())
-        return [line["loss"] for line in lines if "loss" in line]
+        return [line for line in lines if "loss" in line]
+
+
+def launch_order(run: Run):
+    """A step with NCCL_LAUNCH_ORDER_IMPLICIT, which starts collectives of all groups in order, and one without."""
+    ranks, found = ranks_here(run.cuda), run.numbers
+    flags = f"--tp 2 --pp {ranks // 4 or 1} --slices 2 --eval-iters 0 --train-iters 30" + (
+        " --model gpt2 --global-batch-size 64 --micro-batch-size 4" * run.cuda)
+    for value in ("1", "0") * 2:                               # in turn, because GPUs get slower as they get warm
+        steps = launched(run, ranks, flags, NCCL_LAUNCH_ORDER_IMPLICIT=value)[10:]
+        name, median = f"NCCL_LAUNCH_ORDER_IMPLICIT={value}", statistics.median(line["step_ms"] for line in steps)
+        found[name] = min(median, found.get(name, median))
+    quick, slow = sorted(found, key=found.get)
+    found["faster here"] = f"{quick}, by {found[slow] / found[quick] - 1:.1%}"
 
 
 def learning(run: Run):
@@ -254,7 +256,7 @@ def learning(run: Run):
     halves = [f"{wide} --exit-interval {last // 2} --save-interval {last // 2}", f"{flags} --tp 1 --dp {ranks}"]
     fp8 = {"fp8": [f"{wide} --fp8-format hybrid"]} if run.has_fp8 else {}
     for name, launches in {"bf16": [wide], "halves": halves, **fp8}.items():
-        loss = run.numbers[name] = launched(run, ranks, *launches)[-1]
+        loss = run.numbers[name] = launched(run, ranks, *launches)[-1]["loss"]
         require(abs(loss / run.numbers["bf16"] - 1) < 0.03, f"after {last} steps the losses are {run.numbers}; "
                 f"{name}'s differs by more than 3 % from bf16's")
 
@@ -269,12 +271,15 @@ CHECKS = {
     "expert-matmuls": Check("kernels", expert_matmuls),
     "attention": Check("kernels", attention),
     "exactness": Check("exactness", exactness, gpus=2),
-    "features": Check("exactness", features, ranks=8, gpus=2),
+    **{f"feature-{name}": Check("exactness", feature, (settings,), ranks=8, gpus=2, quick=name == "slices")
+       for name, settings in FEATURES.items()},
     "interruptions": Check("interruptions", interruptions, gpus=2, quick=False),
-    "silence": Check("silence", silence, ranks=1),
+    "silence": Check("silence", silence, ({},), ranks=1),
+    "silence-tp-pp": Check("silence", silence, (TP2 | PP2,), ranks=4, gpus=4),
     "traffic-and-memory": Check("speed", traffic_and_memory, quick=False),
     "throughput": Check("speed", throughput),
     "overlap": Check("speed", overlap, gpus=2, quick=False),
+    "launch-order": Check("speed", launch_order, gpus=2, quick=False),
     "steps": Check("speed", steps, (f"--model gpt2-xl --tp 1 {BATCH}", *SLICES, *FP8), ranks=8),
     "steps-tp": Check("speed", steps, (f"--model llama3-8b --tp 8 --sequence-parallel {BATCH}", *SLICES,
                                        "--slices 2 --columns 2", *FP8), **LARGE),

@@ -221,12 +221,13 @@ def join(config: Config, launch: LaunchInfo, one_core=False) -> tuple[Config, Me
     return with_mesh(config, device)
 
 
-def with_mesh(config: Config, device: torch.device) -> tuple[Config, Mesh]:
-    """Choose the kernels. Return the Config with its device, and the mesh of all ranks of a world that has started."""
+def with_mesh(config: Config, device: torch.device, mesh: Mesh | None = None) -> tuple[Config, Mesh]:
+    """Choose the kernels. Return the Config with its device, and the mesh of all ranks of a world that has started.
+    mesh: one of the same layout, to be used again; nothing frees a mesh's communicators before the process ends."""
     config = dataclasses.replace(config, device=device.type).with_device(device)
     choose_kernels(config, device)
-    return config, make_mesh(config.pp, config.dp, config.tp, device, **config.mesh_options,
-                             thread_blocks=config.thread_blocks)
+    return config, mesh or make_mesh(config.pp, config.dp, config.tp, device, **config.mesh_options,
+                                     thread_blocks=config.thread_blocks)
 
 
 def gathered(value) -> list:
@@ -261,13 +262,14 @@ class RandomTokens:
 
 
 class Training:
-    """Trains nanodomino's model with train.py's train_step, as train.py builds it, on random tokens."""
+    """Trains nanodomino's model with train.py's train_step, as train.py builds it and warms it up, on random tokens."""
 
     def __init__(self, config: Config, mesh: Mesh, **trace):
         self.config, self.mesh, self.tokens, self.losses = config, mesh, RandomTokens(config, mesh.device), []
         self.model = train.model_builder(config, mesh)
         self.optimizer = ZeroOptimizer(self.model, config, mesh, **trace)
         self.stage = Domino(self.model, config.slices, config.columns, config.compiler, **trace)
+        train.warm_up(self.stage, self.optimizer, config, mesh)
 
     def step(self):
         result = train.train_step(len(self.losses) + 1, self.stage, self.optimizer, self.tokens, self.config, self.mesh)

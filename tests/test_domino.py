@@ -129,7 +129,7 @@ def test_collectives_that_complete_late_or_early_give_the_same_bits(pool, world_
     """Code that reads a sum before wait(), or writes to a tensor in flight, computes different numbers here."""
     config = tiny(world_size, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=3, columns=2,
                   global_batch_size=12, **options)
-    weights, data, records, _ = reference_for(config, 2)
+    weights, data, records, _ = reference_for(pool, config, 2)
     early, late = (pool.run(with_delayed_collectives, kind, config, weights, data, 2, world_size=world_size)
                    for kind in ("early", "late"))
     for one, other in zip(early, late):

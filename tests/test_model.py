@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from support.harness import Outcome, build, full_tensors, shard_spec, sizes_of, tiny, weights_and_data
+from support.harness import Outcome, build, full_tensors, shard_spec, tiny, weights_and_data
 from support.reference import ReferenceGPT, masked_loss
 
 from nanodomino.estimate.formulas import flops_per_token, parameter_count
@@ -79,7 +79,7 @@ def test_logits_are_the_reference_models_gathered_or_sharded(pool, tp):
     """Padding rows have no logits, and gathered logits pass gradients back to each shard."""
     config = tiny(tp, tensor_model_parallel_size=tp)
     weights, data = weights_and_data(config, 1)
-    reference = ReferenceGPT(sizes_of(config)).double().load_full(weights)
+    reference = ReferenceGPT(config).double().load_full(weights)
     batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
     expected = reference(batch.tokens, batch.positions)
     gathered = pool.run(logits_rank, config, weights, data, False, world_size=tp)

@@ -16,7 +16,7 @@ import torch
 from support import ROOT
 from support.fake_world import fake_world
 from support.fork_server import launcher_environments
-from support.harness import build, sizes_of, tiny
+from support.harness import build, tiny
 from support.reference import random_weights
 from support.runs import TINY, main_on_rank, make_corpus, metric_points, metrics, saved_steps, torchrun, train_in_pool
 
@@ -156,7 +156,7 @@ def drawn_with(seed, folder):
     corpus = load_corpus(folder)
     config = from_command_line([*flags, "--seed", str(seed)], 1).with_vocabulary(corpus.vocab_size)
     mesh, drawn, _, _ = build(config)
-    _, model, _, stage = build(config, random_weights(sizes_of(config)))           # the same weights for all seeds
+    _, model, _, stage = build(config, random_weights(config))           # the same weights for all seeds
     data = train.dataset_builder(config, corpus, mesh.device)["train"]
     written = io.StringIO()
     with contextlib.redirect_stdout(written), torch.no_grad():

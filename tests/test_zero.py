@@ -127,7 +127,7 @@ def in_flight_rank(config, data):
     after the step; the number of reduces in flight after each launch of the step; how often the step reduced each
     bucket; the largest peak that is right: matrices of one sublayer and of the embedding, all vectors, and two reduces
     with their receive buffers."""
-    mesh, _, optimizer, stage = build(config)
+    mesh, _, optimizer, stage = build(config, warm=False)
     allocate, reduce, peak, in_flight, reduced = Bucket.allocate_gradients, optimizer.reduce, 0, [], Counter()
 
     def bytes_now():

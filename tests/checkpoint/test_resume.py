@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.checkpoints import (DP2, EXPERTS, LAYOUTS, LLAMA, ONE_RANK, TP2, TP2_PP2_DP2, UNEVEN, config_for,
                                  make_saver, train_from)
-from support.harness import build, difference, full_tensors, reference_for, relative, sizes_of, weights_and_data
+from support.harness import build, difference, full_tensors, reference_for, relative, weights_and_data
 from support.reference import full_shapes
 
 from nanodomino.checkpoint.format import boxes_of_range, local_boxes, slices
@@ -64,7 +64,7 @@ def test_context_parallelism_comes_and_goes(pool, tmp_path):
 
 def check_resumes(pool, tmp_path, configs, every_pair=False):
     """Resume each config from the checkpoint of the previous one, or of every one, and compare with the reference."""
-    weights, data, records, final = reference_for(configs[0], 2)
+    weights, data, records, final = reference_for(pool, configs[0], 2)
     folders = []
     for i, config in enumerate(configs):
         pool.run(train_from, config, weights, data, 0, 1, None, str(tmp_path / str(i)), world_size=config.world_size)
@@ -145,7 +145,7 @@ def test_ranks_divide_the_work_and_save_each_element_once(pool, tp, pp, dp, zero
     """Each rank copies 1/dp of what it holds, and 1/tp of what all tp ranks hold."""
     config = config_for(tp, pp, dp, 1, zero_stage, "1f1b", **UNEVEN)
     times = {f"{state}.{name}": torch.zeros(shape) for state in STATES
-             for name, shape in full_shapes(sizes_of(config)).items()}
+             for name, shape in full_shapes(config).items()}
     for saves, copied, held in pool.run(boxes_on_rank, config, world_size=config.world_size):
         for name, box in saves:
             times[name][slices(box, (0,) * len(box.size))] += 1

@@ -1,16 +1,13 @@
 """Checks which places and keys each rank has with context parallelism. test_layouts.py compares whole training steps on
 every layout."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from support.harness import count_documents, tiny
+from support.harness import count_documents
 
 from nanodomino.layers.attention_mask import AttentionMask, document_begins
-from nanodomino.layers.dropout_and_positions import MasksAndPositions
 from nanodomino.mesh import meta_mesh
-from nanodomino.options.context_parallel import ExchangedHeads, by_rank, gathered_places, in_order, own_places
+from nanodomino.options.context_parallel import by_rank, gathered_places, in_order, own_places
 
 
 def mesh_of(ranks, rank):
@@ -50,18 +47,3 @@ def test_sequences_of_queries_and_their_keys_are_those_counted_by_hand():
         assert gathered[found.keys].tolist() == [keys]
     windowed = mask_of(documents, 2, 0, window=1).runs(torch.device("cpu"))
     assert gathered[windowed.keys].tolist() == [[0, 1, 5, 6, 7]] and windowed.window == 1
-
-
-@pytest.mark.table
-def test_after_an_all_to_all_each_rank_drops_scores_of_its_own_heads():
-    """Tensor parallelism cuts the heads first, and the exchange cuts each part."""
-    config, masks = tiny(4, tensor_model_parallel_size=2, attention_dropout=0.5, num_attention_heads=8), []
-    for tp_rank in range(2):
-        for rank in range(2):
-            mesh = meta_mesh(1, 1, 2, tp_rank=tp_rank, inner_axes=dict(cp=2), cp=rank)
-            sublayer = SimpleNamespace(attends=True, window=None, site="layers.0.attention")
-            inside = SimpleNamespace(mesh=mesh, ranks=2, sublayer=sublayer)
-            shared = MasksAndPositions(config, mesh, [7])
-            masks.append(ExchangedHeads.inputs(inside, shared, torch.zeros(1, 4, 1)).dropout_mask)
-    assert torch.equal(torch.cat(masks, dim=1), shared.draw_masks(
-        "layers.0.attention.core", (config.num_attention_heads, 8, 8), config.attention_dropout, masks[0]))

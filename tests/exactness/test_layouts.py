@@ -15,11 +15,12 @@ import random
 import numpy as np
 import pytest
 import torch
-from support.harness import EXPERTS, FAMILIES, build, check_against_reference, relative, sizes_of, tiny
+from support.harness import EXPERTS, FAMILIES, build, check_against_reference, relative, tiny
 from support.reference import ReferenceGPT, masked_loss, random_weights
 
 import train
 from nanodomino.corpus.prepared_folder import Corpus
+from nanodomino.data import TokenDataset
 from nanodomino.layers.sublayers import NORMALIZATIONS
 from nanodomino.options.recompute import GRANULARITIES
 from nanodomino.schedules.definitions import SCHEDULES
@@ -30,7 +31,7 @@ DOCUMENTS = dict(reset_position_ids=True, reset_attention_mask=True)
 SIGMOID = EXPERTS | dict(moe_router_score_function="sigmoid")
 PRE_SOFTMAX = EXPERTS | dict(moe_router_pre_softmax=True)
 TOP_1, SHARED = dict(moe_router_topk=1), EXPERTS | dict(moe_shared_expert_intermediate_size=16)
-A2A = dict(cp_comm_type="a2a")
+A2A, WINDOW = dict(cp_comm_type="a2a"), dict(window_size=2)
 DEPTH, DEPTHS = (dict(mtp_num_layers=depths, mtp_loss_scaling_factor=0.7) for depths in (1, 2))
 
 
@@ -156,7 +157,7 @@ CASES += [
     case(1, 1, 1, FAMILIES["llama"], DOCUMENTS, cp=4, slices=2, recompute_granularity="full"),
     case(1, 1, 2, A2A, DROPOUT, cp=2, zero_stage=2),
     case(2, 1, 1, DROPOUT, FAMILIES["qwen2"], cp=2, slices=2, sequence_parallel=True, recompute_granularity="full"),
-    case(2, 1, 1, A2A, FAMILIES["llama"], DOCUMENTS, cp=2, slices=2, columns=2, sequence_parallel=True),
+    case(2, 1, 1, A2A, DROPOUT, FAMILIES["llama"], DOCUMENTS, cp=2, slices=2, columns=2, sequence_parallel=True),
     case(1, 2, 1, FAMILIES["qwen3"], cp=2, schedule="paired", zero_stage=2, recompute_granularity="selective"),
     case(1, 2, 2, FAMILIES["llama"], cp=2, schedule="zb-v", slices=2, num_layers=5),
     case(1, 1, 2, EXPERTS, cp=2, ep=4, slices=2),
@@ -171,6 +172,17 @@ CASES += [
     case(1, 2, 1, DEPTHS, DOCUMENTS, DROPOUT, cp=2, slices=2),
     case(2, 1, 2, DEPTH, EXPERTS, ep=2, slices=2),
     case(1, 2, 2, DEPTH, UNTIED, schedule="paired", zero_stage=2, slices=2),
+    # a sliding window
+    case(1, 1, 1, WINDOW),
+    case(1, 1, 1, WINDOW, DROPOUT, DEPTHS, DOCUMENTS),
+    case(2, 1, 1, WINDOW, DROPOUT, FAMILIES["llama"], sequence_parallel=True, recompute_granularity="full", columns=2),
+    case(1, 1, 1, WINDOW, FAMILIES["llama"], cp=2, full_attention_layers=2),
+    case(1, 1, 1, WINDOW, A2A, DOCUMENTS, DROPOUT, DEPTHS, cp=2),
+    case(1, 1, 1, WINDOW, FAMILIES["llama"], DOCUMENTS, DROPOUT, cp=2, slices=3, recompute_granularity="selective"),
+    case(2, 2, 1, WINDOW, FAMILIES["llama"], schedule="zb-v", full_attention_layers=1, slices=2),
+    case(1, 2, 1, WINDOW, DEPTHS, cp=2, schedule="zb-v"),
+    case(1, 2, 1, WINDOW, A2A, DOCUMENTS, cp=2, schedule="zb-v"),
+    case(1, 1, 1, WINDOW, EXPERTS, DOCUMENTS, cp=4),
 ]
 
 
@@ -188,7 +200,7 @@ def test_training_equals_one_plain_process(pool, world_size, options):
 def evaluate_rank(config, weights, corpora):
     """Return the loss, tokens and windows of several corpora's validations, over one global batch and over all."""
     mesh, _, _, stage = build(config, weights)
-    validation_sets = [train.dataset_builder(config, corpus, mesh.device)["valid"] for corpus in corpora]
+    validation_sets = [TokenDataset(corpus, "valid", config.seq_length, 0, mesh.device) for corpus in corpora]
     return [value for data in validation_sets for whole in (False, True)
             for value in train.evaluate(stage, data, config, mesh, whole)]
 
@@ -200,19 +212,16 @@ def test_validation_is_the_mean_over_the_first_windows_as_they_are_stored(pool, 
     """Every token counts once: of 5 windows, which do not fill a global batch of 12, and of 20, which leave the second
     batch incomplete."""
     config = tiny(world_size, global_batch_size=12, **options)
-    weights = random_weights(sizes_of(config), seed=3)
-    model, generator = ReferenceGPT(sizes_of(config)).double().load_full(weights), np.random.default_rng(0)
+    weights = random_weights(config, seed=3)
+    model, generator = ReferenceGPT(config).double().load_full(weights), np.random.default_rng(0)
     corpora, expected = [], []
     for windows in (5, 20):
-        folder = tmp_path / str(windows)
-        folder.mkdir()
-        rows = {split: generator.integers(0, config.vocab_size, windows * config.seq_length + 3).astype("<u2")
-                for split in ("train", "valid")}
-        for split, row in rows.items():
-            row.tofile(folder / f"{split}.bin")
-        sizes = {split: len(row) for split, row in rows.items()} | {"test": 0}
-        corpora.append(Corpus(folder, "byte", config.vocab_size, 0, np.dtype("<u2"), sizes, {}, 0.0, 0.0, {}))
-        stored = torch.from_numpy(rows["valid"].astype("int64"))
+        row = generator.integers(0, config.vocab_size, windows * config.seq_length + 3).astype("<u2")
+        (tmp_path / str(windows)).mkdir()
+        row.tofile(tmp_path / str(windows) / "valid.bin")
+        corpora.append(Corpus(tmp_path / str(windows), "byte", config.vocab_size, 0, row.dtype, {"valid": len(row)}, {},
+                              0.0, 0.0, {}))
+        stored = torch.from_numpy(row.astype("int64"))
         for used in (min(windows, config.global_batch_size), windows):
             tokens, labels = (stored[first:first + used * config.seq_length].view(used, -1) for first in (0, 1))
             with torch.no_grad():

@@ -22,7 +22,7 @@ import torch
 from support.runs import TINY, make_corpus, needs_proc, train_in_pool, wait_until
 from support.fake_world import fake_world
 from support.fork_server import launcher_environments
-from support.harness import END_OF_TEXT, FAMILIES, build, plain_text, sizes_of, tiny, weights_and_data
+from support.harness import END_OF_TEXT, FAMILIES, build, plain_text, tiny, weights_and_data
 from support.reference import random_weights
 
 from nanodomino.corpus.tokenizers import Tokenizer, build_tokenizer
@@ -114,7 +114,7 @@ def test_every_family_generates_what_the_plain_model_does_within_documents(pool,
                                        untie_embeddings_and_output_weights=True)
     config, draw = tiny(1, **options), random.Random(family)
     weights = {name: weight * (3 if weight.dim() > 1 else 1)
-               for name, weight in random_weights(sizes_of(config), seed=5).items()}
+               for name, weight in random_weights(config, seed=5).items()}
     prompts = [[draw.choice([*range(20), END_OF_TEXT, END_OF_TEXT]) for _ in range(length)]
                for length in (1, 4, 8, 30)]
     expected = [plain_text(config, weights, prompt, 10, vocab_size=20) for prompt in prompts]

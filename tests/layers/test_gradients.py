@@ -51,7 +51,7 @@ def test_in_a_step_the_engine_runs_for_the_loss_alone(engine_runs, rank, dropout
     config = tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=3, num_layers=4,
                   attention_dropout=dropout)
     with fake_world(rank, 8):
-        mesh, model, optimizer, stage = build(config)
+        mesh, model, optimizer, stage = build(config, warm=False)
         train.train_step(1, stage, optimizer, random_data(config, 1), config, mesh)
     attentions = len(model.layers) * config.slices if dropout else 0
     assert len(engine_runs) == config.microbatches * (model.post_process + attentions)

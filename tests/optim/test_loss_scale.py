@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from support.fake_world import fake_world
 from support.runs import make_corpus, metric_points, train_in_pool
-from support.harness import (build, difference, full_tensors, random_data, relative, sizes_of, tiny, train_rank,
+from support.harness import (build, difference, full_tensors, random_data, relative, tiny, train_rank,
                              weights_and_data)
 from support.reference import random_weights
 
@@ -135,7 +135,7 @@ def test_if_one_rank_overflows_all_ranks_skip_the_step_and_halve_the_scale(pool,
     """No weight or master weight of any rank changes in that step."""
     config = tiny(4, dtype="float16", hysteresis=1, loss_scale_window=2, initial_loss_scale=2.0**10, num_layers=4,
                   **layout)
-    weights, data = random_weights(sizes_of(config), seed=3), random_data(config, 5)
+    weights, data = random_weights(config, seed=3), random_data(config, 5)
     for found in pool.run(scales_rank, config, weights, data, ".x...", 3, world_size=4):
         assert found == [(1024.0, False, True), (1024.0, True, False), (512.0, False, True), (512.0, False, True),
                          (1024.0, False, True)]

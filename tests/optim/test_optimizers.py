@@ -5,7 +5,7 @@ import math
 
 import pytest
 from support.fake_world import fake_world
-from support.harness import difference, random_data, sizes_of, tiny, train_rank
+from support.harness import difference, random_data, tiny, train_rank
 from support.reference import random_weights
 
 from nanodomino.optim.optimizers import LR_DECAY_STYLES, OPTIMIZERS, learning_rate
@@ -71,7 +71,7 @@ def test_each_step_follows_the_formulas_when_no_setting_has_its_default(name, fo
     """A setting that never reaches the optimizer would show, even if both sides read their numbers from one config."""
     config = tiny(1, optimizer=name, micro_batch_size=24, **NOT_A_DEFAULT)
     assert [setting for setting, value in NOT_A_DEFAULT.items() if value == getattr(tiny(1), setting)] == []
-    weights, data = random_weights(sizes_of(config), seed=3), random_data(config, len(RATES))
+    weights, data = random_weights(config, seed=3), random_data(config, len(RATES))
     with fake_world(0, 1):
         outcome = train_rank(config, weights, data, len(RATES))
     states = dict.fromkeys(weights, (0.0, 0.0))

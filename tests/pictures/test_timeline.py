@@ -29,7 +29,7 @@ from nanodomino.pictures.merged_trace import (COLLECTIVES, MOMENTS, PASSES, Reco
 def traced(config, data, steps, recording=True):
     """Train `steps` steps in a worker; return (the recording on rank 0, losses, this rank's weights)."""
     trace = Trace(recording=recording)
-    mesh, model, optimizer, stage = build(config, trace=trace)
+    mesh, model, optimizer, stage = build(config, trace=trace, warm=False)
     optimizer.trace = trace
     losses = [train.train_step(step, stage, optimizer, data, config, mesh).loss for step in range(1, steps + 1)]
     weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}

@@ -34,7 +34,7 @@ def graphs(layers, micro_batch_size=4, **changes):
                   global_batch_size=2 * micro_batch_size, dtype="bfloat16", **changes)
     data, found = random_data(config, 2), []
     with fake_world(0, 2):
-        mesh, model, optimizer, _ = build(config)
+        mesh, model, optimizer, _ = build(config, warm=False)
         stage = Domino(model, config.slices, config.columns, compiled=partial(torch.compile, backend="eager"))
         for act in (lambda: train.warm_up(stage, optimizer, config, mesh),
                     lambda: train.train_step(1, stage, optimizer, data, config, mesh),

@@ -51,7 +51,7 @@ def test_too_few_gpus_are_refused(monkeypatch):
 
 def first_loss(config, data, warm):
     """Return (the first step's loss, with or without a warm-up before it, whether the warm-up changed no number)."""
-    mesh, model, optimizer, stage = build(config)
+    mesh, model, optimizer, stage = build(config, warm=False)
     before = [bucket.weights.clone() for bucket in optimizer.buckets]
     if warm:
         train.warm_up(stage, optimizer, config, mesh)
@@ -73,7 +73,7 @@ def test_a_warm_up_changes_no_number(pool, dtype, zero_stage):
 
 def first_times_rank(config, data):
     """Return (the kinds of collectives and messages in the warm-up, the kinds in a step), each with its group."""
-    mesh, _, optimizer, stage = build(config)
+    mesh, _, optimizer, stage = build(config, warm=False)
     with Accounts(groups_of(mesh), host_counts=True) as accounts:
         train.warm_up(stage, optimizer, config, mesh)
         warm = set(accounts.traffic)

@@ -4,21 +4,12 @@ A real collective finishes at some moment between the two. Code that reads a res
 finish at the launch and wrong when all finish at the wait, so tests compare both extremes.
 """
 
+from functools import cache
+from types import SimpleNamespace
+
 import torch.distributed as dist
 
 from nanodomino.comm import collectives
-
-
-class Work:
-    """The handle of a collective that moves its data at wait(), or has moved it already if `collective` is None."""
-
-    def __init__(self, collective=None):
-        self.collective = collective
-
-    def wait(self):
-        if self.collective:
-            self.collective()
-            self.collective = None
 
 
 def delayed_collectives(when):
@@ -26,10 +17,10 @@ def delayed_collectives(when):
     real_all_reduce, real_exchange = dist.all_reduce, collectives.exchange
 
     def launch(collective):
-        if when == "late":
-            return Work(collective)
-        collective()
-        return Work()
+        work = SimpleNamespace(wait=cache(collective))             # carried out once
+        if when == "early":
+            work.wait()
+        return work
 
     def all_reduce(*arguments, async_op=False, **options):
         if not async_op:

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from support.reference import ReferenceGPT, Sizes, dropout_masks, masked_loss, random_weights, train_reference
+from support.reference import ReferenceGPT, dropout_masks, masked_loss, random_weights, train_reference
 
 import train
 from nanodomino.comm.collectives import all_gather
@@ -73,34 +73,6 @@ def report_without_a_run(folder, config=None, device="cpu", memory="", **tokens)
     """Return rank 0's Report for a run in this folder. tokens: see corpus_without_files()."""
     place = SimpleNamespace(device=torch.device(device), pp=1, picture=" ".join)
     return Report(config or tiny(1), corpus_without_files(folder, **tokens), place, folder, 0, True, (), memory)
-
-
-# {field of Sizes: setting of an option}
-OPTION_SIZES = dict(
-    num_experts="num_experts", layer_freq="moe_layer_freq", topk="moe_router_topk", expert_width="moe_ffn_hidden_size",
-    shared_width="moe_shared_expert_intermediate_size", score_function="moe_router_score_function",
-    pre_softmax="moe_router_pre_softmax", scaling="moe_router_topk_scaling_factor",
-    expert_bias="moe_router_enable_expert_bias", bias_rate="moe_router_bias_update_rate",
-    aux_coefficient="moe_aux_loss_coeff", z_coefficient="moe_z_loss_coeff", window="window_size",
-    full_layers="full_attention_layers", depths="mtp_num_layers",
-    depth_factor="mtp_loss_scaling_factor")
-
-
-def sizes_of(config: Config) -> Sizes:
-    """Return the reference model's description of the same model."""
-    return Sizes(num_layers=config.num_layers, hidden_size=config.hidden_size,
-                 num_attention_heads=config.num_attention_heads,
-                 ffn_hidden_size=config.ffn_hidden_size, vocab_size=config.vocab_size,
-                 padded_vocab_size=config.padded_vocab_size,
-                 max_positions=config.max_position_embeddings, tied=config.tied, normalization=config.normalization,
-                 norm_epsilon=config.layernorm_epsilon,
-                 num_query_groups=config.num_query_groups, head_dim=config.kv_channels, swiglu=config.swiglu,
-                 bias=not config.disable_bias_linear, qkv_bias=not config.disable_bias_linear or config.add_qkv_bias,
-                 qk_norm=config.qk_layernorm, positions=config.position_embedding_type,
-                 rotary_percent=config.rotary_percent,
-                 rotary_base=config.rotary_base, rope_scaling=config.rope_scaling_factor if config.use_rope_scaling
-                 else 0.0, interpolation=config.rotary_seq_len_interpolation_factor,
-                 **{size: value for size, setting in OPTION_SIZES.items() if (value := getattr(config, setting))})
 
 
 @dataclass
@@ -192,17 +164,19 @@ def device_here() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
 
 
-def build(config: Config, weights=None, trace=NO_TRACE):
-    """Return (mesh, model, optimizer, stage) on this rank. weights: full tensors by name, of which each rank takes its
-    shard; None keeps the model's own initial weights."""
+def build(config: Config, weights=None, trace=NO_TRACE, warm=None):
+    """Return (mesh, model, optimizer, stage) on this rank, built as in train.py. weights: full tensors by name, of
+    which each rank takes its shard; None keeps the model's own initial weights. warm: whether to warm up; by default a
+    pipeline does, whose stages must be connected before a step."""
     mesh = make_mesh(config.pp, config.dp, config.tp, device_here(), **config.mesh_options)
     model = train.model_builder(config, mesh)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weights is not None:
-                weight.copy_(local_shard(weights[name], weight))
+    for name, weight in model.named_parameters() if weights else ():
+        weight.detach().copy_(local_shard(weights[name], weight))
     optimizer = ZeroOptimizer(model, config, mesh, trace)
-    return mesh, model, optimizer, Domino(model, config.slices, config.columns, config.compiler, trace)
+    stage = Domino(model, config.slices, config.columns, config.compiler, trace)
+    if warm if warm is not None else config.pp > 1:
+        train.warm_up(stage, optimizer, config, mesh)
+    return mesh, model, optimizer, stage
 
 
 def train_rank(config: Config, weights, data: FixedData, steps: int) -> Outcome:
@@ -300,7 +274,7 @@ def relative(ours: list, theirs: list) -> float:
 def weights_and_data(config: Config, steps: int, rigged=()):
     """Return what a training starts from: (full weights by name, FixedData of `steps` global batches). rigged: (end of
     a name, value) pairs; weights with such names get this value."""
-    weights = random_weights(sizes_of(config), seed=3)
+    weights = random_weights(config, seed=3)
     for name, weight in weights.items():
         for end, value in rigged:
             if name.endswith(end):
@@ -313,39 +287,38 @@ def masks_of(config: Config, step: int):
     if not config.hidden_dropout and not config.attention_dropout:
         return None
     ids = range(step * config.global_batch_size, (step + 1) * config.global_batch_size)
-    return dropout_masks(config.seed, ids, config.hidden_dropout, config.attention_dropout)
+    return dropout_masks(config.seed, ids, config.hidden_dropout, config.attention_dropout, device_here())
 
 
 def train_plainly(config: Config, weights, data: FixedData, steps: int):
-    """Train the reference model. Returns (a record of each step, final weights)."""
+    """Train the reference model. Returns (a record of each step, final weights). In a worker of the pool, the dropout
+    masks are drawn on its device: the same seed gives other random numbers on a GPU than on a CPU."""
     rates = [train.learning_rate(step, config) for step in range(1, steps + 1)]
     batches = [(data.tokens[i], data.labels[i], data.loss_mask[i].double(),
                 None if data.positions is None else data.positions[i],
                 None if data.documents is None else data.documents[i],
                 *(mask[i].double() for mask in data.depth_masks)) for i in range(steps)]
-    return train_reference(sizes_of(config), weights, batches, rates, config.weight_decay, config.clip_grad,
-                           (config.adam_beta1, config.adam_beta2), config.adam_eps,
-                           [masks_of(config, step) for step in range(steps)])
+    return train_reference(config, weights, batches, rates, [masks_of(config, step) for step in range(steps)])
 
 
 _references = {}
 
 
-def reference_for(config: Config, steps: int, rigged=()):
-    """Train the reference model, once for each model and data. Returns (initial weights, data, a record of each step,
-    final weights)."""
-    key = (sizes_of(config), steps, rigged,
-           *(getattr(config, name) for name in names_affecting(Config, "model", "optimizer", "run", "losses")))
+def reference_for(pool, config: Config, steps: int, rigged=()):
+    """Train the reference model on rank 0 of the pool, once for each model and data. Returns (initial weights, data, a
+    record of each step, final weights)."""
+    key = (steps, rigged, *(getattr(config, name) for name in names_affecting(
+        Config, "model", "positions", "optimizer", "run", "losses")))
     if key not in _references:
         weights, data = weights_and_data(config, steps, rigged)
-        _references[key] = (weights, data, *train_plainly(config, weights, data, steps))
+        _references[key] = (weights, data, *pool.run(train_plainly, config, weights, data, steps, world_size=1)[0])
     return _references[key]
 
 
 def plain_evaluation(config: Config, weights, data: FixedData, count=1):
     """Return the mean loss over the tokens that count of the first `count` global batches, computed in one batch
     instead of as a mean of means."""
-    model = ReferenceGPT(sizes_of(config)).double().load_full(weights)
+    model = ReferenceGPT(config).double().load_full(weights)
     tokens, labels, loss_mask, positions, documents = (
         None if tensor is None else tensor[:count].flatten(0, 1)
         for tensor in (data.tokens, data.labels, data.loss_mask, data.positions, data.documents))
@@ -358,7 +331,7 @@ def plain_text(config: Config, weights, prompt: list[int], count: int, vocab_siz
                end_of_text=END_OF_TEXT) -> list[int]:
     """Return what generate() must return at temperature 0. The reference model computes the whole context again for
     each token. When the context is full, its later half stays."""
-    model, longest, text = ReferenceGPT(sizes_of(config)).double().load_full(weights), config.context_length, prompt
+    model, longest, text = ReferenceGPT(config).double().load_full(weights), config.context_length, prompt
     window = prompt[-longest:]
     while len(text) < len(prompt) + count:
         window = window if len(window) <= longest else window[-(longest // 2):]
@@ -377,7 +350,7 @@ def check_against_reference(pool, config: Config, steps: int, rigged=(), toleran
     """Train on the pool's ranks and compare losses, norms, gradients, weights, evaluation and a sampled text with the
     reference's. The first replica prints the text. Returns the reference's record of each step.
     """
-    weights, data, records, final = reference_for(config, steps, rigged)
+    weights, data, records, final = reference_for(pool, config, steps, rigged)
     config, prompt = dataclasses.replace(config, sample_tokens=3, temperature=0.0), data.tokens[0, 0].tolist()
     outcomes = pool.run(train_and_sample_rank, config, weights, data, steps, world_size=config.world_size)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from unittest import mock
 
 import torch
-from support.harness import (FixedData, Outcome, count_depth_masks, full_tensors, plain_evaluation, sizes_of, tiny,
+from support.harness import (FixedData, Outcome, count_depth_masks, full_tensors, plain_evaluation, tiny,
                              train_plainly, train_rank)
 from support.reference import random_weights
 
@@ -159,10 +159,10 @@ _plain = {}
 def plain(entry: Pitfall, steps: int):
     """Return (initial weights, data, the plain model's results), computed once for each model and data."""
     config = entry.config
-    key = (sizes_of(config), entry.drawn, steps, *(getattr(config, name) for name in names_affecting(
-        Config, "model", "optimizer", "run", "losses")))
+    key = (entry.drawn, steps, *(getattr(config, name) for name in names_affecting(
+        Config, "model", "positions", "optimizer", "run", "losses")))
     if key not in _plain:
-        weights = drawn_weights(config) if entry.drawn else random_weights(sizes_of(config), seed=3)
+        weights = drawn_weights(config) if entry.drawn else random_weights(config, seed=3)
         data = text(config, steps)
         records, final = train_plainly(config, weights, data, steps)
         side = Side([record.loss for record in records], [record.gradient_norm for record in records],

@@ -5,7 +5,8 @@ Every parallel layout is compared with this file, in float64. It must be simple 
 slices, no microbatches, no ranks. test_reference.py in turn compares it with torch's transformer and with finite
 differences.
 
-The model is GPT-2's (Radford et al. 2019, section 2.3), as GPT-3 kept it:
+The model is GPT-2's (Radford et al. 2019, section 2.3), as GPT-3 kept it. `config` is a resolved Config, of which only
+the model's settings are read: numbers and names.
 
     x = word embedding + position embedding
     for each layer:  x = x + attention(norm(x))
@@ -50,54 +51,6 @@ from torch import nn
 
 
 @dataclass(frozen=True)
-class Sizes:
-    num_layers: int = 2
-    hidden_size: int = 16
-    num_attention_heads: int = 4
-    ffn_hidden_size: int = 64
-    vocab_size: int = 29
-    padded_vocab_size: int = 32
-    max_positions: int = 8
-    tied: bool = True
-    normalization: str = "LayerNorm"
-    norm_epsilon: float = 1e-5
-    num_query_groups: int = 0  # 0: as many as heads
-    head_dim: int = 0  # 0: hidden_size / heads
-    swiglu: bool = False
-    bias: bool = True  # of linear layers
-    qkv_bias: bool = True
-    qk_norm: bool = False
-    positions: str = "learned_absolute"
-    rotary_percent: float = 1.0
-    rotary_base: float = 10000.0
-    rope_scaling: float = 0.0  # Llama 3.1's factor; 0: none
-    interpolation: float = 1.0
-    num_experts: int = 0  # 0: no layer has experts; else layers 0, layer_freq, 2 layer_freq, ..
-    layer_freq: int = 1
-    topk: int = 2
-    expert_width: int = 0
-    shared_width: int = 0  # 0: no shared expert
-    score_function: str = "softmax"
-    pre_softmax: bool = False
-    scaling: float = 1.0
-    expert_bias: bool = False
-    bias_rate: float = 0.0
-    aux_coefficient: float = 0.0
-    z_coefficient: float = 0.0
-    window: int = 0  # tokens before itself that a token sees; 0: all
-    full_layers: int = 0  # layers without the window, from the first on
-    depths: int = 0  # of multi-token prediction
-    depth_factor: float = 0.0
-
-    def __post_init__(self):
-        object.__setattr__(self, "num_query_groups", self.num_query_groups or self.num_attention_heads)
-        object.__setattr__(self, "head_dim", self.head_dim or self.hidden_size // self.num_attention_heads)
-
-    def norm(self, size=None):
-        return getattr(nn, self.normalization)(size or self.hidden_size, eps=self.norm_epsilon)
-
-
-@dataclass(frozen=True)
 class StepRecord:
     """The results of one training step. gradients: before clipping, as full tensors in nanodomino's layout.
 
@@ -136,32 +89,31 @@ def dim_of_parts(name, tensor):
 
 # ---- the model
 
-def no_dropout(site, shape):
-    return None
+def norm_of(config, size=None):
+    return getattr(nn, config.normalization)(size or config.hidden_size, eps=config.layernorm_epsilon)
 
 
 def apply_mask(mask, site, x):
-    """Multiply x by mask(site, shape), whose numbers are 0 or 1/(1-p). If it returns None, nothing is dropped."""
-    scale = mask(site, tuple(x.shape))
-    return x if scale is None else x * scale
+    """Multiply x by mask(site, shape), whose numbers are 0 or 1/(1-p). If mask is None, nothing is dropped."""
+    return x * mask(site, tuple(x.shape)) if mask else x
 
 
-def dropout_masks(seed, samples, hidden, attention):
+def dropout_masks(seed, samples, hidden, attention, device):
     """Return the `mask` of ReferenceGPT.forward, drawn by the rule of nanodomino's masks: a mask is a function of
-    (seed, sample, site) alone.
+    (seed, sample, site, type of device) alone.
 
     samples: the numbers of the batch's samples in the data order. hidden, attention: the dropout rates. The first 8
-    bytes of BLAKE2b("seed/sample/site"), little-endian and halved, seed torch's generator, which keeps an element with
-    probability 1 - rate.
+    bytes of BLAKE2b("seed/sample/site"), little-endian and halved, seed the device's generator, which keeps an element
+    with probability 1 - rate.
     """
     def mask(site, shape):
         rate = attention if site.endswith(".core") else hidden
-        drawn = torch.empty(shape, dtype=torch.float64)
+        drawn = torch.empty(shape, dtype=torch.float64, device=device)
         for i, sample in enumerate(samples):
             digest = hashlib.blake2b(f"{seed}/{sample}/{site}".encode(), digest_size=8).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") // 2)
+            generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little") // 2)
             drawn[i].bernoulli_(1 - rate, generator=generator)
-        return drawn / (1 - rate)
+        return drawn.cpu() / (1 - rate)
 
     return mask
 
@@ -169,17 +121,17 @@ def dropout_masks(seed, samples, hidden, attention):
 class Attention(nn.Module):
     """Causal self-attention, written out so that a dropout mask can be applied to the probabilities."""
 
-    def __init__(self, sizes, site, window):
+    def __init__(self, config, site, window):
         super().__init__()
         self.site, self.window = site, window
-        self.sizes, self.head_dim = sizes, sizes.head_dim
-        self.norm = sizes.norm()
-        heads, groups = sizes.num_attention_heads * self.head_dim, sizes.num_query_groups * self.head_dim
-        self.q, self.k, self.v = (nn.Linear(sizes.hidden_size, rows, bias=sizes.qkv_bias)
+        self.config, self.head_dim, bias = config, config.kv_channels, not config.disable_bias_linear
+        self.norm = norm_of(config)
+        heads, groups = config.num_attention_heads * self.head_dim, config.num_query_groups * self.head_dim
+        self.q, self.k, self.v = (nn.Linear(config.hidden_size, rows, bias=bias or config.add_qkv_bias)
                                   for rows in (heads, groups, groups))
-        self.q_layernorm, self.k_layernorm = (sizes.norm(self.head_dim) if sizes.qk_norm else nn.Identity()
+        self.q_layernorm, self.k_layernorm = (norm_of(config, self.head_dim) if config.qk_layernorm else nn.Identity()
                                               for _ in range(2))
-        self.dense = nn.Linear(heads, sizes.hidden_size, bias=sizes.bias)
+        self.dense = nn.Linear(heads, config.hidden_size, bias=bias)
 
     # [b, s, h] -> [b, s, h]; positions [b, s]; documents [b, s] or None
     def forward(self, x, mask, positions, documents):
@@ -187,8 +139,8 @@ class Attention(nn.Module):
         x = self.norm(x)
         q, k, v = (part(x).reshape(b, s, -1, self.head_dim).transpose(1, 2) for part in (self.q, self.k, self.v))
         q, k = self.q_layernorm(q), self.k_layernorm(k)
-        if self.sizes.positions == "rope":
-            q, k = rope(q, positions, self.sizes), rope(k, positions, self.sizes)
+        if self.config.position_embedding_type == "rope":
+            q, k = rope(q, positions, self.config), rope(k, positions, self.config)
         k, v = (part.repeat_interleave(q.size(1) // part.size(1), dim=1) for part in (k, v))
         scores = q @ k.transpose(2, 3) / math.sqrt(self.head_dim)  # [b, n, s, s]
         hidden = torch.ones(s, s, dtype=torch.bool, device=x.device).triu(diagonal=1).expand(b, s, s)
@@ -203,19 +155,20 @@ class Attention(nn.Module):
         return apply_mask(mask, f"{self.site}.hidden", y)
 
 
-def rope(x, positions, sizes):
+def rope(x, positions, config):
     """Rotate x [b, n, s, d]: each head's first numbers, as complex numbers (first half, second half), times
     exp(i angle). Angles are fp32 by definition."""
-    size = int(sizes.head_dim * sizes.rotary_percent)
-    frequencies = 1.0 / sizes.rotary_base ** (torch.arange(0, size, 2).float() / size) / sizes.interpolation
-    if sizes.rope_scaling:
+    size = int(config.kv_channels * config.rotary_percent)
+    frequencies = 1.0 / config.rotary_base ** (torch.arange(0, size, 2).float() / size)
+    frequencies = frequencies / config.rotary_seq_len_interpolation_factor
+    if config.use_rope_scaling:
         for i, frequency in enumerate(frequencies.tolist()):
             turns = 8192 * frequency / (2 * math.pi)  # full rotations within the original context length
             if turns < 1:
-                frequencies[i] /= sizes.rope_scaling
+                frequencies[i] /= config.rope_scaling_factor
             elif turns < 4:
                 smooth = (torch.tensor(8192) / (2 * math.pi / frequencies[i]) - 1) / 3
-                frequencies[i] = (1 - smooth) * frequencies[i] / sizes.rope_scaling + smooth * frequencies[i]
+                frequencies[i] = (1 - smooth) * frequencies[i] / config.rope_scaling_factor + smooth * frequencies[i]
     angles = (positions.float()[..., None] * frequencies)[:, None]
     first, second = x[..., : size // 2], x[..., size // 2 : size]
     turned = torch.complex(first, second) * torch.complex(angles.cos().double(), angles.sin().double())
@@ -228,12 +181,12 @@ def gelu_or_swiglu(gate, up):
 
 
 class MLP(nn.Module):
-    def __init__(self, sizes, site, width, has_norm=True):
+    def __init__(self, config, site, width, has_norm=True):
         super().__init__()
-        self.site, self.norm = site, sizes.norm() if has_norm else nn.Identity()
-        self.gate = nn.Linear(sizes.hidden_size, width, bias=sizes.bias) if sizes.swiglu else None
-        self.up = nn.Linear(sizes.hidden_size, width, bias=sizes.bias)
-        self.down = nn.Linear(width, sizes.hidden_size, bias=sizes.bias)
+        self.site, self.norm = site, norm_of(config) if has_norm else nn.Identity()
+        h, bias = config.hidden_size, not config.disable_bias_linear
+        self.gate = nn.Linear(h, width, bias=bias) if config.swiglu else None
+        self.up, self.down = nn.Linear(h, width, bias=bias), nn.Linear(width, h, bias=bias)
 
     def forward(self, x, mask):  # [b, s, h] -> [b, s, h]
         x = self.norm(x)
@@ -245,78 +198,78 @@ class Experts(nn.Module):
     """The experts of a layer. forward leaves in routing_loss what is added to the token losses' sum, and in excess how
     often each expert was chosen, minus the mean, times E."""
 
-    def __init__(self, sizes, site):
+    def __init__(self, config, site):
         super().__init__()
-        self.site, self.sizes = site, sizes
-        count, width, h = sizes.num_experts, sizes.expert_width, sizes.hidden_size
-        self.norm = sizes.norm()
-        self.shared_expert = MLP(sizes, site, sizes.shared_width, has_norm=False) if sizes.shared_width else None
+        self.site, self.config = site, config
+        count, width, h = config.num_experts, config.moe_ffn_hidden_size, config.hidden_size
+        self.norm, shared = norm_of(config), config.moe_shared_expert_intermediate_size
+        self.shared_expert = MLP(config, site, shared, has_norm=False) if shared else None
         self.router = nn.Linear(h, count, bias=False)
-        self.router.register_buffer("expert_bias", torch.zeros(count) if sizes.expert_bias else None)
+        self.router.register_buffer("expert_bias", torch.zeros(count) if config.moe_router_enable_expert_bias else None)
         self.experts = nn.Module()
-        self.experts.gate = nn.Parameter(torch.zeros(count, width, h)) if sizes.swiglu else None
+        self.experts.gate = nn.Parameter(torch.zeros(count, width, h)) if config.swiglu else None
         self.experts.up = nn.Parameter(torch.zeros(count, width, h))
         self.experts.down = nn.Parameter(torch.zeros(count, h, width))
 
     def forward(self, x, mask):  # [b, s, h] -> [b, s, h]
-        sizes, x = self.sizes, self.norm(x)
+        config, x = self.config, self.norm(x)
         logits = self.router(x)  # [b, s, E]
         scores = {"softmax": torch.exp(logits) / torch.exp(logits).sum(-1, keepdim=True),
-                  "sigmoid": 1 / (1 + torch.exp(-logits))}[sizes.score_function]
+                  "sigmoid": 1 / (1 + torch.exp(-logits))}[config.moe_router_score_function]
         chosen = self.choose(scores.detach())
         self.routing_loss = self.losses(logits, scores, chosen)
         total = chosen.sum((0, 1))
-        self.excess = sizes.num_experts * total - total.sum()
+        self.excess = config.num_experts * total - total.sum()
         self.statistics = [*total.tolist(), self.routing_loss.item()]
         weights = self.weights(logits, scores, chosen)
         y = torch.zeros_like(x)
-        for e in range(sizes.num_experts):
+        for e in range(config.num_experts):
             gate = None if self.experts.gate is None else x @ self.experts.gate[e].T
             wide = gelu_or_swiglu(gate, x @ self.experts.up[e].T)
             y = y + weights[..., e, None] * (wide @ self.experts.down[e].T)
         if self.shared_expert:
-            y = y + self.shared_expert(x, no_dropout)
+            y = y + self.shared_expert(x, None)
         return apply_mask(mask, f"{self.site}.hidden", y)
 
     def choose(self, scores):
         """Return [b, s, E]: 1 for the topk experts of each token, else 0. argmax takes the first of equal scores."""
         scores = scores if self.router.expert_bias is None else scores + self.router.expert_bias
         chosen = torch.zeros_like(scores)
-        for _ in range(self.sizes.topk):
+        for _ in range(self.config.moe_router_topk):
             best = scores.masked_fill(chosen > 0, -math.inf).argmax(-1, keepdim=True)
             chosen = chosen.scatter(-1, best, 1.0)
         return chosen
 
     def weights(self, logits, scores, chosen):
         """Return the weight of each expert [b, s, E], 0 unless the token chose it."""
-        sizes, weights = self.sizes, chosen * scores
-        if sizes.score_function == "softmax" and not sizes.pre_softmax:
-            weights = chosen * torch.exp(logits)
-        if sizes.score_function == "softmax" and not sizes.pre_softmax or sizes.score_function != "softmax" and (
-                sizes.topk > 1):
+        config, softmax = self.config, self.config.moe_router_score_function == "softmax"
+        of_the_chosen = not config.moe_router_pre_softmax if softmax else config.moe_router_topk > 1
+        weights = chosen * (torch.exp(logits) if softmax and of_the_chosen else scores)
+        if of_the_chosen:
             weights = weights / weights.sum(-1, keepdim=True)
-        return sizes.scaling * weights
+        return config.moe_router_topk_scaling_factor * weights
 
     def losses(self, logits, scores, chosen):
         """Return auxiliary loss + z-loss: a sum over samples, in which a sample of s tokens counts s times."""
-        sizes, total = self.sizes, 0.0
+        config, total = self.config, 0.0
         probabilities = scores / scores.sum(-1, keepdim=True)
         for own_logits, own_probabilities, own_chosen in zip(logits, probabilities, chosen):  # one sample, [s, E] each
             s = len(own_logits)
-            shares, means = own_chosen.sum(0) / (s * sizes.topk), own_probabilities.sum(0) / s
-            total = total + s * sizes.aux_coefficient * sizes.num_experts * (shares * means).sum()
-            total = total + sizes.z_coefficient * (torch.log(torch.exp(own_logits).sum(-1)) ** 2).sum()
+            shares, means = own_chosen.sum(0) / (s * config.moe_router_topk), own_probabilities.sum(0) / s
+            total = total + s * config.moe_aux_loss_coeff * config.num_experts * (shares * means).sum()
+            total = total + config.moe_z_loss_coeff * (torch.log(torch.exp(own_logits).sum(-1)) ** 2).sum()
         return total
 
 
 class Layer(nn.Module):
     """Layer i of the model and its depths, counted from 0; the depths' layers follow the last."""
 
-    def __init__(self, sizes, i, site):
+    def __init__(self, config, i, site):
         super().__init__()
-        has_experts = sizes.num_experts and i % sizes.layer_freq == 0
-        self.attention = Attention(sizes, f"{site}.attention", sizes.window if i >= sizes.full_layers else 0)
-        self.mlp = Experts(sizes, f"{site}.mlp") if has_experts else MLP(sizes, f"{site}.mlp", sizes.ffn_hidden_size)
+        has_experts = config.num_experts and i % config.moe_layer_freq == 0
+        window = config.window_size if i >= config.full_attention_layers else None
+        self.attention = Attention(config, f"{site}.attention", window)
+        self.mlp = Experts(config, f"{site}.mlp") if has_experts else MLP(config, f"{site}.mlp", config.ffn_hidden_size)
 
     def forward(self, x, mask, positions, documents):  # [b, s, h] -> [b, s, h]
         x = x + self.attention(x, mask, positions, documents)
@@ -327,11 +280,11 @@ class Depth(nn.Module):
     """Depth d of multi-token prediction (2412.19437, section 2.2, equations 21 to 23): merges what the previous depth
     made of token i with the embedding of token i + d. The two halves of its matrix are two matrices here."""
 
-    def __init__(self, sizes, d):
+    def __init__(self, config, d):
         super().__init__()
-        self.layer = Layer(sizes, sizes.num_layers + d, f"mtp.{d}.layer")
-        self.enorm, self.hnorm = sizes.norm(), sizes.norm()
-        self.from_words, self.from_hidden = (nn.Linear(sizes.hidden_size, sizes.hidden_size, bias=False)
+        self.layer = Layer(config, config.num_layers + d, f"mtp.{d}.layer")
+        self.enorm, self.hnorm = norm_of(config), norm_of(config)
+        self.from_words, self.from_hidden = (nn.Linear(config.hidden_size, config.hidden_size, bias=False)
                                              for _ in range(2))
 
     def forward(self, words, x, mask, positions, documents):  # [b, s, h] -> [b, s, h]
@@ -345,32 +298,31 @@ FUSED = {".q.": ".qkv.", ".k.": ".qkv.", ".v.": ".qkv.", ".gate": ".dense_h_to_4
 
 
 class ReferenceGPT(nn.Module):
-    """`ReferenceGPT(sizes).double()`, then `load_full(weights)`; torch's own initial weights until then."""
+    """`ReferenceGPT(config).double()`, then `load_full(weights)`; torch's own initial weights until then."""
 
-    def __init__(self, sizes):
+    def __init__(self, config):
         super().__init__()
-        self.sizes, h = sizes, sizes.hidden_size
+        self.config, h = config, config.hidden_size
         self.embedding = nn.Module()
-        self.embedding.word_embeddings = nn.Embedding(sizes.padded_vocab_size, h)
-        if sizes.positions == "learned_absolute":
-            self.embedding.position_embeddings = nn.Embedding(sizes.max_positions, h)
-        self.layers = nn.ModuleList(Layer(sizes, i, f"layers.{i}") for i in range(sizes.num_layers))
-        self.mtp = nn.ModuleList(Depth(sizes, d) for d in range(sizes.depths))
-        self.final_norm = sizes.norm()
-        self.output_layer = None if sizes.tied else nn.Linear(h, sizes.padded_vocab_size, bias=False)
+        self.embedding.word_embeddings = nn.Embedding(config.padded_vocab_size, h)
+        if config.position_embedding_type == "learned_absolute":
+            self.embedding.position_embeddings = nn.Embedding(config.max_position_embeddings, h)
+        self.layers = nn.ModuleList(Layer(config, i, f"layers.{i}") for i in range(config.num_layers))
+        self.mtp = nn.ModuleList(Depth(config, d) for d in range(config.mtp_num_layers))
+        self.final_norm = norm_of(config)
+        self.output_layer = None if config.tied else nn.Linear(h, config.padded_vocab_size, bias=False)
 
     def forward(self, tokens, positions, mask=None, documents=None):
         """tokens [b, s], positions [b, s] or [s] -> logits [b, s, vocab_size]. documents [b, s], if given: a token does
         not attend to other documents.
 
-        `mask(site, shape)`, if given, returns the dropout mask of a site, scaled by 1/(1-p), or None. Sites in order:
+        `mask(site, shape)`, if given, returns the dropout mask of a site, scaled by 1/(1-p). Sites in order:
         "embedding" [b, s, h]; then in each layer i "layers.{i}.attention.core" [b, n, s, s] on the probabilities,
         "layers.{i}.attention.hidden" and "layers.{i}.mlp.hidden" [b, s, h] on what is added to x.
         """
-        mask = mask or no_dropout
         positions = positions.expand(tokens.shape)
         x = self.embedding.word_embeddings(tokens)
-        if self.sizes.positions == "learned_absolute":
+        if self.config.position_embedding_type == "learned_absolute":
             x = x + self.embedding.position_embeddings(positions)
         x = apply_mask(mask, "embedding", x)
         for layer in self.layers:
@@ -380,13 +332,13 @@ class ReferenceGPT(nn.Module):
 
     def logits(self, x):
         head = self.embedding.word_embeddings if self.output_layer is None else self.output_layer
-        return F.linear(self.final_norm(x), head.weight[: self.sizes.vocab_size])
+        return F.linear(self.final_norm(x), head.weight[: self.config.vocab_size])
 
     def depth_losses(self, labels, weights, positions, mask=None, documents=None):
         """Return for each depth the sum of its losses that count, after forward(). weights[d - 1] [b, s]: 1 where the
         loss of depth d counts. The labels are t1 .. ts. Where there is no later token, 0 stands in for it.
         """
-        mask, x, sums = mask or no_dropout, self.hidden_states, []
+        x, sums = self.hidden_states, []
         for d, (depth, weight) in enumerate(zip(self.mtp, weights), 1):
             following = F.pad(labels, (0, d))[:, d - 1 :]  # t(d) .. t(s + 1)
             words = self.embedding.word_embeddings(following[:, :-1])
@@ -413,7 +365,7 @@ class ReferenceGPT(nn.Module):
         for name, parameters in named.items():
             full = weights[name]
             if len(parameters) == 3:
-                tensors = split_qkv(full, self.sizes.num_query_groups, self.sizes.head_dim)
+                tensors = split_qkv(full, self.config.num_query_groups, self.config.kv_channels)
             else:
                 tensors = full.chunk(len(parameters), dim=dim_of_parts(name, full))
             for parameter, tensor in zip(parameters, tensors):
@@ -427,7 +379,7 @@ class ReferenceGPT(nn.Module):
         tensors = {}
         for name, parameters in self.parts().items():
             values = [value_of(parameter).detach().clone() for parameter in parameters]
-            tensors[name] = fuse_qkv(*values, self.sizes.num_query_groups) if len(values) == 3 else (
+            tensors[name] = fuse_qkv(*values, self.config.num_query_groups) if len(values) == 3 else (
                 torch.cat(values, dim=dim_of_parts(name, values[0])))
         return tensors
 
@@ -441,31 +393,26 @@ class ReferenceGPT(nn.Module):
 
 # ---- weights
 
-def full_shapes(sizes):
+def full_shapes(config):
     """Return {name: shape} of every full tensor, in forward order."""
     with torch.device("meta"):
-        return {name: tuple(tensor.shape) for name, tensor in ReferenceGPT(sizes).full_weights().items()}
+        return {name: tuple(tensor.shape) for name, tensor in ReferenceGPT(config).full_weights().items()}
 
 
-def random_weights(sizes, seed=0, dtype=torch.float64):
+def random_weights(config, seed=0):
     """Return full tensors that hide no term: biases are not 0, norm weights are not 1, padded rows are not 0.
 
     Matrices are scaled by 1/sqrt(columns), so that scores and logits are of order one and softmax is neither flat nor
     one-hot.
     """
-    generator, weights, shapes = torch.Generator().manual_seed(seed), {}, full_shapes(sizes)
+    generator, weights, shapes = torch.Generator().manual_seed(seed), {}, full_shapes(config)
     layers = [re.match(r"layers\.\d+|mtp\.\d+\.layer|.*", name)[0] for name in shapes]
     in_order = sorted(zip(layers, shapes), key=lambda pair: (layers.index(pair[0]), pair[1].endswith(".bias")))
     for _, name in in_order:                     # a layer's biases after its weights
-        shape = shapes[name]
-        noise = torch.randn(shape, generator=generator, dtype=torch.float64)
-        if len(shape) >= 2:
-            weights[name] = noise / math.sqrt(shape[-1])
-        elif name.endswith("norm.weight"):  # those of q and k too
-            weights[name] = 1 + 0.2 * noise
-        else:
-            weights[name] = 0.2 * noise
-    return {name: tensor.to(dtype) for name, tensor in weights.items()}
+        noise = torch.randn(shapes[name], generator=generator, dtype=torch.float64)
+        is_matrix, has_mean = noise.dim() > 1, name.endswith("norm.weight")
+        weights[name] = noise / math.sqrt(noise.size(-1)) if is_matrix else 0.2 * noise + has_mean
+    return weights
 
 
 # ---- training
@@ -476,28 +423,19 @@ def masked_loss(logits, labels, loss_mask):
     return (token_losses * loss_mask).sum() / loss_mask.sum()
 
 
-def build_optimizer(model, weight_decay, betas, eps):
-    """Decay matrices (embeddings included), not biases and norms. The caller sets the learning rate of each step."""
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps)
-
-
-def train_reference(
-    sizes, weights, batches, learning_rates, weight_decay=0.1, clip_grad=1.0, betas=(0.9, 0.95), eps=1e-8, masks=None
-):
+def train_reference(config, weights, batches, learning_rates, masks=None):
     """Train from `weights` for len(batches) steps. Returns (a StepRecord for each step, final weights by name).
 
     batches[step]: (tokens, labels, loss_mask), each [B, s]: the whole global batch; then perhaps positions and
     documents, or None: position i of a row has number i, a row is one document; then for each depth the loss mask.
-    learning_rates[step]: that step's rate.
-    clip_grad: the largest global L2 norm; 0 for no clipping. masks[step], if given: the `mask` of ReferenceGPT.forward
-    for that step.
+    learning_rates[step]: that step's rate. masks[step], if given: the `mask` of ReferenceGPT.forward for that step.
     """
-    model = ReferenceGPT(sizes).to(next(iter(weights.values())).dtype).load_full(weights)
-    optimizer = build_optimizer(model, weight_decay, betas, eps)
-    records = []
+    model, records = ReferenceGPT(config).double().load_full(weights), []
+    matrices, vectors = ([weight for weight in model.parameters() if (weight.dim() > 1) == decays]
+                         for decays in (True, False))                          # biases and norms do not decay
+    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": config.weight_decay},
+                                   {"params": vectors, "weight_decay": 0.0}],
+                                  lr=0.0, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)
     for step, (tokens, labels, loss_mask, *places) in enumerate(batches):
         optimizer.zero_grad(set_to_none=True)
         positions, documents, *depth_masks = places or (None, None)
@@ -509,15 +447,14 @@ def train_reference(
         layers = [mlp for mlp in mlps if isinstance(mlp, Experts)]
         further = sum(layer.routing_loss for layer in layers)
         if sums:
-            further = further + sizes.depth_factor * torch.stack(sums).mean()
+            further = further + config.mtp_loss_scaling_factor * torch.stack(sums).mean()
         (loss + further / loss_mask.sum()).backward()
         biases = [layer for layer in layers if layer.router.expert_bias is not None]
         for layer in biases:  # a buffer, which the norm and the optimizer leave out
             layer.router.expert_bias.grad = layer.excess / loss_mask.sum()
         gradients = model.full_gradients()
-        # parameters() lists the tied matrix once, so the norm counts it once; the scale is min(1, clip / (norm +
-        # 1e-6)).
-        norm = nn.utils.clip_grad_norm_(model.parameters(), clip_grad or math.inf)
+        # parameters() lists the tied matrix once, so the norm counts it once; the scale is min(1, clip / (norm + 1e-6))
+        norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad or math.inf)
         rows = [(total.item(), mask.sum().item()) for total, mask in zip(sums, depth_masks)]
         rows += [mlp.statistics for mlp in mlps if isinstance(mlp, Experts)]
         statistics = [number for row in rows for number in row]
@@ -526,5 +463,5 @@ def train_reference(
             group["lr"] = learning_rates[step]
         optimizer.step()
         for layer in biases:
-            layer.router.expert_bias -= sizes.bias_rate * torch.sign(layer.excess)
+            layer.router.expert_bias -= config.moe_router_bias_update_rate * torch.sign(layer.excess)
     return records, model.full_weights()

@@ -9,50 +9,52 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from support.reference import ReferenceGPT, Sizes, masked_loss, random_weights, train_reference
+from support.harness import tiny
+from support.reference import ReferenceGPT, masked_loss, random_weights, train_reference
 
-SIZES = Sizes()
-UNTIED = Sizes(tied=False)
-EXPERTS = Sizes(num_experts=4, expert_width=12, shared_width=8, swiglu=True, bias=False, qkv_bias=False)
+SMALL = dict(num_layers=2, num_attention_heads=4)
+TIED, UNTIED = tiny(1, **SMALL), tiny(1, **SMALL, untie_embeddings_and_output_weights=True)
+EXPERTS = tiny(1, **SMALL, num_experts=4, moe_ffn_hidden_size=12, moe_shared_expert_intermediate_size=8, swiglu=True,
+               disable_bias_linear=True, moe_aux_loss_coeff=0.0)
 
 
-def random_batch(sizes, batch_size=3, seed=0):
+def random_batch(config, batch_size=3, seed=0):
     """Return tokens, labels and a loss_mask that leaves each row a different number of tokens."""
     generator = torch.Generator().manual_seed(seed)
-    shape = batch_size, sizes.max_positions
-    tokens, labels = (torch.randint(sizes.vocab_size, shape, generator=generator) for _ in range(2))
+    shape = batch_size, config.max_position_embeddings
+    tokens, labels = (torch.randint(config.vocab_size, shape, generator=generator) for _ in range(2))
     loss_mask = (torch.arange(shape[1]) > torch.arange(batch_size)[:, None]).double()
     return tokens, labels, loss_mask
 
 
-def loaded(sizes, weights=None):
-    return ReferenceGPT(sizes).double().load_full(weights or random_weights(sizes))
+def loaded(config, weights=None):
+    return ReferenceGPT(config).double().load_full(weights or random_weights(config))
 
 
-def loss_of(sizes, weights, batch):
+def loss_of(config, weights, batch):
     tokens, labels, loss_mask = batch
-    return masked_loss(loaded(sizes, weights)(tokens, torch.arange(tokens.shape[1])), labels, loss_mask).item()
+    return masked_loss(loaded(config, weights)(tokens, torch.arange(tokens.shape[1])), labels, loss_mask).item()
 
 
-def gradients_of(sizes, weights, batch):
-    return train_reference(sizes, weights, [batch], [0.0])[0][0].gradients
+def gradients_of(config, weights, batch):
+    return train_reference(config, weights, [batch], [0.0])[0][0].gradients
 
 
-def torch_transformer(sizes, weights):
+def torch_transformer(config, weights):
     """The same layers as torch's encoder, and the fused row of each of its in_proj rows [all q, all k, all v]."""
     layer = nn.TransformerEncoderLayer(
-        sizes.hidden_size, sizes.num_attention_heads, sizes.ffn_hidden_size, dropout=0.0,
+        config.hidden_size, config.num_attention_heads, config.ffn_hidden_size, dropout=0.0,
         activation=partial(F.gelu, approximate="tanh"), layer_norm_eps=1e-5, batch_first=True, norm_first=True)
-    norm = nn.LayerNorm(sizes.hidden_size)
-    encoder = nn.TransformerEncoder(layer, sizes.num_layers, norm, enable_nested_tensor=False).double()
-    n, d = sizes.num_attention_heads, sizes.head_dim
+    norm = nn.LayerNorm(config.hidden_size)
+    encoder = nn.TransformerEncoder(layer, config.num_layers, norm, enable_nested_tensor=False).double()
+    n, d = config.num_attention_heads, config.kv_channels
     # plain indices rather than the reference's own conversion: the fused row of (q/k/v, head, element)
     rows = torch.tensor([(head * 3 + part) * d + element for part in range(3) for head in range(n)
                          for element in range(d)])
     state = {}
     names = {"self_attn.out_proj.": "attention.dense.", "linear1.": "mlp.dense_h_to_4h.",
              "linear2.": "mlp.dense_4h_to_h.", "norm1.": "attention.norm.", "norm2.": "mlp.norm."}
-    for layer, kind in itertools.product([f"layers.{i}." for i in range(sizes.num_layers)], ("weight", "bias")):
+    for layer, kind in itertools.product([f"layers.{i}." for i in range(config.num_layers)], ("weight", "bias")):
         state |= {layer + theirs + kind: weights[layer + ours + kind] for theirs, ours in names.items()}
         state[f"{layer}self_attn.in_proj_{kind}"] = weights[f"{layer}attention.qkv.{kind}"][rows]
     state["norm.weight"], state["norm.bias"] = weights["final_norm.weight"], weights["final_norm.bias"]
@@ -63,7 +65,7 @@ def torch_transformer(sizes, weights):
 # ---- weights
 
 def test_random_weights_let_no_term_hide_and_depend_on_the_seed_alone():
-    weights, again, other = random_weights(SIZES, 1), random_weights(SIZES, 1), random_weights(SIZES, 2)
+    weights, again, other = random_weights(TIED, 1), random_weights(TIED, 1), random_weights(TIED, 2)
     for name, tensor in weights.items():
         assert tensor.dtype == torch.float64 and (tensor != 0).all() and (tensor != 1).all()
         assert torch.equal(tensor, again[name]) and not torch.equal(tensor, other[name])
@@ -94,16 +96,18 @@ def test_logits_and_gradients_equal_torchs_own_transformer():
                                atol=1e-14)
 
 
-@pytest.mark.parametrize("sizes", [
-    SIZES, UNTIED, EXPERTS, dataclasses.replace(EXPERTS, score_function="sigmoid", scaling=2.0, topk=3),
-    dataclasses.replace(EXPERTS, pre_softmax=True, swiglu=False, topk=1)],
+@pytest.mark.parametrize("config", [
+    TIED, UNTIED, EXPERTS,
+    dataclasses.replace(EXPERTS, moe_router_score_function="sigmoid", moe_router_topk_scaling_factor=2.0,
+                        moe_router_topk=3),
+    dataclasses.replace(EXPERTS, moe_router_pre_softmax=True, swiglu=False, moe_router_topk=1)],
     ids=["tied", "untied", "experts", "sigmoid", "pre-softmax"])
-def test_gradients_equal_finite_differences_in_every_tensor(sizes):
-    weights, batch, step = random_weights(sizes), random_batch(sizes), 1e-5
-    gradients = gradients_of(sizes, weights, batch)
+def test_gradients_equal_finite_differences_in_every_tensor(config):
+    weights, batch, step = random_weights(config), random_batch(config), 1e-5
+    gradients = gradients_of(config, weights, batch)
     generator = torch.Generator().manual_seed(3)
     for name, tensor in weights.items():
         direction = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
-        up, down = (loss_of(sizes, weights | {name: tensor + sign * step * direction}, batch) for sign in (1, -1))
+        up, down = (loss_of(config, weights | {name: tensor + sign * step * direction}, batch) for sign in (1, -1))
         expected = (gradients[name] * direction).sum().item()
         assert (up - down) / (2 * step) == pytest.approx(expected, rel=1e-6, abs=1e-9), name
