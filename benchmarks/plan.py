@@ -21,10 +21,10 @@ import train
 from benchmarks import plan_search, published
 from benchmarks.runner import about, add_config_flags, bytes_text, config_of, describe, seconds_text, table
 from nanodomino.errors import counted, require
-from nanodomino.estimate.formulas import (FP8_SPEEDUP, GPUS, PEAK_FLOPS, WITHOUT_FP8, Gpu, Machine,
+from nanodomino.estimate.formulas import (CHANNELS, CONNECTION_BYTES, CONTEXT_BYTES, FP8_SPEEDUP, GPUS, PEAK_FLOPS, WITHOUT_FP8, Gpu, Machine,
                                           active_parameter_count, mfu, parameter_count,
                                           state_bytes_per_parameter)
-from nanodomino.estimate.stages import stage_memory, step_seconds
+from nanodomino.estimate.stages import Stage, step_seconds
 from nanodomino.schedules.simulation import peak_microbatches
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import flag_name
@@ -33,7 +33,7 @@ from nanodomino.settings.presets import DTYPES, PUBLISHED_VOCABULARIES
 
 RESERVE = 0.05               # the default of --reserve
 ROUNDS = False               # no --repeats: a plan is computed
-MEMORY_TERMS = ("parameters", "gradients", "optimizer", "activations", "working")
+MEMORY_TERMS = ("parameters", "gradients", "optimizer", "activations", "working", "CUDA and NCCL")
 
 
 def add_flags(parser):
@@ -55,7 +55,7 @@ def add_flags(parser):
                         help="share of a GPU that a collective in flight takes from compute (default 0.18: NCCL's 24 "
                              "channels take 24 of an H100's 132 multiprocessors)")
     parser.add_argument("--reserve", type=float, default=RESERVE,
-                        help=f"share of the memory left free for CUDA, NCCL and fragmentation (default {RESERVE})")
+                        help=f"share of the memory left free for fragmentation (default {RESERVE})")
     parser.add_argument("--search", action="store_true",
                         help="search for the ten fastest layouts that fit; flags of the layout that are given are kept")
     parser.add_argument("--published", action="store_true",
@@ -148,7 +148,7 @@ def plan(config: Config, flags):
 
 def memory_of_stages(config: Config) -> list[dict]:
     """Return for a rank of each stage {one of MEMORY_TERMS, or "host": bytes}."""
-    return [stage_memory(train, config, stage) for stage in range(config.pp)]
+    return [Stage(train, config, stage).memory() for stage in range(config.pp)]
 
 
 def place_of(part: tuple[str, float]) -> tuple:
@@ -177,7 +177,9 @@ assumptions:
   {flags.network:g} Gbit/s from a GPU to other hosts (--network)
   links and GPU memory reach {flags.wire_efficiency:.0%} of their rates (--wire-efficiency)
   each collective takes {flags.latency:g} us in addition to sending its bytes (--latency)
-  while a collective is in flight, it takes {flags.overlap_slowdown:.0%} of the GPU (--overlap-slowdown)"""
+  while a collective is in flight, it takes {flags.overlap_slowdown:.0%} of the GPU (--overlap-slowdown)
+  a CUDA context takes {bytes_text(CONTEXT_BYTES)}; a ring of NCCL {bytes_text(CONNECTION_BYTES)} for each of up to
+  {CHANNELS} channels"""
 
 
 def why_not(needs: list[dict], usable: float) -> str:

@@ -112,7 +112,7 @@ class MegatronStage(Stage):
         for (kind, chunk), in actions if self.recomputed_runs else ():
             if kind == "backward":                             # repeats the forward of the layers, but not of the head
                 repeated = self.linear(lambda run, forward=(("forward", chunk),): clock_of(run, machine).actions[
-                    forward], self.recomputed_runs, chunk, whole=False)
+                    forward], self.recomputed_runs, chunk, heads=0.0)
                 actions[(kind, chunk),] = Counter(actions[(kind, chunk),]) + Counter(repeated)
         return actions, after
 

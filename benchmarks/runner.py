@@ -259,13 +259,14 @@ class RandomTokens:
 
 
 class Training:
-    """Trains nanodomino's model with train.py's train_step, as train.py builds it, on random tokens."""
+    """Trains nanodomino's model with train.py's train_step, as train.py builds it and warms it up, on random tokens."""
 
     def __init__(self, config: Config, mesh: Mesh, **trace):
         self.config, self.mesh, self.tokens, self.losses = config, mesh, RandomTokens(config, mesh.device), []
         self.model = train.model_builder(config, mesh)
         self.optimizer = ZeroOptimizer(self.model, config, mesh, **trace)
         self.stage = Domino(self.model, config.slices, config.columns, config.compiler, **trace)
+        train.warm_up(self.stage, self.optimizer, config, mesh)
 
     def step(self):
         result = train.train_step(len(self.losses) + 1, self.stage, self.optimizer, self.tokens, self.config, self.mesh)

@@ -11,7 +11,6 @@ recorded, and the quickest is drawn. Each rank has one core.
 from dataclasses import replace
 from pathlib import Path
 
-import train
 from benchmarks.runner import BENCH, Training, about, config_of, describe, join
 from nanodomino.comm.trace import Trace
 from nanodomino.files import write_file
@@ -63,7 +62,6 @@ def record(config, mesh, caption: str, repeats: int) -> Recording | None:
     """Return the recording of the quickest step after the first. Returns None on other ranks than rank 0."""
     trace, recordings = Trace(mesh.device), []
     training = Training(config, mesh, trace=trace)
-    train.warm_up(training.stage, training.optimizer, config, mesh)
     for _ in range(repeats + 1):
         training.step()
         recordings.append(gather(trace, mesh))

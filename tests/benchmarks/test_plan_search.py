@@ -7,7 +7,7 @@ from support.benchmark import here
 
 import train
 from benchmarks import plan
-from benchmarks.plan_search import Costs
+from benchmarks.plan_search import estimated_bytes, estimated_seconds
 from benchmarks.runner import about, bytes_text, parse, seconds_text
 from nanodomino.estimate.stages import fullest_rank_bytes, step_seconds
 from nanodomino.run.session import from_command_line
@@ -31,9 +31,9 @@ def config_on(gpus, **changes) -> Config:
 def test_a_step_is_estimated_as_a_dry_run_of_the_combination_says(changes):
     """The search keeps only what it has estimated well."""
     config = config_on(8, **changes)
-    costs, seconds = Costs(config, H100), sum(step_seconds(train, config, H100).values())
-    assert costs.seconds() == pytest.approx(seconds, rel=0.1)
-    assert costs.bytes() == pytest.approx(fullest_rank_bytes(train, config), rel=0.1)
+    seconds, needed = sum(step_seconds(train, config, H100).values()), fullest_rank_bytes(train, config)
+    assert estimated_seconds(config, H100)[0] == pytest.approx(seconds, rel=0.1)
+    assert estimated_bytes(config) == pytest.approx(needed, rel=0.1)
 
 
 # ---- the command
