@@ -21,8 +21,8 @@ import train
 from benchmarks import plan_search, published
 from benchmarks.runner import about, add_config_flags, bytes_text, config_of, describe, seconds_text, table
 from nanodomino.errors import counted, require
-from nanodomino.estimate.formulas import (CHANNELS, CONNECTION_BYTES, CONTEXT_BYTES, FP8_SPEEDUP, GPUS, PEAK_FLOPS, WITHOUT_FP8, Gpu, Machine,
-                                          active_parameter_count, mfu, parameter_count,
+from nanodomino.estimate.formulas import (CHANNELS, CONNECTION_BYTES, CONTEXT_BYTES, FP8_SPEEDUP, GPUS, PEAK_FLOPS,
+                                          WITHOUT_FP8, Gpu, Machine, active_parameter_count, mfu, parameter_count,
                                           state_bytes_per_parameter)
 from nanodomino.estimate.stages import Stage, step_seconds
 from nanodomino.schedules.simulation import peak_microbatches

@@ -173,6 +173,8 @@ def start_processes(arguments: list[str], world_size: int, wire) -> int:
                     RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size,
                     MASTER_ADDR="127.0.0.1", MASTER_PORT=reserved.getsockname()[1],
                     TMPDIR=folder,                             # is deleted even if the processes are killed
+                    TORCHINDUCTOR_CACHE_DIR=os.environ.get(    # is kept, so that the next command compiles nothing anew
+                        "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"),
                     OMP_NUM_THREADS=len(cores_of(rank, world_size)))
                 processes.append(subprocess.Popen(
                     [*prefix, sys.executable, str(BENCH), *arguments], stdout=None if rank == 0 else subprocess.DEVNULL,
