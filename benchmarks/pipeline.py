@@ -24,7 +24,6 @@ are fewer cores than stages, a stage that waits leaves its core to another stage
     python bench.py pipeline --pp 4 --microbatches 4 8 16
 """
 
-import inspect
 from collections import defaultdict
 from statistics import mean, median
 
@@ -139,9 +138,6 @@ class TorchSide(DominoSide):
             stages if issubclass(schedule_class, PipelineScheduleMulti) else stages[0], config.microbatches,
             lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"),
             scale_grads=False)
-        # Without this option torch concatenates all logits, which costs time; older versions lack the option.
-        names = inspect.signature(self.schedule.step).parameters
-        self.options = {"return_outputs": False} if "return_outputs" in names else {}
 
     def gradients(self):
         return [weight.grad for weight in self.plain.parameters()]
@@ -149,8 +145,9 @@ class TorchSide(DominoSide):
     def step(self) -> float:
         tokens, plain, losses = self.tokens.tokens.to(self.tokens.device), self.plain, []
         plain.zero_grad(set_to_none=True)
-        self.schedule.step(*([tokens[:, :-1]] if plain[0].pre_process else []), losses=losses,
-                           target=tokens[:, 1:] if plain[-1].post_process else None, **self.options)
+        # without return_outputs=False torch also concatenates all logits, which costs time
+        self.schedule.step(*([tokens[:, :-1]] if plain[0].pre_process else []), losses=losses, return_outputs=False,
+                           target=tokens[:, 1:] if plain[-1].post_process else None)
         return sum(losses).item() if losses else 0.0
 
 

@@ -2,7 +2,8 @@
 
     memory       what a GPU of each stage needs (estimate/stages.py, checked by `bench.py memory`)
     step time    computed from data sheets and assumptions (estimate/formulas.py). The assumptions are printed, and
-                 flags change most of them. "exposed" is the time that a GPU waits for communication or copies
+                 flags change most of them. "tp exposed" is the time that a GPU waits for the collectives of tp, and
+                 "host exposed" for copies to and from the host
 
 `--search` looks for the ten fastest layouts that fit and prints the command of the fastest (plan_search.py):
 
@@ -132,8 +133,8 @@ def plan(config: Config, flags):
         *([f"host memory for each GPU of stage 0: {bytes_text(found[0]['host'])}"] if found[0]["host"] else []),
         *([] if fits else [why_not(needs, usable)]), "",
         table(["a step", "", ""],
-              [[label(name), seconds_text(part), f"{part / seconds:.1%}"]
-               for name, part in [*sorted(parts.items(), key=place_of), ("total", seconds)] if part]),
+              [[name, seconds_text(part), f"{part / seconds:.1%}"]
+               for name, part in [*parts.items(), ("total", seconds)] if part]),
         f"the bubble is {parts['bubble'] / ideal:.1%} of the ideal time, which is the sum of the lines above it, and "
         f"{parts['bubble'] / seconds:.1%} of the step; it would be (p - 1)/m of the ideal time in 1F1B if stages are "
         "equal, so more microbatches shrink it",
@@ -149,18 +150,6 @@ def plan(config: Config, flags):
 def memory_of_stages(config: Config) -> list[dict]:
     """Return for a rank of each stage {one of MEMORY_TERMS, or "host": bytes}."""
     return [Stage(train, config, stage).memory() for stage in range(config.pp)]
-
-
-def place_of(part: tuple[str, float]) -> tuple:
-    """Return a key that sorts parts of a step: work, what is exposed, the bubble, messages, what comes at the end."""
-    name = part[0]
-    return name.endswith("at the end"), name.startswith("pp"), name == "bubble", "exposed" in name, -part[1]
-
-
-def label(part: str) -> str:
-    """Return for example "exposed tp communication" for "tp exposed"."""
-    group, exposed, more = part.partition(" exposed")
-    return f"exposed {group} {'copies' if group == 'host' else 'communication'}{more}" if exposed else part
 
 
 def assumptions(flags, gpu: Gpu) -> str:

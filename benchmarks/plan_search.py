@@ -8,18 +8,14 @@ come the schedule and its chunks, the ZeRO stage and recomputation, then slices,
 flag that is given keeps its value.
 
 A dry run of each of the 10^5 combinations would take hours. But layers are alike, whatever the stage that holds them.
-So the costs of a combination follow from two short dry runs of a last stage, with one layer and with two:
-
-    value(chunk) = value(layer) x its layers + value(head), if it is the last chunk
-
-These runs depend neither on pp, dp and chunks nor on the schedule, except for whether it splits or pairs its backwards.
-So many combinations share them. The search is best-first: a queue holds combinations, sorted by time.
+So estimate/stages.py composes a combination from two short dry runs of a last stage, with one layer and with two. They
+depend neither on pp, dp and chunks nor on the schedule, except for whether it splits or pairs its backwards. So many
+combinations share them. The search is best-first: a queue holds combinations, sorted by time.
 
     1. The first of the queue has chosen only some settings. Replace it by its choices of the next ones, each with a
        lower bound of its time: the FLOPs at the largest tile's rate, then the schedule without communication.
-    2. The first of the queue is complete, and its time is that of its simulated schedule, with the costs above. Run it
-       dry (estimate/stages.py), and with 1F1B. If one fits, the faster is the result for this tp, pp, cp and micro
-       batch.
+    2. The first of the queue is complete. Run its own stages dry, and with 1F1B. If one fits, the faster is the result
+       for this tp, pp, cp and micro batch.
 
 More slices and columns are tried only while communication is exposed, and more recomputation only if less does not fit.
 """
@@ -149,28 +145,24 @@ class Search:
         self.recomputation = [option for option in RECOMPUTATION if all(
             value in self.choices(name, [value]) for name, value in option.items())] or [{}]
         self.broken_rule = None                                # the message of the first layout that was not accepted
-        self.counts = dict.fromkeys(("layouts", "schedules", "simulated", "dry runs"), 0)
+        self.simulated = 0                                     # combinations
 
-    def run(self, results=RESULTS, progress=progress) -> list[tuple[float, float, Config]]:
-        """Return up to `results` of (seconds of a step, bytes of the fullest GPU, Config), the fastest first.
-        progress(results): a context manager that yields a progress bar with tqdm's methods"""
-        queue, order, found = [], itertools.count(), {}        # order: of equal times, the first wins
-
-        def add(entries):
-            for seconds, config, choose_next in entries:
-                heapq.heappush(queue, (float(f"{seconds:.9e}"), next(order), config, choose_next))
-
-        with progress(results) as bar:
-            add(self.layouts())
-            while queue and len(found) < results:
+    def run(self, progress=progress) -> list[tuple[float, float, Config]]:
+        """Return up to RESULTS of (seconds of a step, bytes of the fullest GPU, Config), the fastest first.
+        progress(RESULTS): a context manager that yields a progress bar with tqdm's methods"""
+        order, found = itertools.count(), {}                   # order: of equal times, the first wins
+        queue = [(0.0, next(order), self.config, lambda config: self.layouts())]
+        with progress(RESULTS) as bar:
+            while queue and len(found) < RESULTS:
                 _, _, config, choose_next = heapq.heappop(queue)
                 layout = tuple(getattr(config, name) for name in LAYOUT)
                 if layout not in found and choose_next:
-                    add(choose_next(config))
+                    for seconds, *choice in choose_next(config):
+                        heapq.heappush(queue, (float(f"{seconds:.9e}"), next(order), *choice))
                 elif layout not in found and (result := self.exact(config)):
                     found[layout] = result
                     bar.update(1)
-                bar.set_description_str(", ".join(f"{count} {name}" for name, count in self.counts.items()))
+                bar.set_description_str(f"{self.simulated} combinations")
         return sorted(found.values(), key=lambda one: one[0])
 
     def exact(self, config: Config) -> tuple[float, float, Config] | None:
@@ -178,7 +170,6 @@ class Search:
         schedule gains, so the same layout with 1F1B runs dry too, and the faster one counts."""
         simplest = self.choices("schedule", ["1f1b"]) + self.choices("virtual_stages", [1])
         tries = {self.accepted(config, **dict(zip(("schedule", "virtual_stages"), simplest))): None, config: None}
-        self.counts["dry runs"] += len(tries)
         found = [(sum(step_seconds(train, one, self.machine).values()), needed, one) for one in tries
                  if one and (needed := fullest_rank_bytes(train, one)) <= self.usable]
         return min(found, key=lambda one: one[0], default=None)
@@ -195,7 +186,6 @@ class Search:
                     flops_per_token(config) - 6 * (looked_up + (config.num_layers + config.mtp_num_layers) * attention))
             if min(map(state_bytes_per_parameter, self.zero_stages(config))) * parameters <= (
                     self.usable * config.tp * config.pp * config.ep):
-                self.counts["layouts"] += 1
                 rate = self.machine.matmul_rate * (FP8_SPEEDUP if config.fp8_format else 1.0)
                 yield flops / (rate * config.world_size), config, self.schedules
 
@@ -212,7 +202,6 @@ class Search:
                     dataclasses.replace(other, **option)) <= self.usable), before)
                 if place < before:                             # or the lower ZeRO stage is as good
                     before, other = place, dataclasses.replace(other, **self.recomputation[place])
-                    self.counts["schedules"] += 1
                     yield estimated_seconds(other, self.free)[0], other, self.options
 
     def options(self, config: Config):
@@ -224,7 +213,7 @@ class Search:
         for parallel, (slices, columns) in itertools.product(
                 self.choices("sequence_parallel", (True, False) if config.tp > 1 else (False,)), ways):
             if other := self.accepted(config, sequence_parallel=parallel, slices=slices, columns=columns):
-                self.counts["simulated"] += 1
+                self.simulated += 1
                 seconds, exposed = estimated_seconds(other, self.machine)
                 seconds *= 1 + LEAST_GAIN * other.virtual_stages
                 if estimated_bytes(other) <= self.usable:
@@ -327,12 +316,12 @@ def answer(flags, machine: Machine, usable: float, peak: float, progress=progres
               rows), "",
         "The columns from matmuls to end are shares of the step. tp (with cp, ep), host and pp are communication "
         "that nothing hides; end is all that follows the last backward, such as the optimizer. "
-        f"{search.counts['simulated']} combinations were simulated. `bench.py plan` with the flags "
+        f"{search.simulated} combinations were simulated. `bench.py plan` with the flags "
         "of a row prints its memory and the assumptions.", "", layouts[0]["command"]]) if rows else (
         f"nothing fits into the usable {bytes_text(usable)} per GPU, even with full recomputation; try more --gpus, a "
         "--gpu with more memory, or fewer of the given flags")
     return text, {"search": True, "model": flags.model, "gpu": flags.gpu, "gpus": flags.gpus,
-                  "usable_bytes": usable, "counts": search.counts, "layouts": layouts}
+                  "usable_bytes": usable, "simulated": search.simulated, "layouts": layouts}
 
 
 def differences(config: Config, names) -> dict:

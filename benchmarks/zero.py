@@ -37,9 +37,9 @@ from torch import nn
 
 import train
 from benchmarks.plain_model import adamw
-from benchmarks.runner import (Times, Training, about, add_config_flags, compare, config_here, describe,
-                               gathered, join, ratios, require_same_work, table)
-from benchmarks.throughput import COMPARED_STEPS, PlainTraining, plain
+from benchmarks.runner import (Times, Training, about, add_config_flags, config_here, describe, gathered, join, ratios,
+                               table)
+from benchmarks.throughput import COMPARED_STEPS, PlainTraining, plain, train_in_turn
 from nanodomino.errors import require
 from nanodomino.estimate.formulas import parameter_count, state_bytes_per_parameter
 from nanodomino.estimate.rank import state_tensors
@@ -77,12 +77,7 @@ def answer(flags, launch):
     config, mesh = join(config_for(flags), launch, one_core=True)
     config = dataclasses.replace(config, compile=False)
     sides = {name: make(config, mesh) for name, (_, make) in SIDES.items()}
-    times = compare({name: side.step for name, side in sides.items()}, max(flags.repeats, COMPARED_STEPS - 1),
-                    mesh.device)
-    # A torch side has its own replica's loss; a nanodomino side has the mean of all replicas already.
-    losses = {name: [sum(step) / config.dp for step in zip(*gathered(side.losses[:COMPARED_STEPS]))]
-              for name, side in sides.items()}
-    require_same_work(config, "losses", losses)
+    times, losses = train_in_turn(config, sides, flags.repeats)
     states = {name: max(gathered(counted_bytes(side.tensors()))) for name, side in sides.items()}
     return report(config, times, states, losses)
 
