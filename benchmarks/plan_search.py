@@ -61,14 +61,14 @@ WAYS_TO_HIDE = ((1, 1), (2, 1), (1, 2), (1, 4), (2, 2), (2, 4))      # (slices, 
 class SharedStage(Stage):
     """Estimates a stage from runs that many combinations share: the last of two stages, with one layer and with two. It
     has one chunk and one microbatch; a pair needs two, and with fp8 the first one leaves the converted weights. Two
-    replicas stand for more. If only some layers have experts, a period of layers counts as one."""
+    replicas stand for any number. If only some layers have experts, a period of layers counts as one."""
 
     def small_runs(self, between, quick):
         config, last = self.config, self.config.placement.location(self.config.placement.last)
         # the first stage's embedding has as many parameters as the head
         self.heads = 1 if config.pp == 1 and config.tied else (self.stage == 0) + (self.stage == last[0])
         self.chunk_heads = [(self.stage, chunk) == last for chunk in range(len(self.layers))]
-        self.replicas = min(config.dp, 2 * config.ep)
+        self.replicas = 2 * config.ep
         self.ranks = range(0, config.world_size // config.pp, config.tp)          # with the same part of the weights
         free = range(1)                                        # ZeRO-1 reduces gradients only at the end of a step
         return [[on_replicas(self.small_run(schedule, depth), self.ranks if config.zero_stage == 2 else free, config.ep,

@@ -135,8 +135,8 @@ def config_here(flags, world_size: int, **settings) -> Config:
 
 
 ABOUT = ("tp pp dp cp ep slices columns zero_stage schedule virtual_stages sequence_parallel cp_comm_type "
-         "recompute_granularity checkpoint_in_cpu fp8_format model num_layers hidden_size num_attention_heads seq_length "
-         "vocab_size micro_batch_size global_batch_size microbatches dtype device compile").split()
+         "recompute_granularity checkpoint_in_cpu fp8_format model num_layers hidden_size num_attention_heads "
+         "seq_length vocab_size micro_batch_size global_batch_size microbatches dtype device compile").split()
 
 
 def about(config: Config) -> dict:
