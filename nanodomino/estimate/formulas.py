@@ -217,7 +217,7 @@ def bytes_outside_torch(config: Config, stage: int) -> int:
     rings = meta_mesh(config.pp, config.dp, config.tp, stage, **config.mesh_options).rows | {
         "world": range(config.world_size)}
     if config.placement.folded or not config.words_at_end or 0 < stage < config.pp - 1:
-        rings.pop("embedding", None)                           # nothing to send
+        rings.pop("embedding", None)                           # it sends nothing
     channels = sum(config.thread_blocks.get(name) or CHANNELS for name, ranks in rings.items() if len(ranks) > 1)
     neighbours = sum(stage in pair for pair in config.placement.neighbours)
     return CONTEXT_BYTES + CONNECTION_BYTES * (channels + config.thread_blocks["pp"] * neighbours)

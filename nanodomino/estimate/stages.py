@@ -47,20 +47,6 @@ def small_run(program, config: Config, depth: int, stage: int, stages: int) -> R
     return run_of(program, small, stage * small.world_size // stages)
 
 
-def layers_of(config: Config, stage: int) -> list[int]:
-    """Return the number of layers in each chunk of a stage."""
-    placement = config.placement
-    return [len(stage_layers(config.num_layers, placement.virtual_stage(stage, chunk), placement.last + 1,
-                             config.behind_head.layers)) for chunk in range(placement.chunks)]
-
-
-def extrapolate(one, two, first: float, second: float, layers: float, whole=1.0):
-    """Return the value for `layers` layers on the line through (first, one) and (second, two), which are (layers,
-    value). whole: a factor of the part that does not grow with the layers."""
-    slope = (two - one) / (second - first) if second > first else 0.0
-    return slope * layers + (one - slope * first) * whole
-
-
 def add_up(row, kept: dict, peaks: dict) -> tuple[float, float]:
     """Return (peak bytes between a row's actions, peak bytes at any time). kept, peaks: as in RankRun."""
     alive = most = peak = 0.0
@@ -79,8 +65,10 @@ class Stage:
         self.all_actions = config.timetable.rows[stage]
         self.row = tuple(map(kinds_of, self.all_actions))
         self.actions = dict(zip(self.row, self.all_actions))   # {kinds: an action of these kinds}
-        self.layers = layers_of(config, stage)
-        between = 0 < stage < config.pp - 1 and not config.placement.folded
+        place = config.placement
+        self.layers = [len(stage_layers(config.num_layers, place.virtual_stage(stage, chunk), place.last + 1,
+                                        config.behind_head.layers)) for chunk in range(place.chunks)]
+        between = 0 < stage < config.pp - 1 and not place.folded
         # factors of what does not grow with the layers, in the stage's state and in each chunk's actions
         self.heads, self.chunk_heads = 1.0, [not (between and quick)] * len(self.layers)
         self.sides = self.small_runs(between, quick)
@@ -106,7 +94,8 @@ class Stage:
         def line(one, two):
             if isinstance(one, dict):
                 return {name: line(one.get(name, 0.0), two.get(name, 0.0)) for name in {**one, **two}}
-            return extrapolate(one, two, first, second, layers, heads)
+            slope = (two - one) / (second - first) if second > first else 0.0
+            return slope * layers + (one - slope * first) * heads
         return line(*map(value, runs))
 
     def of_action(self, action, value):
@@ -146,21 +135,17 @@ def fullest_rank_bytes(program, config: Config, make_stage=Stage) -> float:
         make_stage(program, config, stage).memory() for stage in {0, config.pp - 1}))
 
 
-def message_seconds(config: Config, machine) -> float:
-    """Return the seconds of a message from a stage to the next: a rank's residual stream of a microbatch."""
-    bytes_ = math.prod(config.residual_shape) * config.params_dtype.itemsize
-    return machine.collective_seconds("send", bytes_, (0, config.world_size // config.pp))
-
-
 def step_seconds(program, config: Config, machine, make_stage=Stage) -> dict[str, float]:
     """Return {part of a step: seconds}: the work and the exposed communication of the busiest stage, its idle time
     ("bubble"), the time that messages between stages add, and what follows the last action."""
     stages = [make_stage(program, config, stage, quick=True) for stage in range(config.pp)]
     costs = [stage.seconds(machine) for stage in stages]
     lengths = [{kinds: sum(parts.values()) for kinds, parts in actions.items()} for actions, _ in costs]
-    takes, delay = (lambda stage, action: lengths[stage][kinds_of(action)]), message_seconds(config, machine)
-    free = simulation.simulate(config.timetable, takes)
-    real = simulation.simulate(config.timetable, takes, delay) if delay else free
+    sent = math.prod(config.residual_shape) * config.params_dtype.itemsize        # from a stage to the next
+    message = machine.collective_seconds("send", sent, (0, config.world_size // config.pp))
+    rows = {delay: simulation.simulate(config.timetable, lambda stage, action: lengths[stage][kinds_of(action)], delay)
+            for delay in {0.0, message}}
+    free, real = rows[0.0], rows[message]
     busiest = max(range(config.pp), key=lambda stage: sum(end - start for _, start, end in free[stage]))
     parts = Counter()
     for kinds, count in Counter(stages[busiest].row).items():
