@@ -76,8 +76,8 @@ def test_a_replayed_log_waits_as_long_as_the_step_itself(sequence_parallel):
 
 
 def test_the_bench_prints_its_table(capsys):
-    _, _, record, _ = here(capsys, "overlap", "--ideal-wire", "--num-layers", "2", "--hidden-size", "32", "--seq-length",
-                           "8", "--microbatches", "3", "--repeats", "1")
+    _, _, record, _ = here(capsys, *("overlap --ideal-wire --num-layers 2 --hidden-size 32 --seq-length 8 "
+                                     "--microbatches 3 --repeats 1").split())
     assert set(record["bound_ratio"]) == {"one slice", "domino", "columns", "paired", "interleaved", "zb-v"}
     assert all(figure is None or figure > 0.95 for figures in record["bound_ratio"].values()
                for figure in figures.values())
