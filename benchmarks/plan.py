@@ -136,8 +136,8 @@ def plan(config: Config, flags):
               [[name, seconds_text(part), f"{part / seconds:.1%}"]
                for name, part in [*parts.items(), ("total", seconds)] if part]),
         f"the bubble is {parts['bubble'] / ideal:.1%} of the ideal time, which leaves out bubble, pp exposed and what "
-        "is at the end; it would be (p - 1)/m of the ideal time in 1F1B if stages are equal, so more microbatches shrink "
-        "it",
+        "is at the end; it would be (p - 1)/m of the ideal time in 1F1B if stages are equal, so more microbatches "
+        "shrink it",
         f"{tokens / seconds:,.0f} tokens/s; MFU {used:.1%} (6 N + 12 L n d s FLOPs per token, relative to "
         f"{peak / 1e12:g} TFLOP/s per GPU)", "", assumptions(flags, gpu)])
     return text, {"parameters": parameter_count(config), "active_parameters": active_parameter_count(config),

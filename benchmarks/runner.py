@@ -147,7 +147,7 @@ def about(config: Config) -> dict:
 def describe(config: Config) -> str:
     """Return the same in one line, to be printed above a table."""
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in about(config).items()
-                     if value not in (None, False))
+                     if value not in (None, False, "none"))
 
 
 # ---- processes
