@@ -100,23 +100,17 @@ def processes(flags) -> int:
             "processor time; add --device cpu, or leave --ideal-wire out")
     flags.microbatches = flags.microbatches if flags.microbatches is not None else 8 if flags.ideal_wire else 1
     flags.seq_length = flags.seq_length or (64 if flags.ideal_wire else 256)      # there one process runs everything
-    config_for(flags)
+    flags.config = config_here(flags, tp * ep * cp, pipeline_model_parallel_size=1, data_parallel_size=ep,
+                               global_batch_size=flags.micro_batch_size * flags.microbatches * ep,
+                               compile=flags.compile, tp_max_ctas=flags.tp_max_ctas,
+                               disable_bias_linear=True if flags.num_experts else None)
     return 1 if flags.ideal_wire else tp
-
-
-def config_for(flags):
-    """Return the Config of a step. Raises UserError."""
-    ep, cp = flags.expert_model_parallel_size, flags.context_parallel_size
-    return config_here(flags, flags.tensor_model_parallel_size * ep * cp,
-                       global_batch_size=flags.micro_batch_size * flags.microbatches * ep, compile=flags.compile,
-                       pipeline_model_parallel_size=1, data_parallel_size=ep, tp_max_ctas=flags.tp_max_ctas,
-                       disable_bias_linear=True if flags.num_experts else None)
 
 
 def answer(flags, launch):
     if flags.ideal_wire:
-        return ideal_answer(flags, config_for(flags).with_device(torch.device("cpu")))
-    config, mesh = join(config_for(flags), launch, one_core=True)
+        return ideal_answer(flags, flags.config.with_device(torch.device("cpu")))
+    config, mesh = join(flags.config, launch, one_core=True)
     require(not flags.wire or os.environ.get("GLOO_SOCKET_IFNAME") == INTERFACE and config.device == "cpu",
             "--wire needs --device cpu, because NCCL would bypass the slow link, and processes that bench.py starts in "
             "their own network namespaces; add --device cpu, and run bench.py without torchrun")

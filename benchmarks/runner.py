@@ -3,7 +3,8 @@
 Each question of bench.py is a module in this folder with three functions:
 
     add_flags(parser)                       adds the question's flags; --repeats is added for it
-    processes(flags) -> int                 returns the number of processes; raises UserError if a flag is wrong
+    processes(flags) -> int                 returns the number of processes, and may add to the flags what answer()
+                                            needs; raises UserError if a flag is wrong
     answer(flags, launch) -> (text, dict)   runs on every process; rank 0 prints the text, then a JSON line: the dict
                                             with the question, --repeats and the number of cores. The exit code is 1 if
                                             the dict has a "failed" that is not empty
