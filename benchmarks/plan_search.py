@@ -115,11 +115,11 @@ def estimated_seconds(config: Config, machine: Machine) -> tuple[float, float]:
     """Estimate (seconds of a step, the share of communication within its actions that nothing hides). After ROUNDS
     rounds of p microbatches, each further round adds the same."""
     further = max(0, config.microbatches // config.pp - ROUNDS - 1)
-    parts, more = (step_seconds(train, first_rounds(config, rounds), machine, SharedStage)
-                   for rounds in (ROUNDS, ROUNDS + 1))
-    total = sum(more.values()) + further * (sum(more.values()) - sum(parts.values()))
-    exposed = sum(seconds for name, seconds in more.items() if name.endswith("exposed") and name != "pp exposed")
-    return total, exposed / sum(more.values())
+    *fewer, parts = [step_seconds(train, first_rounds(config, rounds), machine, SharedStage)
+                     for rounds in ([ROUNDS] * (further > 0) + [ROUNDS + 1])]
+    total = sum(parts.values())
+    exposed = sum(seconds for name, seconds in parts.items() if name.endswith("exposed") and name != "pp exposed")
+    return total + further * sum(total - sum(one.values()) for one in fewer), exposed / total
 
 
 def like(schedule: str) -> str:
