@@ -68,24 +68,19 @@ def processes(flags) -> int:
         rounds = m // stages
         require(m % rounds == 0, f"--microbatches {m} must be divisible by the {rounds} rounds in which torch's "
                 f"interleaved schedules run them ({m} // --pp {stages}); try {rounds * stages}")
-    configs_for(flags, least)
+    # {schedule: its Config} for each number of microbatches, with as few chunks per stage as the schedule allows
+    flags.configs = [{name: config_here(flags, stages, tensor_model_parallel_size=1, data_parallel_size=1, slices=1,
+                                        schedule=name, compile=False, global_batch_size=flags.micro_batch_size * m)
+                      for name in SCHEDULES} for m in flags.microbatches]
     return stages
 
 
-def configs_for(flags, microbatches: int) -> dict[str, Config]:
-    """Return {schedule: its Config}. Each schedule gets the smallest number of chunks per stage that it allows."""
-    return {name: config_here(flags, flags.pipeline_model_parallel_size, tensor_model_parallel_size=1,
-                            data_parallel_size=1, slices=1, schedule=name, compile=False,
-                            global_batch_size=flags.micro_batch_size * microbatches) for name in SCHEDULES}
-
-
 def answer(flags, launch):
-    by_count = [configs_for(flags, microbatches) for microbatches in flags.microbatches]
-    config, mesh = join(by_count[0]["1f1b"], launch, one_core=True)
+    config, mesh = join(flags.configs[0]["1f1b"], launch, one_core=True)
     trace = Trace(mesh.device, recording=False)
     stages = {placement: build(config, mesh, trace)
-              for placement, config in {config.placement: config for config in by_count[0].values()}.items()}
-    return report(config, [row for configs in by_count for row in measure(configs, stages, trace, flags.repeats)])
+              for placement, config in {config.placement: config for config in flags.configs[0].values()}.items()}
+    return report(config, [row for configs in flags.configs for row in measure(configs, stages, trace, flags.repeats)])
 
 
 # ---- the sides
