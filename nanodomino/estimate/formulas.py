@@ -214,8 +214,8 @@ def bytes_outside_torch(config: Config, stage: int) -> int:
     have a connection for each neighbour. Trees and in-network reduction would need more memory."""
     if config.device != "cuda":
         return 0
-    rings = meta_mesh(config.pp, config.dp, config.tp, stage, **config.mesh_options).rows | {
-        "world": range(config.world_size)}
+    few = min(config.pp, 2), min(config.dp, 2 * config.ep), config.tp        # a rank has the same rings
+    rings = meta_mesh(*few, **config.mesh_options).rows | {"world": range(config.world_size)}
     if config.placement.folded or not config.words_at_end or 0 < stage < config.pp - 1:
         rings.pop("embedding", None)                           # it sends nothing
     channels = sum(config.thread_blocks.get(name) or CHANNELS for name, ranks in rings.items() if len(ranks) > 1)
