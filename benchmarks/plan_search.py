@@ -59,9 +59,10 @@ WAYS_TO_HIDE = ((1, 1), (2, 1), (1, 2), (1, 4), (2, 2), (2, 4))      # (slices, 
 # ---- a combination's costs
 
 class SharedStage(Stage):
-    """Estimates a stage from runs that many combinations share: the last of two stages, with one layer and with two. It
-    has one chunk and one microbatch; a pair needs two, and with fp8 the first one leaves the converted weights. Two
-    replicas stand for any number. If only some layers have experts, a period of layers counts as one."""
+    """Estimates a stage from runs that many combinations share: the last of two stages, with one layer and with two
+    (with ZeRO-2 two and three). It has one chunk and one microbatch; a pair needs two, and with fp8 the first one leaves
+    the converted weights. Two replicas stand for any number. If only some layers have experts, a period of layers counts
+    as one."""
 
     def small_runs(self, between, quick):
         config, last = self.config, self.config.placement.location(self.config.placement.last)
@@ -72,7 +73,7 @@ class SharedStage(Stage):
         self.ranks = range(0, config.world_size // config.pp, config.tp)          # with the same part of the weights
         free = range(1)                                        # ZeRO-1 reduces gradients only at the end of a step
         return [[on_replicas(self.small_run(schedule, depth), self.ranks if config.zero_stage == 2 else free, config.ep,
-                             self.replicas / config.dp, config.zero_stage) for depth in (1, 2)]
+                             self.replicas / config.dp, config.zero_stage) for depth in self.depths]
                 for schedule in dict.fromkeys((like(config.schedule), "1f1b"))]
 
     def small_run(self, schedule: str, depth: int) -> RankRun:

@@ -62,6 +62,7 @@ class Stage:
 
     def __init__(self, program, config: Config, stage: int, quick=False):
         self.program, self.config, self.stage = program, config, stage
+        self.depths = (2, 3) if config.zero_stage == 2 else (1, 2)
         self.all_actions = config.timetable.rows[stage]
         self.row = tuple(map(kinds_of, self.all_actions))
         self.actions = dict(zip(self.row, self.all_actions))   # {kinds: an action of these kinds}
@@ -75,14 +76,14 @@ class Stage:
 
     def small_runs(self, between: bool, quick: bool) -> list[list[RankRun]]:
         """Return pairs of runs with two depths. The first pair that has an action says what the action needs."""
-        config, stages, depths = self.config, min(self.config.pp, 2), (2, 3) if self.config.zero_stage == 2 else (1, 2)
+        config, stages = self.config, min(self.config.pp, 2)
         if config.num_layers * config.microbatches <= SMALL:   # one whole run is quicker than several small runs
             return [[run_of(self.program, config, self.stage * config.world_size // config.pp)] * 2]
         if between and not quick:
-            return [[small_run(self.program, config, depth, 1, 3) for depth in depths]]
+            return [[small_run(self.program, config, depth, 1, 3) for depth in self.depths]]
         # A schedule that splits backward may not split it on the first stage, so the last stage runs, too.
         order = range(stages) if self.stage == 0 or between else reversed(range(stages))
-        return [[small_run(self.program, config, depth, one, stages) for depth in depths] for one in order]
+        return [[small_run(self.program, config, depth, one, stages) for depth in self.depths] for one in order]
 
     def linear(self, value, runs=None, chunk=None, heads=None):
         """Extrapolate value(run), a number or {name: number}, to the layers of this stage or of a chunk. heads: a
