@@ -59,10 +59,10 @@ WAYS_TO_HIDE = ((1, 1), (2, 1), (1, 2), (1, 4), (2, 2), (2, 4))      # (slices, 
 # ---- a combination's costs
 
 class SharedStage(Stage):
-    """Estimates a stage from runs that many combinations share: the last of two stages, with one layer and with two
-    (with ZeRO-2 two and three). It has one chunk and one microbatch; a pair needs two, and with fp8 the first one leaves
-    the converted weights. Two replicas stand for any number. If only some layers have experts, a period of layers counts
-    as one."""
+    """Estimates a stage from runs that many combinations share: the last of two stages, with one layer and with two, or
+    with ZeRO-2 two and three. It has one chunk and one microbatch; a pair needs two, and with fp8 the first one leaves
+    the converted weights. Two replicas stand for any number. Where only some layers have experts, a period of layers
+    counts as one."""
 
     def small_runs(self, between, quick):
         config, last = self.config, self.config.placement.location(self.config.placement.last)

@@ -110,8 +110,7 @@ class Stage:
         return {name: one[name] + other[name] for name in one} if isinstance(one, dict) else one + other
 
     def memory(self) -> dict[str, float]:
-        """Return {name: bytes} of a rank at its peak: parameters, gradients, optimizer, activations, working, CUDA and
-        NCCL, host."""
+        """Return {name: bytes} of a rank at its peak: RankRun.state, activations, working, CUDA and NCCL, host."""
         kept, peaks = ({kinds: self.of_action(action, lambda run, kinds, name=name: getattr(run, name)[kinds])
                         for kinds, action in self.actions.items()} for name in ("kept", "peaks"))
         most, peak = add_up(self.row, kept, peaks)
