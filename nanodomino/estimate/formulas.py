@@ -68,7 +68,7 @@ START = 160                      # the products per element that the start of a 
 KERNEL = 2e-6                    # seconds between the start of a GPU's kernel and its first full use of the GPU
 # The share of the 16-bit peak that fused attention reaches: (forward, backward) by head size.
 ATTENTION = {64: (0.40, 0.32), 128: (0.61, 0.47)}
-# About what a CUDA context with its kernels takes. NCCL allocates 10 MiB to receive into and 2 MiB to send from for each
+# About what a CUDA context with kernels takes. NCCL allocates 10 MiB to receive into and 2 MiB to send from for each
 # connection of a channel (github.com/NVIDIA/nccl/issues/1685). NVLink gets up to 24 channels.
 CONTEXT_BYTES, CONNECTION_BYTES, CHANNELS = 512 * 2**20, 12 * 2**20, 24
 
