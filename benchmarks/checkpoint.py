@@ -26,7 +26,6 @@ from nanodomino.comm.world import from_rank_0
 from nanodomino.errors import require
 from nanodomino.estimate.formulas import parameter_count
 from nanodomino.model import GPT
-from nanodomino.settings.config import Config
 from nanodomino.zero import ZeroOptimizer
 
 
@@ -39,19 +38,14 @@ def add_flags(parser):
 
 def processes(flags) -> int:
     require(flags.processes >= 1, f"--processes must be at least 1, but is {flags.processes}; try 2")
-    config_for(flags)
+    tp = flags.processes // max(flags.data_parallel_size, 1)
+    flags.config = config_here(flags, flags.processes, tensor_model_parallel_size=max(tp, 1),
+                               pipeline_model_parallel_size=1, vocab_size=257)
     return flags.processes
 
 
-def config_for(flags) -> Config:
-    """Return the Config, with tp = processes / dp. Raises UserError if that layout is impossible."""
-    dp = flags.data_parallel_size
-    return config_here(flags, flags.processes, tensor_model_parallel_size=max(flags.processes // max(dp, 1), 1),
-                       pipeline_model_parallel_size=1, vocab_size=257)
-
-
 def answer(flags, launch):
-    config, mesh = join(config_for(flags), launch)
+    config, mesh = join(flags.config, launch)
     model = GPT(config, mesh)
     optimizer = ZeroOptimizer(model, config, mesh)
     for bucket in optimizer.buckets:                          # an update creates the moments, which are saved too

@@ -21,6 +21,7 @@ are compared in total over all ranks. More slices and columns make more calls bu
 import dataclasses
 import math
 from collections import Counter
+from functools import partial
 from unittest import mock
 
 import torch
@@ -83,26 +84,16 @@ class RealAccounts(Accounts):
     So an all-to-all is counted where it launches them."""
     exchanging = False
 
-    def __enter__(self):
-        exchange = collectives.exchange
-
-        def counted_exchange(sends, receives, group, tag):
-            self.exchanging = tag == TAGS["all_to_all"]
-            if self.exchanging:
-                found = self.traffic[self.names[group.group_name], "all_to_all"]
-                found[0], found[1] = found[0] + 1, found[1] + sum(tensor.nbytes for tensor in sends)
-            try:
-                return exchange(sends, receives, group, tag)
-            finally:
-                self.exchanging = False
-
-        self.patch = mock.patch.object(collectives, "exchange", counted_exchange)
-        self.patch.start()
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        self.patch.stop()
-        return super().__exit__(*error)
+    def exchange(self, exchange, sends, receives, group, tag):
+        """Call collectives.exchange(), and count it if it is an all-to-all."""
+        self.exchanging = tag == TAGS["all_to_all"]
+        if self.exchanging:
+            found = self.traffic[self.names[group.group_name], "all_to_all"]
+            found[0], found[1] = found[0] + 1, found[1] + sum(tensor.nbytes for tensor in sends)
+        try:
+            return exchange(sends, receives, group, tag)
+        finally:
+            self.exchanging = False
 
     def without_numbers(self, name, given, tensors):
         return None                                            # there are numbers
@@ -122,7 +113,8 @@ def measure(optimizer, stage, dataset, config: Config, program=train) -> RankRun
     """Train one step and return what this rank did, without the events, which a real run has no use for. On CUDA the
     peak is the allocator's."""
     mesh, cuda = stage.mesh, stage.mesh.device.type == "cuda"
-    with RealAccounts(groups_of(mesh), host_counts=not cuda) as accounts:
+    accounts = RealAccounts(groups_of(mesh), host_counts=not cuda)
+    with accounts, mock.patch.object(collectives, "exchange", partial(accounts.exchange, collectives.exchange)):
         accounts.allocate(dataset.tokens)                      # so that they do not count
         if cuda:
             torch.cuda.reset_peak_memory_stats(mesh.device)

@@ -42,8 +42,7 @@ that the processor does, and `wires` is bytes sent / bandwidth. The alternatives
     interleaved    domino with two chunks, as in the schedule `interleaved`
     zb-v           domino with two chunks and backward split in two, as in the schedule `zb-v`
     floor          the smallest bound without pairs. The collectives of a forward can be hidden only by forwards, and
-                   forward has half of the bytes (with sequence parallelism two fifths), but a third of the work:
-                   (max(F's work, F's wires) + max(B's work, B's wires)) / max(work, wires)
+                   forward has half of the bytes (with sequence parallelism two fifths), but a third of the work
 """
 
 import os
@@ -58,7 +57,8 @@ import torch.distributed as dist
 from benchmarks.ideal_wire import IdealStage, log_of, pipeline_step
 from benchmarks.plain_model import Plain, mean_loss
 from benchmarks.runner import (Figure, RandomTokens, Times, about, add_config_flags, bind_to, bytes_text, compare,
-                               config_here, cores_of, describe, in_turn, join, ratios, require_same_work, table)
+                               config_here, cores_of, describe, in_turn, join, ratios, require_same_work,
+                               seconds_and_figures, table)
 from benchmarks.slow_network import INTERFACE
 from nanodomino.comm.collectives import all_gather, reduce_scatter
 from nanodomino.comm.world import keep_freed_memory
@@ -74,10 +74,6 @@ FLAGS = ("tensor_model_parallel_size", "slices", "columns", "sequence_parallel",
          "num_experts", "expert_model_parallel_size", "moe_router_topk", "moe_ffn_hidden_size",
          "moe_shared_expert_intermediate_size", "context_parallel_size", "cp_comm_type", "tp_max_ctas")
 RATIOS = (0.25, 0.5, 0.8, 1.0, 1.25, 2.0)             # wires / work
-# {alternative: what it is, in the table}
-MEANINGS = {"blocking": "autograd", "megatron": "one slice", "domino": "slices {slices}, columns {columns}",
-            "whole": "domino without --sequence-parallel", "paired": "domino, forwards and backwards overlap",
-            "dtensor": "torch's DTensor", "compute": "domino without collectives", "wires": "domino's collectives only"}
 
 
 def add_flags(parser):
@@ -104,23 +100,17 @@ def processes(flags) -> int:
             "processor time; add --device cpu, or leave --ideal-wire out")
     flags.microbatches = flags.microbatches if flags.microbatches is not None else 8 if flags.ideal_wire else 1
     flags.seq_length = flags.seq_length or (64 if flags.ideal_wire else 256)      # there one process runs everything
-    config_for(flags)
+    flags.config = config_here(flags, tp * ep * cp, pipeline_model_parallel_size=1, data_parallel_size=ep,
+                               global_batch_size=flags.micro_batch_size * flags.microbatches * ep,
+                               compile=flags.compile, tp_max_ctas=flags.tp_max_ctas,
+                               disable_bias_linear=True if flags.num_experts else None)
     return 1 if flags.ideal_wire else tp
-
-
-def config_for(flags):
-    """Return the Config of a step. Raises UserError."""
-    ep, cp = flags.expert_model_parallel_size, flags.context_parallel_size
-    return config_here(flags, flags.tensor_model_parallel_size * ep * cp,
-                       global_batch_size=flags.micro_batch_size * flags.microbatches * ep, compile=flags.compile,
-                       pipeline_model_parallel_size=1, data_parallel_size=ep, tp_max_ctas=flags.tp_max_ctas,
-                       disable_bias_linear=True if flags.num_experts else None)
 
 
 def answer(flags, launch):
     if flags.ideal_wire:
-        return ideal_answer(flags, config_for(flags).with_device(torch.device("cpu")))
-    config, mesh = join(config_for(flags), launch, one_core=True)
+        return ideal_answer(flags, flags.config.with_device(torch.device("cpu")))
+    config, mesh = join(flags.config, launch, one_core=True)
     require(not flags.wire or os.environ.get("GLOO_SOCKET_IFNAME") == INTERFACE and config.device == "cpu",
             "--wire needs --device cpu, because NCCL would bypass the slow link, and processes that bench.py starts in "
             "their own network namespaces; add --device cpu, and run bench.py without torchrun")
@@ -235,13 +225,12 @@ def figures_of(times: dict[str, Times]) -> tuple[float, dict[str, Figure]]:
 def report(flags, config, times, collectives):
     """Return (text, record)."""
     hideable, figures = figures_of(times)
-    rows = [[name, MEANINGS[name].format(slices=config.slices, columns=config.columns), time,
-             ratios(times["blocking"], time)] for name, time in times.items()]
     sent = sum(count * dtype.itemsize for _, count, dtype in collectives)
     wire = f"a link of {flags.wire}" if flags.wire else "the loopback" if config.device == "cpu" else "the GPUs' links"
     lines = [describe(config),
              f"forward and backward, {len(collectives)} collectives of {bytes_text(sent)} in total over {wire}",
-             table(["", "", "median [min .. max]", "speed-up over blocking"], rows)]
+             table(["", "median [min .. max]", "speed-up over blocking"],
+                   [[name, time, ratios(times["blocking"], time)] for name, time in times.items()])]
     lines += [f"{name} hides {figures[prefix + 'hidden']:.0%} of the communication (1 - ({name} - compute) / wires); "
               f"at most {hideable:.0%} could be hidden; bound {figures[prefix + 'bound_ratio']} x max(compute, wires); "
               f"speed-up {figures[prefix + 'speedup']} over blocking, {figures[prefix + 'megatron_ratio']} over "
@@ -249,17 +238,15 @@ def report(flags, config, times, collectives):
     if "whole" in times:
         figures["whole_ratio"] = ratios(times["domino"], times["whole"])
         lines.append(f"sequence parallelism: domino's time / whole's: {figures['whole_ratio']}")
-    return "\n".join(lines), {
-        **{f"{name}_s": time.median for name, time in times.items()},
-        **{name: figure.value for name, figure in figures.items()},
-        "spread": {name: figure.spread for name, figure in figures.items()}, "hideable": hideable,
-        "wire": flags.wire, "collectives": len(collectives), "bytes": sent, **about(config)}
+    return "\n".join(lines), {**seconds_and_figures(times, figures), "hideable": hideable, "wire": flags.wire,
+                              "collectives": len(collectives), "bytes": sent, **about(config)}
 
 
 # ---- on the ideal wire
 
 def floor(ratio: float, forward_work: float, forward_bytes: float) -> float:
-    """Return the smallest bound of a step without pairs. forward_work, forward_bytes: forward's shares of the step."""
+    """Return the smallest bound of a step without pairs: (max(F's work, F's wires) + max(B's work, B's wires)) /
+    max(work, wires). forward_work, forward_bytes: forward's shares of the step."""
     forward = max(forward_work, ratio * forward_bytes)
     return (forward + max(1 - forward_work, ratio * (1 - forward_bytes))) / max(1, ratio)
 
@@ -284,7 +271,6 @@ def ideal_answer(flags, config):
         f"domino works {split} x as long as one slice; forward is {shares[0]:.0%} of domino's work and sends "
         f"{shares[1]:.0%} of its bytes"])
     return text, {"wire": "ideal", "bytes": domino[0].sent, "forward_work": shares[0], "forward_bytes": shares[1],
-                  "work_ratio": split.value, "floor": floors, **about(config),
-                  **{key: {name: {ratio: getattr(figure, attribute) for ratio, figure in figures.items()}
-                           for name, figures in bounds.items()}
-                     for key, attribute in (("bound_ratio", "value"), ("spread", "spread"))}}
+                  "work_ratio": split.value, "floor": floors, **about(config), "bound_ratio": {
+                      name: {ratio: figure.value for ratio, figure in of_name.items()}
+                      for name, of_name in bounds.items()}}

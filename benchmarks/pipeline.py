@@ -24,7 +24,6 @@ are fewer cores than stages, a stage that waits leaves its core to another stage
     python bench.py pipeline --pp 4 --microbatches 4 8 16
 """
 
-import inspect
 from collections import defaultdict
 from statistics import mean, median
 
@@ -69,24 +68,19 @@ def processes(flags) -> int:
         rounds = m // stages
         require(m % rounds == 0, f"--microbatches {m} must be divisible by the {rounds} rounds in which torch's "
                 f"interleaved schedules run them ({m} // --pp {stages}); try {rounds * stages}")
-    configs_for(flags, least)
+    # {schedule: its Config} for each number of microbatches, with as few chunks per stage as the schedule allows
+    flags.configs = [{name: config_here(flags, stages, tensor_model_parallel_size=1, data_parallel_size=1, slices=1,
+                                        schedule=name, compile=False, global_batch_size=flags.micro_batch_size * m)
+                      for name in SCHEDULES} for m in flags.microbatches]
     return stages
 
 
-def configs_for(flags, microbatches: int) -> dict[str, Config]:
-    """Return {schedule: its Config}. Each schedule gets the smallest number of chunks per stage that it allows."""
-    return {name: config_here(flags, flags.pipeline_model_parallel_size, tensor_model_parallel_size=1,
-                            data_parallel_size=1, slices=1, schedule=name, compile=False,
-                            global_batch_size=flags.micro_batch_size * microbatches) for name in SCHEDULES}
-
-
 def answer(flags, launch):
-    by_count = [configs_for(flags, microbatches) for microbatches in flags.microbatches]
-    config, mesh = join(by_count[0]["1f1b"], launch, one_core=True)
+    config, mesh = join(flags.configs[0]["1f1b"], launch, one_core=True)
     trace = Trace(mesh.device, recording=False)
     stages = {placement: build(config, mesh, trace)
-              for placement, config in {config.placement: config for config in by_count[0].values()}.items()}
-    return report(config, [row for configs in by_count for row in measure(configs, stages, trace, flags.repeats)])
+              for placement, config in {config.placement: config for config in flags.configs[0].values()}.items()}
+    return report(config, [row for configs in flags.configs for row in measure(configs, stages, trace, flags.repeats)])
 
 
 # ---- the sides
@@ -139,9 +133,6 @@ class TorchSide(DominoSide):
             stages if issubclass(schedule_class, PipelineScheduleMulti) else stages[0], config.microbatches,
             lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"),
             scale_grads=False)
-        # Without this option torch concatenates all logits, which costs time; older versions lack the option.
-        names = inspect.signature(self.schedule.step).parameters
-        self.options = {"return_outputs": False} if "return_outputs" in names else {}
 
     def gradients(self):
         return [weight.grad for weight in self.plain.parameters()]
@@ -149,8 +140,9 @@ class TorchSide(DominoSide):
     def step(self) -> float:
         tokens, plain, losses = self.tokens.tokens.to(self.tokens.device), self.plain, []
         plain.zero_grad(set_to_none=True)
-        self.schedule.step(*([tokens[:, :-1]] if plain[0].pre_process else []), losses=losses,
-                           target=tokens[:, 1:] if plain[-1].post_process else None, **self.options)
+        # without return_outputs=False torch also concatenates all logits, which costs time
+        self.schedule.step(*([tokens[:, :-1]] if plain[0].pre_process else []), losses=losses, return_outputs=False,
+                           target=tokens[:, 1:] if plain[-1].post_process else None)
         return sum(losses).item() if losses else 0.0
 
 

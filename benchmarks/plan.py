@@ -2,7 +2,8 @@
 
     memory       what a GPU of each stage needs (estimate/stages.py, checked by `bench.py memory`)
     step time    computed from data sheets and assumptions (estimate/formulas.py). The assumptions are printed, and
-                 flags change most of them. "exposed" is the time that a GPU waits for communication or copies
+                 flags change most of them. "tp exposed" is the time that a GPU waits for the collectives of tp, and
+                 "host exposed" for copies to and from the host
 
 `--search` looks for the ten fastest layouts that fit and prints the command of the fastest (plan_search.py):
 
@@ -21,10 +22,10 @@ import train
 from benchmarks import plan_search, published
 from benchmarks.runner import about, add_config_flags, bytes_text, config_of, describe, seconds_text, table
 from nanodomino.errors import counted, require
-from nanodomino.estimate.formulas import (FP8_SPEEDUP, GPUS, PEAK_FLOPS, WITHOUT_FP8, Gpu, Machine,
-                                          active_parameter_count, mfu, parameter_count,
+from nanodomino.estimate.formulas import (CHANNELS, CONNECTION_BYTES, CONTEXT_BYTES, FP8_SPEEDUP, GPUS, PEAK_FLOPS,
+                                          WITHOUT_FP8, Gpu, Machine, active_parameter_count, mfu, parameter_count,
                                           state_bytes_per_parameter)
-from nanodomino.estimate.stages import stage_memory, step_seconds
+from nanodomino.estimate.stages import Stage, step_seconds
 from nanodomino.schedules.simulation import peak_microbatches
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import flag_name
@@ -33,7 +34,7 @@ from nanodomino.settings.presets import DTYPES, PUBLISHED_VOCABULARIES
 
 RESERVE = 0.05               # the default of --reserve
 ROUNDS = False               # no --repeats: a plan is computed
-MEMORY_TERMS = ("parameters", "gradients", "optimizer", "activations", "working")
+MEMORY_TERMS = ("parameters", "gradients", "optimizer", "activations", "working", "CUDA and NCCL")
 
 
 def add_flags(parser):
@@ -55,7 +56,7 @@ def add_flags(parser):
                         help="share of a GPU that a collective in flight takes from compute (default 0.18: NCCL's 24 "
                              "channels take 24 of an H100's 132 multiprocessors)")
     parser.add_argument("--reserve", type=float, default=RESERVE,
-                        help=f"share of the memory left free for CUDA, NCCL and fragmentation (default {RESERVE})")
+                        help=f"share of the memory left free for fragmentation (default {RESERVE})")
     parser.add_argument("--search", action="store_true",
                         help="search for the ten fastest layouts that fit; flags of the layout that are given are kept")
     parser.add_argument("--published", action="store_true",
@@ -132,11 +133,11 @@ def plan(config: Config, flags):
         *([f"host memory for each GPU of stage 0: {bytes_text(found[0]['host'])}"] if found[0]["host"] else []),
         *([] if fits else [why_not(needs, usable)]), "",
         table(["a step", "", ""],
-              [[label(name), seconds_text(part), f"{part / seconds:.1%}"]
-               for name, part in [*sorted(parts.items(), key=place_of), ("total", seconds)] if part]),
-        f"the bubble is {parts['bubble'] / ideal:.1%} of the ideal time, which is the sum of the lines above it, and "
-        f"{parts['bubble'] / seconds:.1%} of the step; it would be (p - 1)/m of the ideal time in 1F1B if stages are "
-        "equal, so more microbatches shrink it",
+              [[name, seconds_text(part), f"{part / seconds:.1%}"]
+               for name, part in [*parts.items(), ("total", seconds)] if part]),
+        f"the bubble is {parts['bubble'] / ideal:.1%} of the ideal time, which leaves out bubble, pp exposed and what "
+        "is at the end; it would be (p - 1)/m of the ideal time in 1F1B if stages are equal, so more microbatches "
+        "shrink it",
         f"{tokens / seconds:,.0f} tokens/s; MFU {used:.1%} (6 N + 12 L n d s FLOPs per token, relative to "
         f"{peak / 1e12:g} TFLOP/s per GPU)", "", assumptions(flags, gpu)])
     return text, {"parameters": parameter_count(config), "active_parameters": active_parameter_count(config),
@@ -148,19 +149,7 @@ def plan(config: Config, flags):
 
 def memory_of_stages(config: Config) -> list[dict]:
     """Return for a rank of each stage {one of MEMORY_TERMS, or "host": bytes}."""
-    return [stage_memory(train, config, stage) for stage in range(config.pp)]
-
-
-def place_of(part: tuple[str, float]) -> tuple:
-    """Return a key that sorts parts of a step: work, what is exposed, the bubble, messages, what comes at the end."""
-    name = part[0]
-    return name.endswith("at the end"), name.startswith("pp"), name == "bubble", "exposed" in name, -part[1]
-
-
-def label(part: str) -> str:
-    """Return for example "exposed tp communication" for "tp exposed"."""
-    group, exposed, more = part.partition(" exposed")
-    return f"exposed {group} {'copies' if group == 'host' else 'communication'}{more}" if exposed else part
+    return [Stage(train, config, stage).memory() for stage in range(config.pp)]
 
 
 def assumptions(flags, gpu: Gpu) -> str:
@@ -177,7 +166,9 @@ assumptions:
   {flags.network:g} Gbit/s from a GPU to other hosts (--network)
   links and GPU memory reach {flags.wire_efficiency:.0%} of their rates (--wire-efficiency)
   each collective takes {flags.latency:g} us in addition to sending its bytes (--latency)
-  while a collective is in flight, it takes {flags.overlap_slowdown:.0%} of the GPU (--overlap-slowdown)"""
+  while a collective is in flight, it takes {flags.overlap_slowdown:.0%} of the GPU (--overlap-slowdown)
+  a CUDA context takes {bytes_text(CONTEXT_BYTES)}; a ring of NCCL {bytes_text(CONNECTION_BYTES)} for each of up to
+  {CHANNELS} channels"""
 
 
 def why_not(needs: list[dict], usable: float) -> str:

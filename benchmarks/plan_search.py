@@ -8,18 +8,14 @@ come the schedule and its chunks, the ZeRO stage and recomputation, then slices,
 flag that is given keeps its value.
 
 A dry run of each of the 10^5 combinations would take hours. But layers are alike, whatever the stage that holds them.
-So the costs of a combination follow from two short dry runs of a last stage, with one layer and with two:
-
-    value(chunk) = value(layer) x its layers + value(head), if it is the last chunk
-
-These runs depend neither on pp, dp and chunks nor on the schedule, except for whether it splits or pairs its backwards.
-So many combinations share them. The search is best-first: a queue holds combinations, sorted by time.
+So estimate/stages.py composes a combination from two short dry runs of a last stage, with one layer and with two. They
+depend neither on pp, dp and chunks nor on the schedule, except for whether it splits or pairs its backwards. So many
+combinations share them. The search is best-first: a queue holds combinations, sorted by time.
 
     1. The first of the queue has chosen only some settings. Replace it by its choices of the next ones, each with a
        lower bound of its time: the FLOPs at the largest tile's rate, then the schedule without communication.
-    2. The first of the queue is complete, and its time is that of its simulated schedule, with the costs above. Run it
-       dry (estimate/stages.py), and with 1F1B. If one fits, the faster is the result for this tp, pp, cp and micro
-       batch.
+    2. The first of the queue is complete. Run its own stages dry, and with 1F1B. If one fits, the faster is the result
+       for this tp, pp, cp and micro batch.
 
 More slices and columns are tried only while communication is exposed, and more recomputation only if less does not fit.
 """
@@ -29,18 +25,16 @@ import heapq
 import itertools
 import math
 import sys
+from functools import lru_cache
 
 import train
 from benchmarks.runner import CONFIG_FLAGS, about, bytes_text, progress, seconds_text, table
 from nanodomino.errors import UserError, require
 from nanodomino.estimate.formulas import (FP8_SPEEDUP, Machine, flops_per_token, mfu, parameter_count,
                                           state_bytes_per_parameter)
-from nanodomino.estimate.rank import Clock, kinds_of
-from nanodomino.estimate.stages import (add_up, extrapolate, fullest_rank_bytes, layers_of, message_seconds, small_run,
-                                        step_seconds)
-from nanodomino.schedules import simulation
-from nanodomino.schedules.definitions import SCHEDULES, Backward
-from nanodomino.schedules.simulation import timetable
+from nanodomino.estimate.rank import RankRun, clock_of
+from nanodomino.estimate.stages import Stage, fullest_rank_bytes, small_run, step_seconds
+from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import flag_name
 from nanodomino.settings.rules import check_needs
@@ -59,125 +53,74 @@ RECOMPUTATION = [dict(recompute_granularity=name, checkpoint_in_cpu=offloads)
                  for name, offloads in (("none", False), ("selective", False), ("full", False), ("full", True))]
 FURTHER = ("cp_comm_type", "expert_model_parallel_size", "schedule", "virtual_stages", "slices", "columns",
            "sequence_parallel", "zero_stage", *RECOMPUTATION[0])
-WHOLE, PAIR = ("backward",), ("backward", "forward")
 WAYS_TO_HIDE = ((1, 1), (2, 1), (1, 2), (1, 4), (2, 2), (2, 4))      # (slices, columns), in the order of the tries
 
 
 # ---- a combination's costs
 
-class Costs:
-    """Estimates a step from the costs of a layer and of the head. layers[stage][chunk]: the layers of each chunk."""
+class SharedStage(Stage):
+    """Estimates a stage from runs that many combinations share: the last of two stages, with one layer and with two, or
+    with ZeRO-2 two and three. It has one chunk and one microbatch; a pair needs two, and with fp8 the first one leaves
+    the converted weights. Two replicas stand for any number. Where only some layers have experts, a period of layers
+    counts as one."""
 
-    def __init__(self, config: Config, machine: Machine):
-        self.config, self.machine = config, machine
-        self.last = config.placement.location(config.placement.last)
-        self.layers = [layers_of(config, stage) for stage in range(config.pp)]
-        self.runs, self.clocks = {}, {}        # {schedule: those of one layer and of two}
-        self.parts, self.lengths = {}, {}      # {kinds of the halves: parts of a layer; seconds of it, of the head}
-        self.add("1f1b")
+    def small_runs(self, between, quick):
+        config, last = self.config, self.config.placement.location(self.config.placement.last)
+        # the first stage's embedding has as many parameters as the head
+        self.heads = 1 if config.pp == 1 and config.tied else (self.stage == 0) + (self.stage == last[0])
+        self.chunk_heads = [(self.stage, chunk) == last for chunk in range(len(self.layers))]
+        self.replicas = 2 * config.ep
+        self.ranks = range(0, config.world_size // config.pp, config.tp)          # with the same part of the weights
+        free = range(1)                                        # ZeRO-1 reduces gradients only at the end of a step
+        return [[on_replicas(self.small_run(schedule, depth), self.ranks if config.zero_stage == 2 else free, config.ep,
+                             self.replicas / config.dp, config.zero_stage) for depth in self.depths]
+                for schedule in dict.fromkeys((like(config.schedule), "1f1b"))]
 
-    def add(self, schedule: str):
-        """Learn the costs of the kinds of actions that this schedule has."""
-        if schedule in self.runs:
-            return
-        self.runs[schedule] = self.small_runs(schedule)
-        one, two = self.clocks[schedule] = [Clock(run, self.machine) for run in self.runs[schedule]]
-        for kinds, parts in one.actions.items():
-            layer, head = ({name: extrapolate(parts[name], two.actions[kinds][name], *self.depths, *count)
-                            for name in one.parts} for count in ((1, 0), (0, 1)))
-            key = tuple(kind for kind, _ in kinds)
-            self.parts[key], self.lengths[key] = layer, (sum(layer.values()), sum(head.values()))
-
-    def small_runs(self, schedule: str) -> list:
-        """Run the last of two stages twice: with one layer, then with two. If only some layers have experts, count
-        periods of layers instead. Replicas cost nothing there; end_seconds() and bytes() count them. A pair needs two
-        microbatches, and with fp8 the first one leaves the converted weights."""
-        config, replicas = self.config, self.config.ep
+    def small_run(self, schedule: str, depth: int) -> RankRun:
+        config, replicas = self.config, self.replicas
         count = 2 if schedule == "paired" or config.fp8_format else 1
         small = dataclasses.replace(
             config, schedule=schedule, virtual_stages=1, pipeline_model_parallel_size=1, data_parallel_size=replicas,
-            zero_stage=1, world_size=config.tp * config.cp * replicas,
-            global_batch_size=count * config.micro_batch_size * replicas)
-        runs = [small_run(train, small, depth, 1, 2) for depth in (1, 2)]
-        self.depths = [run.layers[0] for run in runs]
-        return [dataclasses.replace(run, ranks_of=run.ranks_of | {"dp": (0,), "expert_dp": (0,)}) for run in runs]
+            world_size=config.tp * config.cp * replicas, global_batch_size=count * config.micro_batch_size * replicas)
+        return small_run(self.program, small, depth, 1, 2)
 
-    def linear(self, value, layers: float, heads=1.0, runs=None) -> float:
-        """Return value(run) for this many layers and heads. runs: by default those of 1F1B."""
-        return extrapolate(*map(value, runs or self.runs["1f1b"]), *self.depths, layers, heads)
+    def seconds(self, machine: Machine) -> tuple[dict, dict]:
+        config, work = self.config, "element-wise work"        # of the update, which the replicas share
+        after = self.linear(lambda run: clock_of(on_replicas(
+            run, self.ranks, config.ep, 1.0, config.zero_stage), machine).after)
+        share = self.replicas / config.dp if config.zero_stage else 1.0
+        return super().seconds(machine)[0], after | {work: share * after[work]}
 
-    def action_seconds(self, stage: int, action) -> float:
-        layer, head = self.lengths[tuple(half.kind for half in action.halves)]
-        chunk = action.halves[0].chunk
-        return self.layers[stage][chunk] * layer + ((stage, chunk) == self.last) * head
 
-    def exposed(self) -> float:
-        """Return the share of communication in a layer's forward and backward that nothing hides."""
-        parts = [self.parts[kinds] for kinds in ([PAIR] if PAIR in self.parts else [("forward",), WHOLE])]
-        return (sum(seconds for one in parts for name, seconds in one.items() if name.endswith("exposed"))
-                / sum(sum(one.values()) for one in parts))
+@lru_cache(maxsize=1024)
+def on_replicas(run: RankRun, ranks: range, ep: int, share: float, zero_stage: int) -> RankRun:
+    """Return the run as one of these replicas. share: the part of a sharded state that they leave to it."""
+    shares = {"optimizer": share if zero_stage else 1.0, "gradients": share if zero_stage == 2 else 1.0}
+    return dataclasses.replace(run, ranks_of=run.ranks_of | {"dp": ranks, "expert_dp": ranks[::ep]},
+                               state={name: size * shares.get(name, 1.0) for name, size in run.state.items()})
 
-    def timetable(self, rounds: int):
-        """Return the timetable of `rounds` x p microbatches, and of the rest."""
-        config = self.config
-        return timetable(config.schedule_with_settings, config.pp,
-                         rounds * config.pp + config.microbatches % config.pp, config.virtual_stages)
 
-    def seconds(self) -> float:
-        """Estimate a step: the simulated schedule and what follows it. After ROUNDS rounds of p microbatches, each
-        further round adds the same."""
-        config, rounds = self.config, self.config.microbatches // self.config.pp
-        self.add(like(config.schedule))
-        message = message_seconds(config, self.machine)
-        some = [simulation.step_time(simulation.simulate(self.timetable(count), self.action_seconds, message))
-                for count in ([rounds] if rounds <= ROUNDS + 1 else [ROUNDS, ROUNDS + 1])]
-        return some[-1] + (rounds - ROUNDS - 1) * (some[-1] - some[0]) + self.end_seconds()
+def first_rounds(config: Config, rounds: int) -> Config:
+    """Return the Config with at most this many rounds of p microbatches, and the rest."""
+    whole, rest = divmod(config.microbatches, config.pp)
+    count = min(whole, rounds) * config.pp + rest
+    return dataclasses.replace(config, global_batch_size=count * config.micro_batch_size * config.dp)
 
-    def end_seconds(self) -> float:
-        """Estimate what the reduction of the gradients and the update of the weights add to the schedule."""
-        config, layers = self.config, max(map(sum, self.layers))
-        ranks = range(0, config.world_size // config.pp, config.tp)
-        gathered, reduced = (self.machine.collective_seconds(
-            kind, self.linear(lambda run, name=name: run.state[name], layers), ranks)
-            for kind, name in (("all_gather", "parameters"), ("reduce_scatter", "gradients")))
-        backward = layers * self.lengths[WHOLE][0]
-        exposed = max(0.0, reduced - backward) + self.machine.overlap_slowdown * min(reduced, backward)
-        update = self.linear(lambda clock: sum(clock.after.values()), layers, runs=self.clocks["1f1b"])
-        return (gathered + update * (config.ep / config.dp if config.zero_stage else 1.0)
-                + exposed * (config.microbatches if config.zero_stage == 2 else 1))
 
-    def of_action(self, name: str, action, stage: int) -> float:
-        """Return the bytes of RankRun.kept or RankRun.peaks for an action. An action that has not run is part of a
-        split backward, which frees its bytes at its end."""
-        kinds, chunk = tuple((half.kind, 0) for half in action.halves), action.halves[0].chunk
-        runs = next((runs for runs in self.runs.values() if kinds in runs[0].kept), None)
-        if runs:
-            return self.linear(lambda run: getattr(run, name)[kinds], self.layers[stage][chunk],
-                               (stage, chunk) == self.last, runs)
-        return self.of_action(name, Backward(0, chunk), stage) if action.halves[0].kind == "weight_backward" else 0.0
+def estimated_bytes(config: Config) -> float:
+    """Estimate the bytes of the fullest GPU."""
+    return fullest_rank_bytes(train, first_rounds(config, ROUNDS + 1), SharedStage)
 
-    def bytes(self) -> float:
-        """Estimate the bytes of the fullest GPU, which is on one of the ends."""
-        config = self.config
-        if like(config.schedule) == "paired":
-            self.add("paired")
-        rows = self.timetable(min(config.microbatches // config.pp, ROUNDS + 1)).rows
-        sharded = config.ep / config.dp
-        shares = {"parameters": 1.0, "gradients": sharded if config.zero_stage == 2 else 1.0,
-                  "optimizer": sharded if config.zero_stage else 1.0}
 
-        def stage_bytes(stage):
-            heads = 1 if config.pp == 1 and config.tied else (stage == 0) + (stage == self.last[0])
-            state = sum(share * self.linear(lambda run, name=name: run.state[name], sum(self.layers[stage]), heads)
-                        for name, share in shares.items())
-            if config.zero_stage == 2:                         # a layer's gradients are whole while they are reduced
-                state += self.linear(lambda run: run.state["gradients"], 1, heads)
-            row, actions = [*map(kinds_of, rows[stage])], rows[stage]
-            kept, peaks = ({kinds: self.of_action(name, action, stage)
-                            for kinds, action in dict(zip(row, actions)).items()} for name in ("kept", "peaks"))
-            return state + add_up(row, kept, peaks)[1]
-
-        return max(map(stage_bytes, {0, config.pp - 1}))
+def estimated_seconds(config: Config, machine: Machine) -> tuple[float, float]:
+    """Estimate (seconds of a step, the share of communication within its actions that nothing hides). After ROUNDS
+    rounds of p microbatches, each further round adds the same."""
+    further = max(0, config.microbatches // config.pp - ROUNDS - 1)
+    *fewer, parts = [step_seconds(train, first_rounds(config, rounds), machine, SharedStage)
+                     for rounds in ([ROUNDS] * (further > 0) + [ROUNDS + 1])]
+    total = sum(parts.values())
+    exposed = sum(seconds for name, seconds in parts.items() if name.endswith("exposed") and name != "pp exposed")
+    return total + further * sum(total - sum(one.values()) for one in fewer), exposed / total
 
 
 def like(schedule: str) -> str:
@@ -203,28 +146,24 @@ class Search:
         self.recomputation = [option for option in RECOMPUTATION if all(
             value in self.choices(name, [value]) for name, value in option.items())] or [{}]
         self.broken_rule = None                                # the message of the first layout that was not accepted
-        self.counts = dict.fromkeys(("layouts", "schedules", "simulated", "dry runs"), 0)
+        self.simulated = 0                                     # combinations
 
-    def run(self, results=RESULTS, progress=progress) -> list[tuple[float, float, Config]]:
-        """Return up to `results` of (seconds of a step, bytes of the fullest GPU, Config), the fastest first.
-        progress(results): a context manager that yields a progress bar with tqdm's methods"""
-        queue, order, found = [], itertools.count(), {}        # order: of equal times, the first wins
-
-        def add(entries):
-            for seconds, config, choose_next in entries:
-                heapq.heappush(queue, (float(f"{seconds:.9e}"), next(order), config, choose_next))
-
-        with progress(results) as bar:
-            add(self.layouts())
-            while queue and len(found) < results:
+    def run(self, progress=progress) -> list[tuple[float, float, Config]]:
+        """Return up to RESULTS of (seconds of a step, bytes of the fullest GPU, Config), the fastest first.
+        progress(RESULTS): a context manager that yields a progress bar with tqdm's methods"""
+        order, found = itertools.count(), {}                   # order: of equal times, the first wins
+        queue = [(0.0, next(order), self.config, lambda config: self.layouts())]
+        with progress(RESULTS) as bar:
+            while queue and len(found) < RESULTS:
                 _, _, config, choose_next = heapq.heappop(queue)
                 layout = tuple(getattr(config, name) for name in LAYOUT)
                 if layout not in found and choose_next:
-                    add(choose_next(config))
+                    for seconds, *choice in choose_next(config):
+                        heapq.heappush(queue, (float(f"{seconds:.9e}"), next(order), *choice))
                 elif layout not in found and (result := self.exact(config)):
                     found[layout] = result
                     bar.update(1)
-                bar.set_description_str(", ".join(f"{count} {name}" for name, count in self.counts.items()))
+                bar.set_description_str(f"{self.simulated} combinations")
         return sorted(found.values(), key=lambda one: one[0])
 
     def exact(self, config: Config) -> tuple[float, float, Config] | None:
@@ -232,7 +171,6 @@ class Search:
         schedule gains, so the same layout with 1F1B runs dry too, and the faster one counts."""
         simplest = self.choices("schedule", ["1f1b"]) + self.choices("virtual_stages", [1])
         tries = {self.accepted(config, **dict(zip(("schedule", "virtual_stages"), simplest))): None, config: None}
-        self.counts["dry runs"] += len(tries)
         found = [(sum(step_seconds(train, one, self.machine).values()), needed, one) for one in tries
                  if one and (needed := fullest_rank_bytes(train, one)) <= self.usable]
         return min(found, key=lambda one: one[0], default=None)
@@ -249,7 +187,6 @@ class Search:
                     flops_per_token(config) - 6 * (looked_up + (config.num_layers + config.mtp_num_layers) * attention))
             if min(map(state_bytes_per_parameter, self.zero_stages(config))) * parameters <= (
                     self.usable * config.tp * config.pp * config.ep):
-                self.counts["layouts"] += 1
                 rate = self.machine.matmul_rate * (FP8_SPEEDUP if config.fp8_format else 1.0)
                 yield flops / (rate * config.world_size), config, self.schedules
 
@@ -260,14 +197,13 @@ class Search:
             ("sequence_parallel", parallel), ("slices", 1), ("columns", 1))}
         for name, count in [(each, count) for each in self.choices("schedule", SCHEDULES)
                             for count in self.chunk_counts(each, config)]:
-            before = math.inf
+            before = len(self.recomputation)
             for other in self.zero_stages(dataclasses.replace(config, schedule=name, virtual_stages=count, **fixed)):
-                place = next((place for place, option in enumerate(self.recomputation) if Costs(
-                    dataclasses.replace(other, **option), self.free).bytes() <= self.usable), math.inf)
+                place = next((place for place, option in enumerate(self.recomputation[:before]) if estimated_bytes(
+                    dataclasses.replace(other, **option)) <= self.usable), before)
                 if place < before:                             # or the lower ZeRO stage is as good
                     before, other = place, dataclasses.replace(other, **self.recomputation[place])
-                    self.counts["schedules"] += 1
-                    yield Costs(other, self.free).seconds(), other, self.options
+                    yield estimated_seconds(other, self.free)[0], other, self.options
 
     def options(self, config: Config):
         too_much = []                                          # the seconds of those that do not fit
@@ -278,14 +214,14 @@ class Search:
         for parallel, (slices, columns) in itertools.product(
                 self.choices("sequence_parallel", (True, False) if config.tp > 1 else (False,)), ways):
             if other := self.accepted(config, sequence_parallel=parallel, slices=slices, columns=columns):
-                self.counts["simulated"] += 1
-                costs = Costs(other, self.machine)
-                seconds = costs.seconds() * (1 + LEAST_GAIN * other.virtual_stages)
-                if costs.bytes() <= self.usable:
+                self.simulated += 1
+                seconds, exposed = estimated_seconds(other, self.machine)
+                seconds *= 1 + LEAST_GAIN * other.virtual_stages
+                if estimated_bytes(other) <= self.usable:
                     yield seconds, other, None
                 else:
                     too_much.append(seconds)
-                if costs.exposed() < HIDDEN:
+                if exposed < HIDDEN:
                     break
         now = {name: getattr(config, name) for name in self.recomputation[0]}
         more = self.recomputation[1 + self.recomputation.index(now):]
@@ -381,12 +317,12 @@ def answer(flags, machine: Machine, usable: float, peak: float, progress=progres
               rows), "",
         "The columns from matmuls to end are shares of the step. tp (with cp, ep), host and pp are communication "
         "that nothing hides; end is all that follows the last backward, such as the optimizer. "
-        f"{search.counts['simulated']} combinations were simulated. `bench.py plan` with the flags "
+        f"{search.simulated} combinations were simulated. `bench.py plan` with the flags "
         "of a row prints its memory and the assumptions.", "", layouts[0]["command"]]) if rows else (
         f"nothing fits into the usable {bytes_text(usable)} per GPU, even with full recomputation; try more --gpus, a "
         "--gpu with more memory, or fewer of the given flags")
     return text, {"search": True, "model": flags.model, "gpu": flags.gpu, "gpus": flags.gpus,
-                  "usable_bytes": usable, "counts": search.counts, "layouts": layouts}
+                  "usable_bytes": usable, "simulated": search.simulated, "layouts": layouts}
 
 
 def differences(config: Config, names) -> dict:

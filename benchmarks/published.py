@@ -7,10 +7,7 @@
     2409.15241             Domino on H100. Measured: its largest speed-up over Megatron-LM, and the share of
                            communication in Megatron-LM's step
 
-The step time comes from dry runs (estimate/stages.py) of this program as these runs trained: without torch.compile, as
-Megatron-LM's kernels are separate. In the first two papers dropout makes attention store its scores, and each
-microbatch repeats the forward of whole layers, or only of attention, before its backward. In 2409.15241 nothing hides
-Megatron-LM's all-reduces: a wait follows each launch.
+The step time comes from dry runs (estimate/stages.py) of this program as these runs trained; see assumptions().
 """
 
 import dataclasses
@@ -112,7 +109,7 @@ class MegatronStage(Stage):
         for (kind, chunk), in actions if self.recomputed_runs else ():
             if kind == "backward":                             # repeats the forward of the layers, but not of the head
                 repeated = self.linear(lambda run, forward=(("forward", chunk),): clock_of(run, machine).actions[
-                    forward], self.recomputed_runs, chunk, whole=False)
+                    forward], self.recomputed_runs, chunk, heads=0.0)
                 actions[(kind, chunk),] = Counter(actions[(kind, chunk),]) + Counter(repeated)
         return actions, after
 
@@ -201,10 +198,11 @@ assumptions, besides those of bench.py plan:
   the largest tiles reach {flags.product_efficiency:.0%} of the peak (--product-efficiency), links and memory
   {flags.wire_efficiency:.0%} of their rates (--wire-efficiency). A collective takes {flags.latency:g} us more
   (--latency), and in flight {flags.overlap_slowdown:.0%} of the GPU (--overlap-slowdown)
-  no torch.compile; before 2409.15241 attention stores its scores; the optimizer is not sharded
+  no torch.compile, as Megatron-LM's kernels are separate; the optimizer is not sharded
+  before 2409.15241 attention stores its scores, because of dropout
   a card of 200 Gbit/s per A100; an all-reduce over H100 hosts uses eight cards of 400 Gbit/s
   recomputing layers repeats their all-reduces, which block, but not the head, as in formula (3) of 2104.04473
-  weight gradients hide backward's all-reduces, except in 2409.15241
+  weight gradients hide backward's all-reduces, except in 2409.15241, where a wait follows each launch
 sources:
   2104.04473, table 1: from a copy (github.com/SotaroKaneda/MLCarbon); micro batches and chunks from Megatron-LM's
   examples/sc21/run_table_1.sh

@@ -3,7 +3,8 @@
 Each question of bench.py is a module in this folder with three functions:
 
     add_flags(parser)                       adds the question's flags; --repeats is added for it
-    processes(flags) -> int                 returns the number of processes; raises UserError if a flag is wrong
+    processes(flags) -> int                 returns the number of processes, and may add to the flags what answer()
+                                            needs; raises UserError if a flag is wrong
     answer(flags, launch) -> (text, dict)   runs on every process; rank 0 prints the text, then a JSON line: the dict
                                             with the question, --repeats and the number of cores. The exit code is 1 if
                                             the dict has a "failed" that is not empty
@@ -136,8 +137,8 @@ def config_here(flags, world_size: int, **settings) -> Config:
 
 
 ABOUT = ("tp pp dp cp ep slices columns zero_stage schedule virtual_stages sequence_parallel cp_comm_type "
-         "recompute_granularity checkpoint_in_cpu model num_layers hidden_size num_attention_heads seq_length "
-         "vocab_size micro_batch_size global_batch_size microbatches dtype device compile").split()
+         "recompute_granularity checkpoint_in_cpu fp8_format model num_layers hidden_size num_attention_heads "
+         "seq_length vocab_size micro_batch_size global_batch_size microbatches dtype device compile").split()
 
 
 def about(config: Config) -> dict:
@@ -146,16 +147,9 @@ def about(config: Config) -> dict:
 
 
 def describe(config: Config) -> str:
-    """Return one line that describes the layout, the batch and the model, to be printed above a table."""
-    chunks = f" with {config.virtual_stages} chunks per stage" if config.virtual_stages > 1 else ""
-    experts = f", ep {config.ep}" if config.num_experts else ""
-    shared = f", cp {config.cp} ({config.cp_comm_type})" if config.cp > 1 else ""
-    return (f"tp {config.tp}, pp {config.pp}, dp {config.dp}{shared}{experts}, slices {config.slices}, "
-            f"columns {config.columns}, ZeRO stage {config.zero_stage}, {config.schedule}{chunks}"
-            f"{config.in_words}; "
-            f"{counted(config.microbatches, 'microbatch')} of {config.micro_batch_size} x {config.seq_length} tokens "
-            f"per replica; {config.num_layers} layers of {config.hidden_size}, {config.dtype} on {config.device}"
-            f"{', compiled' if config.compile else ''}")
+    """Return the same in one line, to be printed above a table."""
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in about(config).items()
+                     if value not in (None, False, "none"))
 
 
 # ---- processes
@@ -174,6 +168,8 @@ def start_processes(arguments: list[str], world_size: int, wire) -> int:
                     RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size,
                     MASTER_ADDR="127.0.0.1", MASTER_PORT=reserved.getsockname()[1],
                     TMPDIR=folder,                             # is deleted even if the processes are killed
+                    TORCHINDUCTOR_CACHE_DIR=os.environ.get(    # is kept, so that the next command compiles nothing anew
+                        "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"),
                     OMP_NUM_THREADS=len(cores_of(rank, world_size)))
                 processes.append(subprocess.Popen(
                     [*prefix, sys.executable, str(BENCH), *arguments], stdout=None if rank == 0 else subprocess.DEVNULL,
@@ -404,6 +400,12 @@ def ratios(numerator: Times, denominator: Times, **possible) -> Figure:
     """Divide two alternatives' times round by round, since the load of the machine was similar within a round.
     possible: the Figure's `least`, `most` or `size`."""
     return Figure(tuple(above / below for above, below in zip(numerator.seconds, denominator.seconds)), **possible)
+
+
+def seconds_and_figures(times: dict[str, Times], figures: dict[str, Figure]) -> dict:
+    """Return entries for the JSON line: NAME_s for each of the times, and value and spread of each figure."""
+    return {f"{name}_s": time.median for name, time in times.items()} | {
+        key: entry for name, figure in figures.items() for key, entry in figure.record(name).items()}
 
 
 # ---- printing

@@ -29,7 +29,8 @@ from torch import nn
 
 from benchmarks.plain_model import Plain, adamw, mean_loss
 from benchmarks.runner import (CONFIG_FLAGS, RandomTokens, Times, Training, about, add_config_flags, compare,
-                               config_here, describe, join, ratios, require_same_work, table)
+                               config_here, describe, gathered, join, ratios, require_same_work, seconds_and_figures,
+                               table)
 from nanodomino.checkpoint.format import slices
 from nanodomino.errors import require
 from nanodomino.estimate.formulas import find_peak_flops, flops_per_token, parameter_count
@@ -71,9 +72,19 @@ def answer(flags, launch):
         else:
             model = plain(config, ours.model) if name == "plain" else transformers(config, ours.model)
             sides[name] = PlainTraining(config, mesh, model)
-    times = compare({name: side.step for name, side in sides.items()}, max(flags.repeats, COMPARED_STEPS - 1),
-                    mesh.device)
-    return report(config, mesh, times, {name: side.losses[:COMPARED_STEPS] for name, side in sides.items()})
+    return report(config, mesh, *train_in_turn(config, sides, flags.repeats))
+
+
+def train_in_turn(config, sides: dict, repeats: int) -> tuple[dict[str, Times], dict[str, list]]:
+    """Train all sides in turn. Return the times of their steps, and the losses of their first steps. Raises UserError
+    if the losses differ."""
+    device = next(iter(sides.values())).mesh.device
+    times = compare({name: side.step for name, side in sides.items()}, max(repeats, COMPARED_STEPS - 1), device)
+    # a torch side has its own replica's loss; a nanodomino side has the mean of all replicas already
+    losses = {name: [sum(step) / config.dp for step in zip(*gathered(side.losses[:COMPARED_STEPS]))]
+              for name, side in sides.items()}
+    require_same_work(config, "losses", losses)
+    return times, losses
 
 
 # ---- the implementations
@@ -151,8 +162,7 @@ def transformers(config, ours) -> MeanLoss:
 # ---- the report
 
 def report(config, mesh, times: dict[str, Times], losses: dict[str, list]):
-    """Return (text, record). losses: {side: losses of the first steps}. Raises UserError if they differ."""
-    require_same_work(config, "losses", losses)
+    """Return (text, record). losses: {side: losses of the first steps}"""
     ours, *others = losses
     tokens, peak = config.global_batch_size * config.seq_length, find_peak_flops(config, mesh.device)
     speeds = {name: tokens / time.median for name, time in times.items()}
@@ -164,10 +174,5 @@ def report(config, mesh, times: dict[str, Times], losses: dict[str, list]):
               [[name, time, f"{speeds[name]:,.0f}", f"{mfu[name]:.1%}" if peak else "n/a", gains.get(name, "")]
                for name, time in times.items()]),
         f"the losses of the first {len(losses[ours])} steps agree"])
-    return text, {"parameters": parameter_count(config), **about(config),
-                  **{f"{name}_s": time.median for name, time in times.items()},
-                  **{f"{name}_tokens_per_s": speed for name, speed in speeds.items()},
-                  **{f"{name}_mfu": share for name, share in mfu.items()},
-                  **{f"{name}_losses": side for name, side in losses.items()},
-                  "ratio": {name: gain.value for name, gain in gains.items()},
-                  "spread": {name: gain.spread for name, gain in gains.items()}}
+    return text, {"parameters": parameter_count(config), **about(config), "losses": losses, "tokens_per_s": speeds,
+                  "mfu": mfu, **seconds_and_figures(times, {f"{name}_ratio": gain for name, gain in gains.items()})}

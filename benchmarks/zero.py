@@ -37,9 +37,9 @@ from torch import nn
 
 import train
 from benchmarks.plain_model import adamw
-from benchmarks.runner import (Times, Training, about, add_config_flags, compare, config_here, describe,
-                               gathered, join, ratios, require_same_work, table)
-from benchmarks.throughput import COMPARED_STEPS, PlainTraining, plain
+from benchmarks.runner import (Times, Training, about, add_config_flags, config_here, describe, gathered, join, ratios,
+                               seconds_and_figures, table)
+from benchmarks.throughput import COMPARED_STEPS, PlainTraining, plain, train_in_turn
 from nanodomino.errors import require
 from nanodomino.estimate.formulas import parameter_count, state_bytes_per_parameter
 from nanodomino.estimate.rank import state_tensors
@@ -61,28 +61,20 @@ def processes(flags) -> int:
     replicas = flags.data_parallel_size
     require(replicas >= 2, f"--dp must be at least 2, but is {replicas} (a single replica shards nothing); try 2")
     require(flags.microbatches >= 1, f"--microbatches must be at least 1, but is {flags.microbatches}; try 4")
-    require(config_for(flags).dtype != "float16", "--dtype must not be float16, because the other implementations "
-            "do not scale the loss; try --dtype bfloat16")
+    require(flags.dtype != "float16", "--dtype must not be float16, because the other implementations do not scale the "
+            "loss; try --dtype bfloat16")
+    flags.config = config_here(
+        flags, replicas, slices=1, tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
+        lr_decay_style="constant", lr_warmup_fraction=0.0,
+        global_batch_size=flags.micro_batch_size * flags.microbatches * replicas)
     return replicas
 
 
-def config_for(flags) -> Config:
-    """Return the Config of a step with --microbatches per replica."""
-    return config_here(flags, flags.data_parallel_size, slices=1, tensor_model_parallel_size=1,
-                       pipeline_model_parallel_size=1, lr_decay_style="constant", lr_warmup_fraction=0.0,
-                       global_batch_size=flags.micro_batch_size * flags.microbatches * flags.data_parallel_size)
-
-
 def answer(flags, launch):
-    config, mesh = join(config_for(flags), launch, one_core=True)
+    config, mesh = join(flags.config, launch, one_core=True)
     config = dataclasses.replace(config, compile=False)
-    sides = {name: make(config, mesh) for name, (_, make) in SIDES.items()}
-    times = compare({name: side.step for name, side in sides.items()}, max(flags.repeats, COMPARED_STEPS - 1),
-                    mesh.device)
-    # A torch side has its own replica's loss; a nanodomino side has the mean of all replicas already.
-    losses = {name: [sum(step) / config.dp for step in zip(*gathered(side.losses[:COMPARED_STEPS]))]
-              for name, side in sides.items()}
-    require_same_work(config, "losses", losses)
+    sides = {name: make(config, mesh) for name, make in SIDES.items()}
+    times, losses = train_in_turn(config, sides, flags.repeats)
     states = {name: max(gathered(counted_bytes(side.tensors()))) for name, side in sides.items()}
     return report(config, times, states, losses)
 
@@ -151,9 +143,8 @@ class FSDP(TorchReplica):
         self.optimizer = adamw(self.model, config)
 
 
-SIDES = {"zero-1": ("ZeRO-1", partial(OurReplica, stage=1)), "zero-0": ("ZeRO-0", partial(OurReplica, stage=0)),
-         "zero-2": ("ZeRO-2", partial(OurReplica, stage=2)), "ddp-zero": ("DDP, ZeroRedundancyOptimizer", DDP),
-         "fsdp2-keep": ("FSDP2, weights kept", FSDP)}
+SIDES = {**{f"zero-{stage}": partial(OurReplica, stage=stage) for stage in (1, 0, 2)}, "ddp-zero": DDP,
+         "fsdp2-keep": FSDP}
 
 
 # ---- memory
@@ -176,18 +167,18 @@ def formula_bytes(name: str, config: Config) -> float:
 def report(config, times: dict[str, Times], states, losses):
     """Return (text, record). states: {side: bytes on the rank with the most}"""
     count = parameter_count(config)
-    ratio = {name: ratios(time, times["zero-1"]) for name, time in times.items()}
-    speed_of_2 = ratios(times["fsdp2-keep"], times["zero-2"])
-    expected = {name: formula_bytes(name, config) for name in SIDES}
+    slower = {name: ratios(time, times["zero-1"]) for name, time in times.items()}
+    speeds = {"zero-1 / ddp-zero": slower["ddp-zero"], "zero-2 / fsdp2-keep": ratios(times["fsdp2-keep"],
+                                                                                     times["zero-2"])}
+    sides = {name: {"step_s": times[name].median, **slower[name].record("step_over_zero_1"),
+                    "state_bytes": states[name], "bytes_per_parameter": states[name] / count,
+                    "formula": formula_bytes(name, config), "losses": losses[name]} for name in SIDES}
     text = "\n".join([
         f"{count:,} parameters, buckets of {config.bucket_size:,} elements; {describe(config)}",
-        table(["", "step: median [min .. max]", "step / ZeRO-1's", "state/parameter", "formula"],
-              [[SIDES[name][0], times[name], ratio[name], f"{states[name] / count:.2f}", f"{expected[name]:.2f}"]
-               for name in SIDES]),
-        f"speed of ZeRO-1 / DDP with ZeroRedundancyOptimizer: {ratio['ddp-zero']}; speed of ZeRO-2 / FSDP2 with "
-        f"weights kept: {speed_of_2}; the losses of the first {COMPARED_STEPS} steps agree"])
-    sides = {name: {"step_s": times[name].median, "step_over_zero_1": ratio[name].value, "spread": ratio[name].spread,
-                    "state_bytes": states[name], "bytes_per_parameter": states[name] / count,
-                    "formula": expected[name], "losses": losses[name]} for name in SIDES}
-    return text, {"speed_over_ddp_zero": ratio["ddp-zero"].value, "speed_of_zero_2_over_fsdp2_keep": speed_of_2.value,
-                  "sides": sides, "parameters": count, "bucket_size": config.bucket_size, **about(config)}
+        table(["", "step: median [min .. max]", "step / zero-1's", "state/parameter", "formula"],
+              [[name, times[name], slower[name], f"{side['bytes_per_parameter']:.2f}", f"{side['formula']:.2f}"]
+               for name, side in sides.items()]),
+        *(f"speed of {name}: {speed}" for name, speed in speeds.items()),
+        f"the losses of the first {COMPARED_STEPS} steps agree"])
+    return text, {**seconds_and_figures({}, speeds), "sides": sides, "parameters": count,
+                  "bucket_size": config.bucket_size, **about(config)}

@@ -51,6 +51,7 @@ from functools import lru_cache
 import torch
 
 from nanodomino.settings.config import Config
+from nanodomino.mesh import meta_mesh
 from nanodomino.model import meta_model
 from nanodomino.parallel import VocabParallelEmbedding
 
@@ -67,6 +68,9 @@ START = 160                      # the products per element that the start of a 
 KERNEL = 2e-6                    # seconds between the start of a GPU's kernel and its first full use of the GPU
 # The share of the 16-bit peak that fused attention reaches: (forward, backward) by head size.
 ATTENTION = {64: (0.40, 0.32), 128: (0.61, 0.47)}
+# About what a CUDA context with kernels takes. NCCL allocates 10 MiB to receive into and 2 MiB to send from for each
+# connection of a channel (github.com/NVIDIA/nccl/issues/1685). NVLink gets up to 24 channels.
+CONTEXT_BYTES, CONNECTION_BYTES, CHANNELS = 512 * 2**20, 12 * 2**20, 24
 
 
 def parameters_by_kind(config: Config) -> Counter:
@@ -200,6 +204,22 @@ def matmul_seconds(count, rows, columns, summed, rate, multiprocessors, memory_r
             adding = (parts > 1) * (KERNEL + 2 * parts * count * rows * columns * 4 / memory_rate)
             best = min(best, waves * flops * multiprocessors / (rate * efficiency) + adding)
     return best
+
+
+def bytes_outside_torch(config: Config, stage: int) -> int:
+    """Estimate the bytes of a GPU that torch's allocator does not count: the CUDA context and NCCL's buffers.
+
+    In a ring each rank receives from one rank and sends to one, however many ranks there are. Messages between stages
+    have a connection for each neighbour. Trees and in-network reduction would need more memory."""
+    if config.device != "cuda":
+        return 0
+    few = min(config.pp, 2), min(config.dp, 2 * config.ep), config.tp        # a rank has the same rings
+    rings = meta_mesh(*few, **config.mesh_options).rows | {"world": range(config.world_size)}
+    if config.placement.folded or not config.words_at_end or 0 < stage < config.pp - 1:
+        rings.pop("embedding", None)                           # it sends nothing
+    channels = sum(config.thread_blocks.get(name) or CHANNELS for name, ranks in rings.items() if len(ranks) > 1)
+    neighbours = sum(stage in pair for pair in config.placement.neighbours)
+    return CONTEXT_BYTES + CONNECTION_BYTES * (channels + config.thread_blocks["pp"] * neighbours)
 
 
 def memory_of_process(device, local_world_size: int) -> int:

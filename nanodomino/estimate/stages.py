@@ -21,7 +21,8 @@ from collections import Counter
 from functools import lru_cache
 
 from nanodomino.errors import require
-from nanodomino.estimate.formulas import memory_of_process, parameter_count, state_bytes_per_parameter
+from nanodomino.estimate.formulas import (bytes_outside_torch, memory_of_process, parameter_count,
+                                          state_bytes_per_parameter)
 from nanodomino.estimate.rank import RankRun, clock_of, dry_run, kinds_of
 from nanodomino.schedules import simulation
 from nanodomino.schedules.simulation import stage_layers
@@ -46,20 +47,6 @@ def small_run(program, config: Config, depth: int, stage: int, stages: int) -> R
     return run_of(program, small, stage * small.world_size // stages)
 
 
-def layers_of(config: Config, stage: int) -> list[int]:
-    """Return the number of layers in each chunk of a stage."""
-    placement = config.placement
-    return [len(stage_layers(config.num_layers, placement.virtual_stage(stage, chunk), placement.last + 1,
-                             config.behind_head.layers)) for chunk in range(placement.chunks)]
-
-
-def extrapolate(one, two, first: float, second: float, layers: float, whole=1.0):
-    """Return the value for `layers` layers on the line through (first, one) and (second, two), which are (layers,
-    value). whole: a factor of the part that does not grow with the layers."""
-    slope = (two - one) / (second - first) if second > first else 0.0
-    return slope * layers + (one - slope * first) * whole
-
-
 def add_up(row, kept: dict, peaks: dict) -> tuple[float, float]:
     """Return (peak bytes between a row's actions, peak bytes at any time). kept, peaks: as in RankRun."""
     alive = most = peak = 0.0
@@ -74,46 +61,56 @@ class Stage:
     both. Only its seconds are right then, because only what grows with the layers counts."""
 
     def __init__(self, program, config: Config, stage: int, quick=False):
-        placement = config.placement
+        self.program, self.config, self.stage = program, config, stage
+        self.depths = (2, 3) if config.zero_stage == 2 else (1, 2)
         self.all_actions = config.timetable.rows[stage]
         self.row = tuple(map(kinds_of, self.all_actions))
         self.actions = dict(zip(self.row, self.all_actions))   # {kinds: an action of these kinds}
-        self.layers = layers_of(config, stage)
-        stages, last = min(config.pp, 2), stage == config.pp - 1
-        between = 0 < stage and not last and not placement.folded
-        self.whole, depths = not (between and quick), (2, 3) if config.zero_stage == 2 else (1, 2)
-        if config.num_layers * config.microbatches <= SMALL:   # one whole run is quicker than several small runs
-            self.sides = [[run_of(program, config, stage * config.world_size // config.pp)] * 2]
-        elif between and not quick:
-            self.sides = [[small_run(program, config, depth, 1, 3) for depth in depths]]
-        else:    # a schedule that splits backward may not split it on the first stage, so the last stage runs, too
-            order = range(stages) if stage == 0 or between else reversed(range(stages))
-            self.sides = [[small_run(program, config, depth, one, stages) for depth in depths] for one in order]
+        place = config.placement
+        self.layers = [len(stage_layers(config.num_layers, place.virtual_stage(stage, chunk), place.last + 1,
+                                        config.behind_head.layers)) for chunk in range(place.chunks)]
+        between = 0 < stage < config.pp - 1 and not place.folded
+        # factors of what does not grow with the layers, in the stage's state and in each chunk's actions
+        self.heads, self.chunk_heads = 1.0, [not (between and quick)] * len(self.layers)
+        self.sides = self.small_runs(between, quick)
 
-    def linear(self, value, runs=None, chunk=None, whole=True):
-        """Extrapolate value(run), a number or {name: number}, to the layers of this stage or of a chunk. whole:
-        False leaves out what does not grow with the layers."""
-        runs = runs or self.sides[0]
-        first, second, layers = (sum(counts) if chunk is None else counts[chunk]
+    def small_runs(self, between: bool, quick: bool) -> list[list[RankRun]]:
+        """Return pairs of runs with two depths. The first pair that has an action says what the action needs."""
+        config, stages = self.config, min(self.config.pp, 2)
+        if config.num_layers * config.microbatches <= SMALL:   # one whole run is quicker than several small runs
+            return [[run_of(self.program, config, self.stage * config.world_size // config.pp)] * 2]
+        if between and not quick:
+            return [[small_run(self.program, config, depth, 1, 3) for depth in self.depths]]
+        # A schedule that splits backward may not split it on the first stage, so the last stage runs, too.
+        order = range(stages) if self.stage == 0 or between else reversed(range(stages))
+        return [[small_run(self.program, config, depth, one, stages) for depth in self.depths] for one in order]
+
+    def linear(self, value, runs=None, chunk=None, heads=None):
+        """Extrapolate value(run), a number or {name: number}, to the layers of this stage or of a chunk. heads: a
+        factor of what does not grow with the layers, by default self.heads."""
+        runs, heads = runs or self.sides[0], self.heads if heads is None else heads
+        first, second, layers = (sum(counts) if chunk is None else counts[min(chunk, len(counts) - 1)]
                                  for counts in (*(run.layers for run in runs), self.layers))
 
         def line(one, two):
             if isinstance(one, dict):
                 return {name: line(one.get(name, 0.0), two.get(name, 0.0)) for name in {**one, **two}}
-            return extrapolate(one, two, first, second, layers, whole)
+            slope = (two - one) / (second - first) if second > first else 0.0
+            return slope * layers + (one - slope * first) * heads
         return line(*map(value, runs))
 
     def of_action(self, action, value):
         """Return value(run, kinds) of an action, extrapolated to its layers."""
-        kinds = kinds_of(action)
+        chunk = action.halves[0].chunk
         for runs in self.sides:
+            kinds = tuple((half.kind, min(half.chunk, len(runs[0].layers) - 1)) for half in action.halves)
             if all(kinds in run.kept for run in runs):
-                return self.linear(lambda run: value(run, kinds), runs, kinds[0][1], self.whole)
+                return self.linear(lambda run, kinds=kinds: value(run, kinds), runs, chunk, self.chunk_heads[chunk])
         one, other = (self.of_action(half, value) for half in action.halves)         # no small run has this pair
         return {name: one[name] + other[name] for name in one} if isinstance(one, dict) else one + other
 
     def memory(self) -> dict[str, float]:
-        """Return {name: bytes} of a rank at its peak: parameters, gradients, optimizer, activations, working, host."""
+        """Return {name: bytes} of a rank at its peak: RankRun.state, activations, working, CUDA and NCCL, host."""
         kept, peaks = ({kinds: self.of_action(action, lambda run, kinds, name=name: getattr(run, name)[kinds])
                         for kinds, action in self.actions.items()} for name in ("kept", "peaks"))
         most, peak = add_up(self.row, kept, peaks)
@@ -122,7 +119,8 @@ class Stage:
         peak += self.linear(lambda run: run.first_peak - add_up(run.row[:-1], run.kept, run.peaks)[1])
         peak = max(peak, self.linear(lambda run: run.last_peak))
         host = self.linear(lambda run: run.host / run.held) * simulation.peak_microbatches(self.all_actions)
-        return {**self.linear(lambda run: run.state), "activations": most, "working": peak - most, "host": host}
+        return {**self.linear(lambda run: run.state), "activations": most, "working": peak - most,
+                "CUDA and NCCL": bytes_outside_torch(self.config, self.stage), "host": host}
 
     def seconds(self, machine) -> tuple[dict, dict]:
         """Return ({kinds of action: {part: seconds}}, {part: seconds after the last action})."""
@@ -130,22 +128,11 @@ class Stage:
                  for kinds, action in self.actions.items()}, self.linear(lambda run: clock_of(run, machine).after))
 
 
-def stage_memory(program, config: Config, stage: int) -> dict[str, float]:
-    """Return Stage.memory() of a stage."""
-    return Stage(program, config, stage).memory()
-
-
-def fullest_rank_bytes(program, config: Config) -> float:
+def fullest_rank_bytes(program, config: Config, make_stage=Stage) -> float:
     """Return the peak bytes of the rank that needs the most. It is on the first stage, which holds the most
     microbatches, or on the last one, which holds the logits."""
     return max(sum(found.values()) - found["host"] for found in (
-        stage_memory(program, config, stage) for stage in {0, config.pp - 1}))
-
-
-def message_seconds(config: Config, machine) -> float:
-    """Return the seconds of a message from a stage to the next: a rank's residual stream of a microbatch."""
-    bytes_ = math.prod(config.residual_shape) * config.params_dtype.itemsize
-    return machine.collective_seconds("send", bytes_, (0, config.world_size // config.pp))
+        make_stage(program, config, stage).memory() for stage in {0, config.pp - 1}))
 
 
 def step_seconds(program, config: Config, machine, make_stage=Stage) -> dict[str, float]:
@@ -154,8 +141,11 @@ def step_seconds(program, config: Config, machine, make_stage=Stage) -> dict[str
     stages = [make_stage(program, config, stage, quick=True) for stage in range(config.pp)]
     costs = [stage.seconds(machine) for stage in stages]
     lengths = [{kinds: sum(parts.values()) for kinds, parts in actions.items()} for actions, _ in costs]
-    free, real = (simulation.simulate(config.timetable, lambda stage, action: lengths[stage][kinds_of(action)], delay)
-                  for delay in (0.0, message_seconds(config, machine)))
+    sent = math.prod(config.residual_shape) * config.params_dtype.itemsize        # from a stage to the next
+    message = machine.collective_seconds("send", sent, (0, config.world_size // config.pp))
+    rows = {delay: simulation.simulate(config.timetable, lambda stage, action: lengths[stage][kinds_of(action)], delay)
+            for delay in {0.0, message}}
+    free, real = rows[0.0], rows[message]
     busiest = max(range(config.pp), key=lambda stage: sum(end - start for _, start, end in free[stage]))
     parts = Counter()
     for kinds, count in Counter(stages[busiest].row).items():

@@ -1,14 +1,16 @@
 """bench.py plan: its tables, what it proposes, and what it refuses."""
 
+import dataclasses
 import re
 
 import pytest
 from support.benchmark import here
+from support.harness import tiny
 
 import train
 from benchmarks import plan
 from benchmarks.runner import config_of, parse
-from nanodomino.estimate.formulas import Machine, parameter_count
+from nanodomino.estimate.formulas import Machine, bytes_outside_torch, parameter_count
 from nanodomino.estimate.rank import dry_run
 
 
@@ -47,8 +49,16 @@ def test_a_plan_has_the_bytes_of_a_whole_dry_run(capsys):
         run = dry_run(train, config, 4 * stage)
         assert {name: need[name] for name in run.state} == run.state
         assert need["activations"] == pytest.approx(run.activations, rel=0.01)
-    for said in ("stage 1", "exposed tp communication", "(p - 1)/m of the ideal time in 1F1B", "--product-efficiency"):
+    for said in ("stage 1", "tp exposed", "(p - 1)/m of the ideal time in 1F1B", "--product-efficiency"):
         assert said in text
+
+
+def test_nccl_has_buffers_for_each_ring_and_each_neighbour():
+    """tp and the world have 24 channels, the others 16: dp, tied embeddings, the pipeline's ring and its one neighbour.
+    """
+    config = tiny(8, **dict.fromkeys(("tensor_model_parallel_size", "pipeline_model_parallel_size"), 2), device="cuda")
+    assert bytes_outside_torch(config, 0) == 512 * 2**20 + 12 * 2**20 * (24 + 24 + 24 + 16 + 16 + 16)
+    assert bytes_outside_torch(dataclasses.replace(config, device="cpu"), 0) == 0
 
 
 def test_a_third_of_fp8s_matmuls_takes_twice_as_long_if_weight_gradients_are_outside(capsys):

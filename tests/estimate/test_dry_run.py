@@ -14,7 +14,7 @@ from benchmarks.runner import RandomTokens
 from nanodomino.errors import UserError
 from nanodomino.estimate.accounts import Accounts, ActionEnd, Launch, Operation, Wait, operation_of, workspace
 from nanodomino.estimate.rank import Clock, clock_of, dry_run, kinds_of
-from nanodomino.estimate.stages import Stage, fullest_rank_bytes, require_memory, stage_memory, step_seconds
+from nanodomino.estimate.stages import Stage, fullest_rank_bytes, require_memory, step_seconds
 from nanodomino.schedules.definitions import SCHEDULES
 
 
@@ -128,7 +128,7 @@ def test_small_runs_tell_what_all_layers_and_microbatches_of_four_stages_need(sc
                   virtual_stages=chunks, schedule=schedule)
     one = machine(matmul_rate=1e12, memory_rate=1e11, intra_host_rate=1e10)
     for pp_rank in range(4):
-        whole, found = dry_run(train, config, pp_rank), stage_memory(train, config, pp_rank)
+        whole, found = dry_run(train, config, pp_rank), Stage(train, config, pp_rank).memory()
         assert {name: found[name] for name in whole.state} == whole.state
         assert sum(found.values()) == pytest.approx(whole.peak, rel=0.025)
         actions, _ = Stage(train, config, pp_rank, quick=True).seconds(one)
@@ -150,7 +150,7 @@ def test_with_free_communication_there_is_only_the_bubble(schedule, least, most)
 def test_the_fullest_rank_is_found_without_the_memory_of_the_host():
     config = tiny(2, **PP2, **FULL, checkpoint_in_cpu=True, num_layers=8, hidden_size=64, device="cuda",
                   dtype="bfloat16", global_batch_size=24)
-    stages = [stage_memory(train, config, stage) for stage in (0, 1)]
+    stages = [Stage(train, config, stage).memory() for stage in (0, 1)]
     assert stages[0]["host"] > 0
     assert fullest_rank_bytes(train, config) == max(sum(found.values()) - found["host"] for found in stages)
 

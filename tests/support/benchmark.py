@@ -1,6 +1,7 @@
 """Run bench.py as a user would, or in this process, and read what it prints."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -21,9 +22,11 @@ def ask(*arguments) -> dict:
 
 def here(capsys, *arguments) -> tuple[int, str, dict, str]:
     """Run bench.py in this process. Return (exit code, text before the last line, the last line's JSON, stderr)."""
-    threads = torch.get_num_threads()
+    threads, cores = torch.get_num_threads(), os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     code = main(QUESTIONS, "", [*map(str, arguments)])
     torch.set_num_threads(threads)
+    if cores:
+        os.sched_setaffinity(0, cores)
     printed, error = capsys.readouterr()
     *text, last = printed.splitlines() or [""]
     return code, "\n".join(text), json.loads(last or "{}"), error
