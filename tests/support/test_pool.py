@@ -48,7 +48,6 @@ def test_the_first_rank_to_fail_is_named_on_top_at_once_and_the_next_call_works(
     first, trace = str(caught.value).split("\n", 1)
     assert first == "rank 2 of 4 failed in support.test_pool.fail_on_one_rank"
     assert "ValueError: rank 2 cannot go on" in trace and 'raise ValueError(f"rank {failing}' in trace
-    assert ("had not finished" in trace) == (others is sleep)
     assert pool.run(sum_of_ranks, world_size=2) == [1, 1]
 
 
