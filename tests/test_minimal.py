@@ -37,15 +37,11 @@ def trained(pool, tmp_path_factory):
 
 def train_minimal(corpus: Path, tp, pp, dp, slices):
     """Train on this rank; return (history, {name: (shard, dimension that is cut)})."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        grid = minimal.make_grid(tp, pp, dp, torch.device("cpu"))
-        model, history = minimal.train(SIZES, grid, slices, STEPS, corpus, report=lambda line: None)
-        declared = minimal.declare(SIZES, grid, model.sites, model.vocab)
-        return history, {name: (weight.detach(), declared[name][1], grid.tp_rank)
-                         for name, weight in model.weights.items()}
-    finally:
-        torch.set_default_dtype(torch.float32)
+    torch.set_default_dtype(torch.float64)                  # the pool resets it
+    grid = minimal.make_grid(tp, pp, dp, torch.device("cpu"))
+    model, history = minimal.train(SIZES, grid, slices, STEPS, corpus, report=lambda line: None)
+    declared = minimal.declare(SIZES, grid, model.sites, model.vocab)
+    return history, {name: (weight.detach(), declared[name][1], grid.tp_rank) for name, weight in model.weights.items()}
 
 
 @pytest.mark.parametrize("tp, pp, dp, slices", [

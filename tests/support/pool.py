@@ -148,7 +148,7 @@ class Pool:
         self.calls += 1
         try:
             outcomes = self.exchange(ranks, (packed, world_size, timeout, self.calls), timeout + GRACE)
-            raise_failures(f"{function.__module__}.{function.__qualname__}", world_size, outcomes)
+            raise_failures(function, world_size, outcomes)
             if len(self.exchange(ranks, RELEASE, LEAVE_TIMEOUT)) < world_size:
                 self.close()
         except BaseException:  # KeyboardInterrupt too: the workers are in an unknown state
@@ -171,7 +171,7 @@ class Pool:
                 theirs.close()  # so that a worker's death closes the pipe
                 self.processes.append(process)
                 self.connections.append(ours)
-            raise_failures("worker_main", self.size, self.receive(range(self.size), START_TIMEOUT))
+            raise_failures(worker_main, self.size, self.receive(range(self.size), START_TIMEOUT))
         except BaseException:
             self.close()
             raise
@@ -213,8 +213,10 @@ class Pool:
         return messages
 
 
-def raise_failures(name, world_size, outcomes):
+def raise_failures(function, world_size, outcomes):
     """Raise the first failure of a call, or name the ranks that did not return. Return if there are none."""
+    function = getattr(function, "func", function)       # of a functools.partial
+    name = f"{function.__module__}.{function.__qualname__}"
     failures = [(outcome.moment, rank, outcome.text) for rank, outcome in outcomes.items()
                 if isinstance(outcome, Failure)]
     if failures:
