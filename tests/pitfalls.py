@@ -719,10 +719,8 @@ def order_of_the_ranks(right, config, b, s, ranks):
 
 def applies(entry: Pitfall) -> str:
     """Return the layout that shows a bug, such as "tp 2, dp 2"."""
-    config = entry.config
-    sizes = dict(tp=config.tp, pp=config.pp, dp=config.dp, cp=config.cp, ep=config.ep)
-    words = [f"{name} {size}" for name, size in sizes.items() if size > 1]
-    return ", ".join(words) or "one process"
+    sizes = {name: getattr(entry.config, name) for name in ("tp", "pp", "dp", "cp", "ep")}
+    return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"
 
 
 def section(entry: Pitfall) -> str:
@@ -730,25 +728,19 @@ def section(entry: Pitfall) -> str:
     return re.search(rf'<a id="{entry.number}"></a>(.*?)\n\n', DOCUMENT.read_text(), re.DOTALL)[1]
 
 
-def lines(entry: Pitfall, right: Side, found: Side) -> list[str]:
-    """Return a table of all steps, right and wrong."""
-    wide = max(len(name) for name in right.weights)
-    rows = [f"{'':6}{'loss':^23}   {'gradient norm':^23}   largest relative error of a gradient",
-            f"{'step':6}{'right':>11} {'wrong':>11}   {'right':>11} {'wrong':>11}"]
+def show(pool, entry: Pitfall, steps: int):
+    """Print a bug's lesson and a table of all steps, right and wrong."""
+    right, found = measure(pool, entry, True, steps)
+    print(f"{section(entry)}\n\nOn {applies(entry)}:\n\n"
+          f"{'':6}{'loss':^23}   {'gradient norm':^23}   largest relative error of a gradient\n"
+          f"{'step':6}{'right':>11} {'wrong':>11}   {'right':>11} {'wrong':>11}")
     for step, theirs in enumerate(right.gradients):
         error, name = worst(found.gradients[step], theirs)
-        rows.append(f"{step + 1:4}  {right.losses[step]:11.6f} {found.losses[step]:11.6f}   {right.norms[step]:11.6f} "
-                    f"{found.norms[step]:11.6f}   "
-                    + (f"{error:9.1e}  {name:{wide}}" if error > TOLERANCE else "     none").rstrip())
-    rows.append(f"evaluation: {right.evaluation:.6f} right, {found.evaluation:.6f} wrong")
+        print(f"{step + 1:4}  {right.losses[step]:11.6f} {found.losses[step]:11.6f}   {right.norms[step]:11.6f} "
+              f"{found.norms[step]:11.6f}   " + (f"{error:9.1e}  {name}" if error > TOLERANCE else "     none"))
+    print(f"evaluation: {right.evaluation:.6f} right, {found.evaluation:.6f} wrong")
     if found.apart:
-        rows.append(f"differs between ranks that must agree: {', '.join(sorted(found.apart))}")
-    return rows
-
-
-def show(pool, entry: Pitfall, steps: int):
-    print(f"{section(entry)}\n\nOn {applies(entry)}:\n")
-    print("\n".join(lines(entry, *measure(pool, entry, True, steps))))
+        print(f"differs between ranks that must agree: {', '.join(sorted(found.apart))}")
     if entry.check:
         try:
             check(pool, entry, wrong=True)
@@ -765,20 +757,17 @@ def row_of(entry: Pitfall, right: Side, found: Side, ends: tuple[float, float]) 
 
 
 def largest_difference(right: Side, found: Side) -> str:
-    """Return the worst gradient of the last step; if all gradients are right, judge()'s message."""
+    """Return the worst gradient of the last step, with two significant digits; if all gradients are right, judge()'s
+    message."""
     error, name = worst(found.gradients[-1], right.gradients[-1])
     if error > TOLERANCE:
-        return f"`{name}`, missing" if error == math.inf else f"`{name}`, {percent(error)}"
+        digits = max(0, 1 - math.floor(math.log10(100 * error))) if error < math.inf else 0
+        return f"`{name}`, {100 * error:.{digits}f} %".replace("inf %", "missing")
     try:
         judge(right, found)
     except AssertionError as difference:
         return str(difference).splitlines()[0]               # under pytest, the values follow
     return "nothing"
-
-
-def percent(error: float) -> str:
-    """Format an error with two significant digits."""
-    return f"{100 * error:.{max(0, 1 - math.floor(math.log10(100 * error)))}f} %"
 
 
 def write(pool):

@@ -93,22 +93,27 @@ class Running:
 
     def __init__(self, log: Path):
         self.log, self.processes = log, []
-        self.codes = {}                                     # {rank: exit code} in the order in which the ranks ended
+        self.ended = {}                                     # {rank: exit code} in the order in which the ranks ended
         self.failed_at, self.endings = None, [(NOTICED, "terminate"), (STUBBORN, "kill")]
 
     def ranks(self) -> dict[int, int]:
         """Return {rank: pid} of the ranks that are alive."""
         self.poll()
-        return {rank: process.pid for rank, process in enumerate(self.processes) if rank not in self.codes}
+        return {rank: process.pid for rank, process in enumerate(self.processes) if rank not in self.ended}
+
+    def codes(self) -> dict[int, int]:
+        """Return {rank: exit code} of the ranks that have ended, the first one first."""
+        self.poll()
+        return self.ended
 
     def poll(self) -> int | None:
         """Return None while any rank is alive, then the exit code of the first one that failed, or 0. End the other
         ranks if one has failed."""
         for rank, process in enumerate(self.processes):
             if process.exitcode is not None:
-                self.codes.setdefault(rank, process.exitcode)
-        failed = next(filter(None, self.codes.values()), 0)
-        if len(self.codes) == len(self.processes):
+                self.ended.setdefault(rank, process.exitcode)
+        failed = next(filter(None, self.ended.values()), 0)
+        if len(self.ended) == len(self.processes):
             return failed
         if failed and self.endings:
             self.failed_at = self.failed_at or time.monotonic()

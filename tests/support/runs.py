@@ -97,8 +97,10 @@ def torchrun(folder: Path, log: Path, processes: int, *words, restarts=0) -> sub
     """Start torchrun in `folder` with a script and its arguments (words). log: gets its output."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes,
                "--max-restarts", restarts, "--monitor-interval", 0.1, *words]
+    places = log.with_suffix(".ranks")
+    places.touch()
     environment = environment_without_launcher() | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
-                                                      "PLACES": str(log.with_suffix(".ranks"))}
+                                                    "PLACES": str(places)}
     with open(log, "w") as file:
         return subprocess.Popen([*map(str, command)], env=environment, cwd=folder, stdout=file,
                                 stderr=subprocess.STDOUT, preexec_fn=default_signals)
@@ -121,26 +123,19 @@ class Job:
     def __init__(self, folder: Path, corpus: Path, run_dir, *flags, processes=2, restarts=0, script=ROOT / "train.py",
                  word=None, fork_server: ForkServer | None = None):
         self.run_dir, self.log = folder / run_dir, folder / f"output-{time.monotonic_ns()}.txt"
-        self.fork_server = fork_server
         words = [*([word] if word else []), *TINY, "--data-path", str(corpus), "--run-dir", str(self.run_dir),
                  *map(str, flags)]
         if fork_server:
             ranks = [(words, environment) for environment in launcher_environments(processes)]
             self.process = fork_server.start(str(script), ranks, folder, self.log)
+            self.ranks, self.codes = self.process.ranks, self.process.codes
         else:
             self.process = torchrun(folder, self.log, processes, script, *words, restarts=restarts)
 
     def ranks(self) -> dict[int, int]:
-        """Return {rank: pid} of the ranks that are alive."""
-        if self.fork_server:
-            return self.process.ranks()
-        places = self.log.with_suffix(".ranks")
-        lines = [json.loads(line) for line in places.read_text().splitlines()] if places.exists() else []
-        return {rank: pid for rank, pid in lines if is_alive(pid)}
-
-    def codes(self) -> dict[int, int]:
-        """Return {rank: exit code}, in the order in which the ranks ended."""
-        return self.process.codes
+        """Return {rank: pid} of the ranks that are alive under torchrun."""
+        lines = self.log.with_suffix(".ranks").read_text().splitlines()
+        return {rank: pid for rank, pid in map(json.loads, lines) if is_alive(pid)}
 
     def output(self) -> str:
         return self.log.read_text(errors="replace")
