@@ -59,7 +59,7 @@ class Failure(NamedTuple):
 
 
 class TensorPickler(pickle.Pickler):
-    """Pickles a tensor as its elements, so that a view takes its own bytes only. torch.save takes four times as long."""
+    """Pickles a tensor as its elements, so that a view takes its own bytes only. torch.save takes far longer."""
 
     def reducer_override(self, value):
         if not isinstance(value, torch.Tensor):
