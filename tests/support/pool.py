@@ -160,7 +160,7 @@ class Pool:
         try:
             outcomes = self.exchange(ranks, (packed, world_size, timeout, self.calls), timeout + GRACE)
             raise_failures(function, world_size, outcomes)
-            if len(self.exchange(ranks, RELEASE, LEAVE_TIMEOUT)) < world_size:
+            if self.exchange(ranks, RELEASE, LEAVE_TIMEOUT) != dict.fromkeys(ranks, FREE):
                 self.close()
         except BaseException:  # KeyboardInterrupt too: the workers are in an unknown state
             self.close()
