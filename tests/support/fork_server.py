@@ -1,7 +1,7 @@
-"""Start real processes in milliseconds: multiprocessing's fork server imports torch once, each process is a fork of it.
+"""Start real processes in milliseconds: multiprocessing's fork server imports torch once, and each process is its fork.
 
 A test of exit codes, printed errors and time-outs needs real processes. Starting Python and importing torch takes
-seconds for each rank; the fork server pays that once. The workers of the pool (support/pool.py) are its forks, too.
+seconds for each rank. The fork server pays that once, also for the workers of the pool (support/pool.py).
 
     the test                                       rank 0 ... rank n - 1
     fork_server.start(command, ...)         -->    runs the command's file as __main__
@@ -54,7 +54,7 @@ def context_with_imports():
 
 
 class ForkServer:
-    """The client side: call `launch` and `start` any number of times, then `close`.
+    """Call `launch` and `start` any number of times, then `close`.
 
     A launch is a process in `folder` for each (flags, environment) of `ranks`. command: a script's path relative to the
     repository (train.py), or a module (nanodomino.generate).
@@ -89,7 +89,7 @@ class ForkServer:
 
 
 class Running:
-    """The ranks of a launch, while they run and after their end. It has Popen's methods."""
+    """The ranks of a launch, while they run and after their end. poll, wait and kill are those of subprocess.Popen."""
 
     def __init__(self, log: Path):
         self.log, self.processes = log, []
