@@ -47,7 +47,8 @@ def train_minimal(corpus: Path, tp, pp, dp, slices):
 @pytest.mark.parametrize("tp, pp, dp, slices", [
     (1, 1, 1, 0), (2, 2, 2, 2), (4, 1, 1, 3), (2, 4, 1, 2), (2, 1, 4, 0),
     *[pytest.param(*layout, marks=pytest.mark.exhaustive) for layout in (
-        (1, 1, 1, 2), (4, 1, 2, 3), (4, 2, 1, 1), (1, 4, 2, 3), (1, 2, 4, 2), (1, 1, 8, 2), (2, 2, 1, 0), (1, 5, 1, 2))]])
+        (1, 1, 1, 2), (4, 1, 2, 3), (4, 2, 1, 1), (1, 4, 2, 3), (1, 2, 4, 2), (1, 1, 8, 2), (2, 2, 1, 0),
+        (1, 5, 1, 2))]])
 def test_it_equals_train_py_on_every_layout(pool, trained, tp, pp, dp, slices):
     corpus, losses, norms, weights = trained
     ranks = pool.run(train_minimal, corpus, tp, pp, dp, slices, world_size=tp * pp * dp)
