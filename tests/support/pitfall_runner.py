@@ -10,8 +10,10 @@ of failing as harness.full_tensors would.
 
 import dataclasses
 import math
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -82,13 +84,13 @@ def instead(owner, name, wrong, config):
 
 # ---- run with a bug
 
+@contextmanager
 def replaced(patches):
-    """Return a context manager that applies all patches. Raises AttributeError if a name to replace is gone."""
-    stack = ExitStack()
-    with stack:
-        for owner, name, replacement in patches:
-            stack.enter_context(mock.patch.object(owner, name, replacement))
-        return stack.pop_all()
+    """Apply all patches. Raises AttributeError if a name to replace is gone."""
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(mock.patch.object(*patch))
+        yield
 
 
 def call_with_bug(number, wrong, function, *arguments):
@@ -100,14 +102,9 @@ def call_with_bug(number, wrong, function, *arguments):
         return function(*arguments)
 
 
-class PoolWithBug:
-    """A pool whose workers run under a pitfall's conditions and, if wrong, with its bug."""
-
-    def __init__(self, pool, entry: Pitfall, wrong: bool):
-        self.pool, self.entry, self.wrong = pool, entry, wrong
-
-    def run(self, function, *arguments, **options):
-        return self.pool.run(call_with_bug, self.entry.number, self.wrong, function, *arguments, **options)
+def pool_with_bug(pool, entry: Pitfall, wrong: bool):
+    """Return a pool whose workers run under a pitfall's conditions and, if wrong, with its bug."""
+    return SimpleNamespace(run=partial(pool.run, call_with_bug, entry.number, wrong))
 
 
 # ---- the right numbers
@@ -222,9 +219,9 @@ def measure(pool, entry: Pitfall, wrong: bool, steps: int) -> tuple[Side, Side]:
     """Return (the right results, the results of the ranks with or without the bug)."""
     weights, data, right = plain(entry, steps)
     arguments = entry.config, None if entry.drawn else weights, data, steps
-    found = join_ranks(PoolWithBug(pool, entry, wrong).run(entry.runner, *arguments, world_size=entry.world_size))
+    found = join_ranks(pool_with_bug(pool, entry, wrong).run(entry.runner, *arguments, world_size=entry.world_size))
     if entry.straight:
-        right = join_ranks(PoolWithBug(pool, entry, False).run(train_rank, *arguments, world_size=entry.world_size))
+        right = join_ranks(pool_with_bug(pool, entry, False).run(train_rank, *arguments, world_size=entry.world_size))
     return right, found
 
 
@@ -246,7 +243,7 @@ def judge(right: Side, found: Side):
 def check(pool, entry: Pitfall, wrong: bool):
     """Raise AssertionError if the results, with or without the bug, are wrong. Returns measure()'s results."""
     if entry.check:
-        return entry.check(PoolWithBug(pool, entry, wrong))
+        return entry.check(pool_with_bug(pool, entry, wrong))
     right, found = measure(pool, entry, wrong, CHECKED)
     judge(right, found)
     return right, found
