@@ -146,7 +146,7 @@ class Pool:
         self.processes = []
         self.connections = []
 
-    def run(self, function, *args, world_size=8, timeout=120):
+    def run(self, function, *args, world_size=8, timeout=300):
         """Call function(*args) on ranks 0 to world_size - 1 of a fresh gloo group. Returns the results by rank.
 
         `timeout`: seconds for the call, not counting the start of the workers.
