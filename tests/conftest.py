@@ -61,7 +61,7 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="session")
 def pool(request):
-    """The pool: `pool.run(function, *args, world_size=8, timeout=120)` calls a function on every rank (see Pool)."""
+    """The pool: `pool.run(function, *args, world_size=8, timeout=300)` calls a function on every rank (see Pool)."""
     workers = Pool(device=request.config.getoption("--on-device"))
     yield workers
     workers.close()

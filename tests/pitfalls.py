@@ -54,14 +54,14 @@ from nanodomino.options import context_parallel, experts, fp8
 from nanodomino.options.multi_token_prediction import MultiTokenPrediction, PredictionDepths
 from nanodomino.options.router import SCORE_FUNCTIONS, Router
 from nanodomino.overlap import compute, slices
-from nanodomino.overlap.compute import EmbeddingAndHead, LinearPair
 from nanodomino.overlap.slices import Flight, SliceOps, result_of
 from nanodomino.comm.world import from_rank_0
 from nanodomino.zero import ZeroOptimizer, sum_of_squares
 from support import ROOT, harness
+from support.checkpoints import save_steps, train_from
 from support.delayed_collectives import delayed_collectives
 from support.fp8_checks import check_matmuls, check_near_fp32, check_new_weights
-from support.harness import build, tiny, train_steps
+from support.harness import tiny
 from support.pitfall_runner import (CHECKED, END, LONG, Pitfall, Side, TABLE, TOLERANCE, check, instead, judge, measure,
                                     pitfall, worst)
 from support.pool import Pool
@@ -105,19 +105,12 @@ def one_bad_number_and_a_dynamic_scale(config):
 # ---- runners
 
 def stopped_and_resumed(config, weights, data, steps):
-    """train_rank, but save a checkpoint after half of the steps and resume it with a new model and optimizer."""
+    """Do what train_rank does, but save a checkpoint after half of the steps, and resume it."""
     half = (steps + 1) // 2
     with tempfile.TemporaryDirectory() if dist.get_rank() == 0 else ExitStack() as folder:
         folder = Path(from_rank_0(folder))
-        built = build(config, weights)
-        before = train_steps(built, config, data, range(1, half + 1))
-        saver = save.Saver(folder, built[0], keep_last=1)
-        saver.save(half, built[1], built[2], config)
-        saver.wait()
-        assert saver.failure() is None
-        built = build(config)
-        load.restore(newest_intact_checkpoint(folder), built[1], built[2], built[0])
-        after = train_steps(built, config, data, range(half + 1, steps + 1))
+        before = train_from(config, weights, data, 0, half, save_to=folder)
+        after = train_from(config, None, data, half, steps, load=newest_intact_checkpoint(folder))
         dist.barrier()
     return dataclasses.replace(after, losses=before.losses + after.losses, norms=before.norms + after.norms,
                                gradients=before.gradients + after.gradients)
@@ -150,14 +143,10 @@ def not_divided(right, config, self, slices, gradient, *others):
     return right(self, slices, gradient * (config.microbatches if slices[0].chunk.post_process else 1), *others)
 
 
+@pitfall("Each replica divides by its own tokens", train, "loss_func", micro_batch_size=12)
 @pitfall("The loss is the mean of the microbatches' means", train, "loss_func", world_size=1, micro_batch_size=6)
 def mean_of_means(right, config, loss_mask, losses):
     return (losses * loss_mask).sum() / loss_mask.sum().clamp(min=1), torch.ones((), dtype=torch.float64)
-
-
-@pitfall("Each replica divides by its own tokens", train, "loss_func", micro_batch_size=12)
-def mean_of_replicas(*arguments):
-    return mean_of_means(*arguments)
 
 
 @pitfall("The logged loss comes from one rank only", ZeroOptimizer, "step")
@@ -175,23 +164,13 @@ def bias_before_the_sum(right, config, x, y, bias, mask):
 
 @pitfall("Fused q, k, v are sharded as three blocks", **TP)
 def mixed_heads(config):
-    sizes, qkv_rows = (config.num_attention_heads, 3, config.kv_channels), config.qkv_size
-
     def by_kind(right, config, whole, weight):
-        if len(whole) == qkv_rows:
-            whole = whole.view(*sizes, -1).transpose(0, 1).reshape(whole.shape)
-        return right(whole, weight)
-
-    def split(self, qkv):
-        b, s, _ = qkv.shape
-        return [one.unsqueeze(3) for one in qkv.view(b, s, 3, self.groups, self.head_dim).unbind(2)]
-
-    def core_backward(self, kernel, gradient, kept):
-        b, s, _ = gradient.shape
-        gradients = kept[0].backward(gradient.view(b, s, -1, self.head_dim).transpose(1, 2))
-        return torch.stack([one.transpose(1, 2) for one in gradients], dim=2).view(b, s, -1)
-    return [*(instead(owner, "local_shard", by_kind, config) for owner in (model, harness)),
-            (attention.Attention, "split", split), (attention.Attention, "core_backward", core_backward)]
+        if len(whole) != config.qkv_size:
+            return right(whole, weight)
+        blocks = whole.view(-1, 3, config.kv_channels, *whole.shape[1:]).transpose(0, 1).reshape(whole.shape)
+        shard = right(blocks, weight)
+        return shard.view(3, -1, config.kv_channels, *shard.shape[1:]).transpose(0, 1).reshape(shard.shape)
+    return [instead(owner, "local_shard", by_kind, config) for owner in (model, harness)]
 
 
 @pitfall("The backward of an all-reduce is another all-reduce", Domino, "backward_sublayer", **TP)
@@ -201,17 +180,10 @@ def summed_twice(right, config, self, slice, entry, grad_x, grad_y, ready):
     return (yield from right(self, slice, entry, grad_x, grad_y, ready))
 
 
-@pitfall("The gradient of a replicated input is not all-reduced", **TP)
-def not_summed(config):
-    def inside_alone(right, config, self, *arguments):
-        with mock.patch.object(self.ops.stream, "reduce", Flight):
-            return (yield from right(self, *arguments))
-
-    def head_alone(right, config, self, *arguments):
-        with mock.patch.object(self.ops.stream, "reduce", Flight):
-            return right(self, *arguments)
-    return [instead(LinearPair, "backward", inside_alone, config),
-            instead(EmbeddingAndHead, "head_backward", head_alone, config)]
+@pitfall("The gradient of a replicated input is not all-reduced", Domino, "backward", **TP)
+def not_summed(right, config, self, *arguments):
+    with mock.patch.object(self.ops.stream, "reduce", Flight):
+        return (yield from right(self, *arguments))
 
 
 @pitfall("Cross entropy: in the gradient each rank uses its own sum of exponentials",
@@ -285,17 +257,6 @@ def waited_too_early(config):
     return [(SliceOps, "launch", at_once), (SliceOps, "wait", lambda self, slice, site, flights: result_of(flights))]
 
 
-class CopiedBack:
-    """The handle of an all-reduce in a shared buffer; wait() copies the result out."""
-
-    def __init__(self, work, buffer, tensor):
-        self.work, self.buffer, self.tensor = work, buffer, tensor
-
-    def wait(self):
-        self.work.wait()
-        self.tensor.copy_(self.buffer)
-
-
 @pitfall("A buffer in flight is reused", conditions=delayed("late"), slices=2, **TP | EVEN)
 def shared_buffer(config):
     buffers = {}
@@ -307,7 +268,8 @@ def shared_buffer(config):
 
         def start():
             buffer.copy_(tensor)
-            return CopiedBack(dist.all_reduce(buffer, op, group=group, async_op=True), buffer, tensor), None
+            work = dist.all_reduce(buffer, op, group=group, async_op=True)
+            return SimpleNamespace(wait=lambda: (work.wait(), tensor.copy_(buffer))), None
         return Flight(tensor, "all_reduce", tensor, start)
     return [(slices, "prepare_all_reduce", shared)]
 
@@ -372,33 +334,32 @@ def all_decay(right, config, update, *others):
     return right("decay", *others)
 
 
+def all_finite(optimizer):
+    return all(bool(bucket.own_grad.isfinite().all()) for bucket in optimizer.buckets)
+
+
 @pitfall("One rank skips a step, the others do not", ZeroOptimizer, "sum_over_world", conditions=one_bad_number,
          straight=True, **TP)
 def skips_alone(right, config, self, *arguments):
-    finite = all(bool(bucket.own_grad.isfinite().all()) for bucket in self.buckets)
-    kept = [bucket.own_grad.clone() for bucket in self.buckets]
+    found = [bucket.own_grad.clone() for bucket in self.buckets]
     for bucket in self.buckets:
         bucket.own_grad.nan_to_num_(posinf=0.0, neginf=0.0)
     loss, tokens, squares, stops = right(self, *arguments)
-    for bucket, gradient in zip(self.buckets, kept):
+    for bucket, gradient in zip(self.buckets, found):
         bucket.own_grad.copy_(gradient)
-    return [loss, tokens, squares if finite else math.inf, stops]
+    return [loss, tokens, squares if all_finite(self) else math.inf, stops]
 
 
 @pitfall("Gradients are accumulated in 16 bits", world_size=1, micro_batch_size=1,
          check=lambda pool: test_zero.test_bfloat16_gradients_accumulate_in_fp32(pool))
 def added_in_16_bit(config):
-    def one(right, config, main_grad, *arguments):
-        right(main_grad, *arguments)
-        main_grad.copy_(main_grad.bfloat16())
-
-    def several(right, config, weights, *arguments):
-        right(weights, *arguments)
-        for weight in weights:
-            if weight is not None:
-                weight.main_grad.copy_(weight.main_grad.bfloat16())
-    return [instead(slices, "add_weight_gradient", one, config),
-            *(instead(owner, "add_gradients", several, config) for owner in (domino, compute))]
+    def rounded(right, config, target, *arguments):
+        right(target, *arguments)
+        weights = [] if isinstance(target, torch.Tensor) else [weight for weight in target if weight is not None]
+        for main_grad in [weight.main_grad for weight in weights] or [target]:
+            main_grad.copy_(main_grad.bfloat16())
+    return [instead(owner, name, rounded, config) for owner, name in (
+        (slices, "add_weight_gradient"), (domino, "add_gradients"), (compute, "add_gradients"))]
 
 
 @pitfall("Padding of a flat buffer counts", hidden_size=17, num_attention_heads=1)
@@ -495,20 +456,9 @@ def count_from_step(right, config, folder):
     return {**manifest, "adam_steps": manifest["step"]}
 
 
-def die_while_saving(folder):
-    """Save a checkpoint whose data cannot be written, and return the failure's message."""
-    config = tiny(1)
-    mesh, gpt, optimizer, _ = build(config)
-    saver = save.Saver(Path(folder), mesh, keep_last=1)
-    saver.save(1, gpt, optimizer, config)
-    saver.wait()
-    return saver.failure()
-
-
 def unfinished_checkpoint_is_not_used(pool):
     with tempfile.TemporaryDirectory() as folder:
-        (failure,) = pool.run(die_while_saving, folder, world_size=1)
-        assert "the power is out" in failure
+        assert "the power is out" in pool.run(save_steps, tiny(1), folder, world_size=1)[0][0]
         found = newest_intact_checkpoint(Path(folder), report=lambda line: None)
         assert found is None, f"{found.name} is taken for complete"
 
@@ -555,7 +505,7 @@ def clipped_before_unscaled(right, config, self, learning_rate, grad_norm, scale
          straight=True, hysteresis=1, **TP)
 def own_scale(config):
     def noted(right, config, self, *arguments):
-        self.loss_scale.own = not all(bool(bucket.own_grad.isfinite().all()) for bucket in self.buckets)
+        self.loss_scale.own = not all_finite(self)
         return right(self, *arguments)
     return [instead(ZeroOptimizer, "sum_over_world", noted, config),
             instead(LossScale, "update", lambda right, config, self, overflow: right(self, self.own), config)]
@@ -594,10 +544,8 @@ def one_block(config):
     return [instead(owner, "local_shard", cut, config) for owner in (model, harness)]
 
 
-@pitfall("Norms of q and k learn from one rank's heads", ZeroOptimizer, "finalize_gradients", qk_layernorm=True,
-         normalization="RMSNorm", **TP)
-def norms_of_own_heads(*arguments):
-    not_summed_over_the_cut(*arguments)
+pitfall("Norms of q and k learn from one rank's heads", ZeroOptimizer, "finalize_gradients", qk_layernorm=True,
+        normalization="RMSNorm", **TP)(not_summed_over_the_cut)
 
 
 @pitfall("RoPE rotates neighbours instead of halves", attention, "rotate", world_size=1,
@@ -710,10 +658,8 @@ def depth_detached(right, config, self, slice, ready):
     yield from right(self, slice, ready)             # and return None instead of the gradient
 
 
-@pitfall("The gradients of an untied word embedding's copies are not summed", buckets, "ParameterKind",
-         untie_embeddings_and_output_weights=True, **PP, **DEPTH)
-def embedding_of_its_own(*arguments):
-    return not_tied(*arguments)
+pitfall("The gradients of an untied word embedding's copies are not summed", buckets, "ParameterKind",
+        untie_embeddings_and_output_weights=True, **PP, **DEPTH)(not_tied)
 
 
 # ---- fp8
@@ -721,16 +667,11 @@ def embedding_of_its_own(*arguments):
 FP8 = dict(world_size=1, dtype="float32", fp8_format="hybrid", straight=True)
 
 
-class Kept(dict):
-    def clear(self):
-        pass
-
-
 @pitfall("Converted weights outlive the update", Bucket, "__init__", **FP8,
          check=lambda pool: pool.run(check_new_weights, world_size=1))
 def stale_weights(right, config, self, *arguments, **options):
     right(self, *arguments, **options)
-    self.derived = Kept()
+    self.derived = type("Kept", (dict,), dict(clear=lambda self: None))()
 
 
 @pitfall("Gradients are converted with the weight's scale", fp8.Fp8Weight, "convert", **FP8,
@@ -778,10 +719,8 @@ def order_of_the_ranks(right, config, b, s, ranks):
 
 def applies(entry: Pitfall) -> str:
     """Return the layout that shows a bug, such as "tp 2, dp 2"."""
-    config = entry.config
-    sizes = dict(tp=config.tp, pp=config.pp, dp=config.dp, cp=config.cp, ep=config.ep)
-    words = [f"{name} {size}" for name, size in sizes.items() if size > 1]
-    return ", ".join(words) or "one process"
+    sizes = {name: getattr(entry.config, name) for name in ("tp", "pp", "dp", "cp", "ep")}
+    return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"
 
 
 def section(entry: Pitfall) -> str:
@@ -789,36 +728,24 @@ def section(entry: Pitfall) -> str:
     return re.search(rf'<a id="{entry.number}"></a>(.*?)\n\n', DOCUMENT.read_text(), re.DOTALL)[1]
 
 
-def lines(entry: Pitfall, right: Side, found: Side) -> list[str]:
-    """Return a table of all steps, right and wrong."""
-    wide = max(len(name) for name in right.weights)
-    rows = [f"{'':6}{'loss':^23}   {'gradient norm':^23}   largest relative error of a gradient",
-            f"{'step':6}{'right':>11} {'wrong':>11}   {'right':>11} {'wrong':>11}"]
+def show(pool, entry: Pitfall, steps: int):
+    """Print a bug's lesson and a table of all steps, right and wrong."""
+    right, found = measure(pool, entry, True, steps)
+    print(f"{section(entry)}\n\nOn {applies(entry)}:\n\n"
+          f"{'':6}{'loss':^23}   {'gradient norm':^23}   largest relative error of a gradient\n"
+          f"{'step':6}{'right':>11} {'wrong':>11}   {'right':>11} {'wrong':>11}")
     for step, theirs in enumerate(right.gradients):
         error, name = worst(found.gradients[step], theirs)
-        rows.append(f"{step + 1:4}  {right.losses[step]:11.6f} {found.losses[step]:11.6f}   {right.norms[step]:11.6f} "
-                    f"{found.norms[step]:11.6f}   "
-                    + (f"{error:9.1e}  {name:{wide}}" if error > TOLERANCE else "     none").rstrip())
-    rows.append(f"evaluation: {right.evaluation:.6f} right, {found.evaluation:.6f} wrong")
+        print(f"{step + 1:4}  {right.losses[step]:11.6f} {found.losses[step]:11.6f}   {right.norms[step]:11.6f} "
+              f"{found.norms[step]:11.6f}   " + (f"{error:9.1e}  {name}" if error > TOLERANCE else "     none"))
+    print(f"evaluation: {right.evaluation:.6f} right, {found.evaluation:.6f} wrong")
     if found.apart:
-        rows.append(f"differs between ranks that must agree: {', '.join(sorted(found.apart))}")
-    return rows
-
-
-def show(pool, entry: Pitfall, steps: int):
-    print(f"{section(entry)}\n\nOn {applies(entry)}:\n")
-    print("\n".join(lines(entry, *measure(pool, entry, True, steps))))
+        print(f"differs between ranks that must agree: {', '.join(sorted(found.apart))}")
     if entry.check:
         try:
             check(pool, entry, wrong=True)
         except Exception as error:
-            print(f"The check: {last_words(error)}")
-
-
-def last_words(error: Exception) -> str:
-    """Return the AssertionError's line of a failed check, from whichever process it came."""
-    return next((line for line in str(error).splitlines() if line.startswith("AssertionError")),
-                str(error).splitlines()[0])
+            print(f"The check: {re.search('^AssertionError.*|$', str(error), re.MULTILINE)[0] or error}")
 
 
 def row_of(entry: Pitfall, right: Side, found: Side, ends: tuple[float, float]) -> str:
@@ -830,20 +757,17 @@ def row_of(entry: Pitfall, right: Side, found: Side, ends: tuple[float, float]) 
 
 
 def largest_difference(right: Side, found: Side) -> str:
-    """Return the worst gradient of the last step; if all gradients are right, judge()'s message."""
+    """Return the worst gradient of the last step, with two significant digits; if all gradients are right, judge()'s
+    message."""
     error, name = worst(found.gradients[-1], right.gradients[-1])
     if error > TOLERANCE:
-        return f"`{name}`, missing" if error == math.inf else f"`{name}`, {percent(error)}"
+        digits = max(0, 1 - math.floor(math.log10(100 * error))) if error < math.inf else 0
+        return f"`{name}`, {100 * error:.{digits}f} %".replace("inf %", "missing")
     try:
         judge(right, found)
     except AssertionError as difference:
         return str(difference).splitlines()[0]               # under pytest, the values follow
     return "nothing"
-
-
-def percent(error: float) -> str:
-    """Format an error with two significant digits."""
-    return f"{100 * error:.{max(0, 1 - math.floor(math.log10(100 * error)))}f} %"
 
 
 def write(pool):

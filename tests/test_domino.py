@@ -3,9 +3,7 @@
 import gc
 import weakref
 from collections import Counter
-from contextlib import ExitStack
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from support.delayed_collectives import delayed_collectives
 from support.fake_world import fake_world
 from support.harness import (EXPERTS, build, difference, random_data, reference_for, relative, tiny, train_rank,
                              weights_and_data)
+from support.pitfall_runner import replaced
 
 import train
 from nanodomino.comm.trace import Trace
@@ -38,6 +37,12 @@ def trace_rank(config, data):
     return events[:in_forward], events[in_forward:]
 
 
+def traced(pool, **options):
+    """Return the events of rank 0 of two: (forward, backward)."""
+    config = tiny(2, **TP2, **options)
+    return pool.run(trace_rank, config, random_data(config, 1), world_size=2)[0]
+
+
 def windows(events):
     """Return, for each launch, (site, slice, what other slices did before the wait, what the slice itself did)."""
     found = []
@@ -54,10 +59,9 @@ def windows(events):
 
 @pytest.mark.parametrize("slices", [2, 3])
 def test_in_every_window_between_launch_and_wait_another_slice_computes(pool, slices):
-    """A wait that comes too early hides nothing. Every window that can contain a matmul of another slice does."""
-    config = tiny(2, **TP2, slices=slices)
-    forward, backward = pool.run(trace_rank, config, random_data(config, 1), world_size=2)[0]
-
+    """A wait that comes too early hides nothing. Every window that can contain a matmul of another slice does. Weight
+    gradients run after the launch and before the wait: one of the head, two of any other pair of matmuls."""
+    forward, backward = traced(pool, slices=slices)
     for site, piece, others, _ in windows(forward) + windows(backward):
         assert others["resume"] >= slices - 1, f"nobody ran while slice {piece} waited for {site}"
     # No matmul is left for the embedding (the next slices only look words up) and the cross entropy.
@@ -65,59 +69,45 @@ def test_in_every_window_between_launch_and_wait_another_slice_computes(pool, sl
     assert bare <= {("embedding", piece) for piece in range(slices - 1)} | {("cross_entropy", piece)
                                                                             for piece in range(slices)}
     # At the last slice's last all-reduce only its own weight gradients are left, and they run there.
-    bare = [(site, piece, own) for site, piece, others, own in windows(backward) if not others["matmul"]]
-    assert [(site, piece) for site, piece, _ in bare] == [("layers.0.attention", slices - 1)]
-    assert bare[0][2]["weight_gradient"] == 2
-    assert len(windows(forward)) == slices * (1 + 2 * config.num_layers + 2)
-    assert len(windows(backward)) == slices * (2 * config.num_layers + 1)
-
-
-def test_weight_gradients_run_after_the_launch_and_before_the_wait(pool):
-    config = tiny(2, **TP2, slices=2)
-    _, backward = pool.run(trace_rank, config, random_data(config, 1), world_size=2)[0]
+    bare = [(site, piece) for site, piece, others, _ in windows(backward) if not others["matmul"]]
+    assert bare == [("layers.0.attention", slices - 1)]
     found = [(site == "head", own["weight_gradient"]) for site, _, _, own in windows(backward)]
     assert set(found) == {(True, 1), (False, 2)}
     assert sum(kind == "weight_gradient" for kind, _ in backward) == sum(count for _, count in found)
+    assert len(windows(forward)) == slices * (1 + 2 * TP2["num_layers"] + 2)
+    assert len(windows(backward)) == slices * (2 * TP2["num_layers"] + 1)
 
 
 def test_a_matmul_is_launched_between_a_reduce_scatter_and_the_next_all_gather(pool):
     """With one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1), what follows the all-gather cannot start before the
     reduce-scatter has ended. So one of the weight gradients that hide the reduce-scatter is launched before."""
-    config = tiny(2, **TP2, slices=1, sequence_parallel=True)
-    _, backward = pool.run(trace_rank, config, random_data(config, 1), world_size=2)[0]
+    _, backward = traced(pool, slices=1, sequence_parallel=True)
     kinds = [kind for kind, _ in backward if kind in ("reduce_scatter", "all_gather", "weight_gradient")]
     head, *between, last = [i for i, kind in enumerate(kinds) if kind == "reduce_scatter"]
-    assert len(between) == 2 * config.num_layers - 1
+    assert len(between) == 2 * TP2["num_layers"] - 1
     assert kinds[head + 1:head + 3] == ["all_gather", "weight_gradient"]       # the only one, which hides both
     assert all(kinds[i + 1:i + 4] == ["weight_gradient", "all_gather", "weight_gradient"] for i in between)
 
 
 def test_with_one_slice_every_launch_is_followed_by_its_wait(pool):
     """--slices 1 is Megatron's blocking tensor parallelism: forward, nothing at all runs in between."""
-    config = tiny(2, **TP2, slices=1)
-    forward, _ = pool.run(trace_rank, config, random_data(config, 1), world_size=2)[0]
+    forward, _ = traced(pool, slices=1)
     assert all(set(own) <= {"resume"} and not others for _, _, others, own in windows(forward))
 
 
 def test_with_columns_each_chunk_is_in_flight_while_the_next_is_computed(pool):
     """The column split hides communication even with a single slice."""
-    config = tiny(2, **TP2, slices=1, columns=4)
-    forward, backward = pool.run(trace_rank, config, random_data(config, 1), world_size=2)[0]
-    site = "layers.1.mlp"
-    steps = [kind for kind, about in forward if about.get("site") == site]
-    # the column-parallel matmul, then four chunks
-    assert steps == ["matmul"] + ["matmul", "all_reduce"] * 4 + ["wait"]
-    steps = [kind for kind, about in backward if about.get("site") == site]
-    assert steps == ["matmul"] + ["matmul", "all_reduce"] * 4 + ["weight_gradient", "weight_gradient", "wait"]
+    for events, cover in zip(traced(pool, slices=1, columns=4), ([], ["weight_gradient"] * 2)):
+        steps = [kind for kind, about in events if about.get("site") == "layers.1.mlp"]
+        # the column-parallel matmul, then four chunks
+        assert steps == ["matmul"] + ["matmul", "all_reduce"] * 4 + cover + ["wait"]
 
 
 # ---- correct, whenever a collective completes
 
 def with_delayed_collectives(kind, *arguments):
     """Run train_rank with collectives that complete at once (early) or only in wait() (late)."""
-    with ExitStack() as stack:
-        for patch in delayed_collectives(kind):
-            stack.enter_context(mock.patch.object(*patch))
+    with replaced(delayed_collectives(kind)):
         return train_rank(*arguments)
 
 
@@ -206,16 +196,12 @@ def test_a_flight_carries_the_name_of_its_group():
     assert [flight.group for flight in flights] == ["cp"] * 4
 
 
-def largest_rank():
-    flight = prepare_all_reduce(torch.tensor([2.0 + dist.get_rank()]), dist.group.WORLD, dist.ReduceOp.MAX)
-    flight.launch()
-    flight.work.wait()
-    return flight.result().item()
-
-
-def test_an_all_reduce_may_take_the_largest(pool):
+def test_an_all_reduce_may_take_the_largest(monkeypatch):
     """The cross entropy takes it. With any other number it would be right, too, until exp() overflows."""
-    assert pool.run(largest_rank, world_size=2) == [3.0, 3.0]
+    asked, two = [], SimpleNamespace(size=lambda: 2)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op, **_: asked.append(op))
+    prepare_all_reduce(torch.ones(1), two, dist.ReduceOp.MAX).launch()
+    assert asked == [dist.ReduceOp.MAX]
 
 
 def test_deferred_weight_gradients_keep_no_logits_masks_attention_biases_and_received_hidden_states():

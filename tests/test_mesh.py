@@ -6,6 +6,7 @@ import platform
 import subprocess
 import sys
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -171,13 +172,10 @@ def test_groups_are_made_of_the_right_ranks_also_a_second_time(pool):
             0b1000001 if rank < 2 or rank > 5 else 0b10100) << (rank & 1))
 
 
-def shared_group_rank():
-    return group_rank(1, 2, 2, **Config(context_parallel_size=2, expert_model_parallel_size=2).mesh_options)
-
-
 def test_ranks_that_share_a_sample_are_neighbours_and_belong_to_the_dp_group(pool):
     """Neighbours of the dp group share experts: here those that share a sample."""
-    for rank, found in enumerate(pool.run(shared_group_rank)):
+    options = Config(context_parallel_size=2, expert_model_parallel_size=2).mesh_options
+    for rank, found in enumerate(pool.run(partial(group_rank, **options), 1, 2, 2)):
         neighbours = 5 << (rank & 5)
         assert found == dict(tp=3 << (rank & 6), cp=neighbours, dp=0b1010101 << (rank & 1), pp=1 << rank,
                              ep=neighbours, ep_counts=neighbours, expert_dp=0b10001 << (rank & 3))

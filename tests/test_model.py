@@ -29,18 +29,14 @@ def drawn(pool, tp=1, pp=1, dp=1, **options):
     return full_tensors(outcomes, lambda outcome: outcome.weights), outcomes
 
 
-def test_initial_weights_do_not_depend_on_the_layout(pool):
-    """Replicas start with equal bits (full_tensors() checks that), and so does every layout."""
+def test_initial_weights_do_not_depend_on_the_layout_and_shards_of_one_matrix_are_different(pool):
+    """Replicas start with equal bits (full_tensors() checks that), and so does every layout. If the ranks drew their
+    shards from the same seed, the shards would be equal and stay equal."""
     alone, _ = drawn(pool)
-    for layout in ((4, 1, 1), (2, 2, 2)):
-        weights, _ = drawn(pool, *layout)
+    for layout in ((2, 2, 2), (4, 1, 1)):
+        weights, outcomes = drawn(pool, *layout)
         assert weights.keys() == alone.keys()
         assert all(torch.equal(weights[name], alone[name]) for name in alone)
-
-
-def test_shards_of_one_matrix_are_different(pool):
-    """If the ranks drew their shards from the same seed, the shards would be equal and stay equal."""
-    _, outcomes = drawn(pool, tp=4)
     matrices = [name for name, (tensor, (shape, _, size)) in outcomes[0].weights.items() if size != shape
                 and tensor.dim() == 2]
     assert len(matrices) == 1 + 4 * 3
@@ -150,17 +146,31 @@ def test_a_rank_of_padding_does_not_raise_the_largest_logit_of_all_ranks():
     assert (largest.max(), sum_exp.max()) == (-torch.inf, 0.0)
 
 
-# Published counts; tied embeddings count once. GPT-3's paper rounds.
-@pytest.mark.parametrize("name, parameters, error", [
-    ("nano", 0.93e6, 0.01), ("gpt3-2.7b", 2650e6, 0.01), ("gpt3-6.7b", 6660e6, 0.01), ("gpt3-13b", 12850e6, 0.01), *(
-        (name, parameters, 0.0) for name, parameters in {
-            "gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200,
-            "llama2-7b": 6_738_415_616, "llama2-13b": 13_015_864_320, "llama3-8b": 8_030_261_248,
-            "llama3.2-1b": 1_235_814_400, "qwen2.5-0.5b": 494_032_768, "qwen3-0.6b": 596_049_920,
-            "smollm2-135m": 134_515_008, "mixtral-8x7b": 46_702_792_704, "qwen3-30b-a3b": 30_532_122_624}.items())])
-def test_a_preset_has_the_published_number_of_parameters(name, parameters, error):
-    config = Config(model=name).resolve(1).with_vocabulary(PUBLISHED_VOCABULARIES.get(name, 257))
-    assert parameter_count(config) == pytest.approx(parameters, rel=error)
+# Published counts; tied embeddings count once. GPT-3's paper rounds. Where there is a config.json, also its epsilon,
+# rope base and scaling, and its heads, which no count reveals.
+PUBLISHED = {
+    "nano": (0.93e6,), "gpt3-2.7b": (2650e6,), "gpt3-6.7b": (6660e6,), "gpt3-13b": (12850e6,), "gpt2": (124_439_808,),
+    "gpt2-medium": (354_823_168,), "gpt2-large": (774_030_080,), "gpt2-xl": (1_557_611_200,),
+    "llama2-7b": (6_738_415_616, 1e-5, 1e4, None, (32, 32, 128)),
+    "llama2-13b": (13_015_864_320, 1e-5, 1e4, None, (40, 40, 128)),
+    "llama3-8b": (8_030_261_248, 1e-5, 5e5, None, (32, 8, 128)),
+    "llama3.2-1b": (1_235_814_400, 1e-5, 5e5, 32.0, (32, 8, 64)),
+    "qwen2.5-0.5b": (494_032_768, 1e-6, 1e6, None, (14, 2, 64)),
+    "qwen3-0.6b": (596_049_920, 1e-6, 1e6, None, (16, 8, 128)),
+    "smollm2-135m": (134_515_008, 1e-5, 1e5, None, (9, 3, 64)),
+    "mixtral-8x7b": (46_702_792_704, 1e-5, 1e6, None, (32, 8, 128)),
+    "qwen3-30b-a3b": (30_532_122_624, 1e-6, 1e6, None, (32, 4, 128))}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_is_the_published_model(name):
+    (parameters, *others), config = PUBLISHED[name], Config(model=name).resolve(1)
+    config = config.with_vocabulary(PUBLISHED_VOCABULARIES.get(name, 257))
+    error = 0.0 if isinstance(parameters, int) else 0.01
+    assert parameter_count(config) == pytest.approx(parameters, rel=error, abs=error)
+    assert not others or others == [
+        config.layernorm_epsilon, config.rotary_base, config.rope_scaling_factor if config.use_rope_scaling else None,
+        (config.num_attention_heads, config.num_query_groups, config.kv_channels)]
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -175,26 +185,12 @@ def test_a_flag_overrides_the_preset():
     assert names["layers.0.mlp.dense_h_to_4h.weight"].shape == (384, 96) and "final_norm.bias" in names
 
 
-@pytest.mark.parametrize("name, epsilon, base, scaling, heads", [
-    ("llama2-7b", 1e-5, 1e4, None, (32, 32, 128)), ("llama2-13b", 1e-5, 1e4, None, (40, 40, 128)),
-    ("llama3-8b", 1e-5, 5e5, None, (32, 8, 128)), ("llama3.2-1b", 1e-5, 5e5, 32.0, (32, 8, 64)),
-    ("qwen2.5-0.5b", 1e-6, 1e6, None, (14, 2, 64)), ("qwen3-0.6b", 1e-6, 1e6, None, (16, 8, 128)),
-    ("smollm2-135m", 1e-5, 1e5, None, (9, 3, 64)), ("mixtral-8x7b", 1e-5, 1e6, None, (32, 8, 128)),
-    ("qwen3-30b-a3b", 1e-6, 1e6, None, (32, 4, 128))])
-def test_presets_have_the_published_norms_positions_and_heads(name, epsilon, base, scaling, heads):
-    """The numbers of the published config.json files that no parameter count reveals."""
-    config = Config(model=name).resolve(1)
-    assert (config.layernorm_epsilon, config.rotary_base) == (epsilon, base)
-    assert (config.rope_scaling_factor if config.use_rope_scaling else None) == scaling
-    assert (config.num_attention_heads, config.num_query_groups, config.kv_channels) == heads
-
-
 def test_parameters_are_counted_as_they_are_made(pool):
     for untied in (False, True):
         config = tiny(1, untie_embeddings_and_output_weights=untied)
-        (outcome,) = pool.run(drawn_rank, config, world_size=1)
+        weights, _ = drawn(pool, untie_embeddings_and_output_weights=untied)
         padding = (config.padded_vocab_size - config.vocab_size) * config.hidden_size * (2 if untied else 1)
-        assert sum(tensor.numel() for tensor, _ in outcome.weights.values()) == parameter_count(config) + padding
+        assert sum(weight.numel() for weight in weights.values()) == parameter_count(config) + padding
 
 
 def test_flops_are_counted_as_nanogpt_counts_them():

@@ -6,14 +6,15 @@ from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 
+import pitfalls
 import pytest
 import torch
 import torch.distributed as dist
-from support.harness import Outcome, build, full_tensors, random_data, shard_spec, tiny
+from support.harness import full_tensors, random_data, tiny, train_rank
+from support.pitfall_runner import TABLE, call_with_bug
 
 from nanodomino import parallel
 from nanodomino.mesh import meta_mesh
-from nanodomino.parallel import ReduceFromTensorParallel
 from nanodomino.settings.config import Config
 
 
@@ -72,42 +73,15 @@ def test_only_the_matrices_of_a_stacked_linear_are_decayed():
         ((16, 16), "decay"), ((16,), "no_decay")]
 
 
-class AllReducedTwice(ReduceFromTensorParallel):
-    """g whose backward also all-reduces, which is wrong."""
-
-    @staticmethod
-    def forward(ctx, partial, group):
-        ctx.group = group
-        return ReduceFromTensorParallel.forward(ctx, partial, group)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        gradient = gradient.clone()
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
-
-
-def plain_gradients_rank(config, data, g):
-    """Return the gradients of a microbatch's summed loss: plain forward with this g, backward by autograd."""
-    _, model, _, _ = build(config)
-    original, parallel.ReduceFromTensorParallel = parallel.ReduceFromTensorParallel, g
-    try:
-        batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
-        losses = model(batch.tokens, batch.positions, batch.labels)
-        (losses * batch.loss_mask).sum().backward()
-    finally:
-        parallel.ReduceFromTensorParallel = original
-    gradients = {name: (weight.grad, shard_spec(weight)) for name, weight in model.named_parameters()}
-    return Outcome((0, 0, model.mesh.tp_rank), [], [], [gradients], {}, 0.0)
-
-
 @pytest.mark.exhaustive
 def test_the_table_in_parallels_docstring_is_what_is_measured(pool):
+    """A backward of g that also all-reduces, which is one of the pitfalls."""
     config = Config(dtype="float64", tensor_model_parallel_size=2, pipeline_model_parallel_size=1, global_batch_size=4)
     config = config.resolve(2).with_vocabulary(257)
-    wrong, right = (full_tensors(pool.run(plain_gradients_rank, config, random_data(config, 1), g, world_size=2),
-                                 lambda outcome: outcome.gradients[0])
-                    for g in (AllReducedTwice, ReduceFromTensorParallel))
+    number = [entry.bug for entry in TABLE].index(pitfalls.summed_twice) + 1
+    wrong, right = (full_tensors(pool.run(call_with_bug, number, is_wrong, train_rank, config, None,
+                                          random_data(config, 1), 1, world_size=2),
+                                 lambda outcome: outcome.gradients[0]) for is_wrong in (True, False))
     rows = [re.search(rf"\n +{row} +([\d. ]+)\n", parallel.__doc__)[1] for row in ("layer", "ratio of norms", "cosine")]
     layers, ratios, cosines = ([float(number) for number in row.split()] for row in rows)
     assert sorted(layers) == list(range(config.num_layers))

@@ -150,11 +150,9 @@ def test_the_first_process_of_every_host_prepares_the_default_corpus(tmp_path, c
 
 def drawn_with(seed, folder):
     """Return what --seed decides: initial weights, a batch, losses under dropout, the sample at the end."""
-    flags = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16", "--dtype",
-             "float64",
-             "--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--sample-tokens", "12", "--data-path", folder]
+    flags = [*TINY, "--dtype", "float64", "--sample-tokens", "12", "--data-path", folder, "--seed", str(seed)]
     corpus = load_corpus(folder)
-    config = from_command_line([*flags, "--seed", str(seed)], 1).with_vocabulary(corpus.vocab_size)
+    config = from_command_line(flags, 1).with_vocabulary(corpus.vocab_size)
     mesh, drawn, _, _ = build(config)
     _, model, _, stage = build(config, random_weights(config))           # the same weights for all seeds
     data = train.dataset_builder(config, corpus, mesh.device)["train"]
@@ -237,18 +235,18 @@ def main_without_initial_weights(flags):
     unwritten = lambda data: torch.nn.parameter.Parameter(data.fill_(torch.nan))  # noqa: E731
     with mock.patch.object(GPT, "initialize", side_effect=AssertionError("drawn")), \
             mock.patch.object(torch.nn, "Parameter", unwritten):
-        return main_on_rank(flags, ())
+        return main_on_rank(flags)
 
 
 def test_no_weight_is_drawn_that_a_checkpoint_replaces(pool, small, tmp_path):
     flags = [*TINY, "--seq-length", "12", "--data-path", str(small / "tokens"), "--dtype", "bfloat16", "--tp", "2",
              "--eval-iters", "0", "--run-dir", str(tmp_path / "run"), "--train-iters", "4"]
-    pool.run(main_on_rank, [*flags, "--exit-interval", "2"], (), world_size=2)
+    pool.run(main_on_rank, [*flags, "--exit-interval", "2"], world_size=2)
     ended = pool.run(main_without_initial_weights, flags, world_size=2)
     assert [rank.code for rank in ended] == [0, 0]
-    continued = metric_points(tmp_path / "run", "loss")
-    pool.run(main_on_rank, [*flags, "--run-dir", str(tmp_path / "straight")], (), world_size=2)
-    assert continued == metric_points(tmp_path / "straight", "loss") and len(continued) == 4
+    pool.run(main_on_rank, [*flags, "--run-dir", str(tmp_path / "straight")], world_size=2)
+    continued, straight = (metric_points(tmp_path / name, "loss") for name in ("run", "straight"))
+    assert continued == straight and len(continued) == 4
 
 
 def test_train_iters_0_evaluates_and_finetune_begins_with_a_validation(pool, tmp_path):

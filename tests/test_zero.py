@@ -1,10 +1,10 @@
 """ZeRO stages 1 and 2: bytes per parameter, when buckets are reduced, and what flat buffers must not forget."""
 
 import math
-from collections import Counter, deque
+from collections import Counter, deque, namedtuple
 from itertools import product
 from types import SimpleNamespace
-from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -65,10 +65,7 @@ def test_bytes_per_parameter_follow_the_formulas(pool, dp, zero_stage, name, dty
         assert names == ("weight", *OPTIMIZERS[name].moments), "what a checkpoint saves"
 
 
-class KindOnly(NamedTuple):
-    """Stands in for a Bucket."""
-    kind: object
-    partitions: int
+KindOnly = namedtuple("KindOnly", "kind partitions")        # stands in for a Bucket
 
 
 @pytest.mark.table
@@ -128,39 +125,33 @@ def in_flight_rank(config, data):
     bucket; the largest peak that is right: matrices of one sublayer and of the embedding, all vectors, and two reduces
     with their receive buffers."""
     mesh, _, optimizer, stage = build(config, warm=False)
-    allocate, reduce, peak, in_flight, reduced = Bucket.allocate_gradients, optimizer.reduce, 0, [], Counter()
+    allocate, reduce, peaks, in_flight, reduced = Bucket.allocate_gradients, optimizer.reduce, [], [], Counter()
 
     def bytes_now():
         sent = [tensor for _, flat, _, received in optimizer.reduces_in_flight for tensor in (flat, received)]
         return sum(tensor.nbytes for tensor in [*(bucket.main_grad for bucket in optimizer.buckets), *sent]
                    if tensor is not None)
 
-    def measure():
-        nonlocal peak
-        peak = max(peak, bytes_now())
-
     def measured_allocate(bucket):
         allocate(bucket)
-        measure()
+        peaks.append(bytes_now())
 
     def measured_reduce(bucket):
         reduce(bucket)
         reduced[optimizer.buckets.index(bucket)] += 1
         in_flight.append(len(optimizer.reduces_in_flight))
-        measure()
+        peaks.append(bytes_now())
 
-    Bucket.allocate_gradients, optimizer.reduce = measured_allocate, measured_reduce
-    try:
+    with (mock.patch.object(Bucket, "allocate_gradients", measured_allocate),
+          mock.patch.object(optimizer, "reduce", measured_reduce)):
         train.warm_up(stage, optimizer, config, mesh)
         reduced.clear()
         in_flight.clear()
         train.train_step(1, stage, optimizer, data, config, mesh)
-    finally:
-        Bucket.allocate_gradients = allocate
     matrices, vectors = (sorted(bucket.weights.numel() for bucket in optimizer.buckets
                                 if (bucket.kind.update == "decay") == decays) for decays in (True, False))
     most = sum(matrices[-2 - config.virtual_stages:]) + sum(vectors) + 2 * MAX_REDUCES_IN_FLIGHT * max(matrices)
-    return peak, bytes_now(), in_flight, list(reduced.values()), most * config.params_dtype.itemsize
+    return max(peaks), bytes_now(), in_flight, list(reduced.values()), most * config.params_dtype.itemsize
 
 
 @pytest.mark.parametrize("schedule, bucket_size", [

@@ -5,7 +5,7 @@ import re
 import pitfalls
 import pytest
 from pitfalls import DOCUMENT, ROOT, applies, row_of, rows_of_document, section
-from support.pitfall_runner import CHECKED, END, LONG, PoolWithBug, TABLE, check, judge, measure, worst
+from support.pitfall_runner import CHECKED, END, LONG, TABLE, check, judge, measure, pool_with_bug, worst
 from support.pool import WorkerError
 
 
@@ -32,7 +32,7 @@ def test_put_back_it_is_found_and_does_what_the_page_says(pool, entry):
     """The check must fail by an assertion, not because something else broke."""
     if entry.check:
         with pytest.raises((AssertionError, WorkerError)) as failure:
-            entry.check(PoolWithBug(pool, entry, wrong=True))
+            entry.check(pool_with_bug(pool, entry, wrong=True))
         assert isinstance(failure.value, AssertionError) or re.search(r"^AssertionError", str(failure.value),
                                                                       re.MULTILINE), str(failure.value)
     else:

@@ -29,9 +29,6 @@ from nanodomino.corpus.tokenizers import Tokenizer, build_tokenizer
 from nanodomino.generate.generation import generate, sample_token
 from nanodomino.generate.__main__ import SEPARATOR, make_writer
 
-DOCUMENTS = dict(reset_position_ids=True, reset_attention_mask=True)
-UNTIED = dict(untie_embeddings_and_output_weights=True)
-ENDLESS = "--load run --prompt line --max-tokens 10000000 --seed 1"
 PATIENCE = 90           # seconds until a process counts as stuck; it takes 6, but the machine may have other work
 
 
@@ -78,11 +75,9 @@ def test_generated_text_does_not_depend_on_the_layout(pool, schedule):
     assert pool.run(generate_rank, several, weights, world_size=4) == [(alone, shown)] * 4
 
 
-EXPERTS = dict(num_experts=4, disable_bias_linear=True, moe_ffn_hidden_size=12)
-
-
-@pytest.mark.parametrize("world_size, layout", [(4, "--tp 1 --ep 4"), (2, "--tp 1 --cp 2 --ep 1"),
-                                                (4, "--tp 1 --pp 2 --cp 2 --ep 1")])
+@pytest.mark.parametrize("world_size, layout", [
+    (4, "--tp 1 --ep 4"), (4, "--tp 1 --pp 2 --cp 2 --ep 1"),
+    pytest.param(2, "--tp 1 --cp 2 --ep 1", marks=pytest.mark.exhaustive)])
 def test_the_sample_of_ranks_with_experts_is_what_one_process_generates_from_their_checkpoint(pool, tmp_path,
                                                                                               world_size, layout):
     """The ranks of the first replica generate, and those that hold its other experts. With ep 1 and context
@@ -102,7 +97,7 @@ def documents_rank(config, weights, prompts):
 
 
 RESETS = dict(both=(True, True), positions=(True, False), attention=(False, True), neither=(False, False))
-GENERATING = FAMILIES | dict(mixtral=FAMILIES["llama"] | EXPERTS)
+GENERATING = FAMILIES | dict(mixtral=FAMILIES["llama"] | dict(num_experts=4, moe_ffn_hidden_size=12))
 
 
 @pytest.mark.parametrize("family, resets", [
@@ -231,7 +226,8 @@ def test_a_model_that_has_diverged_is_refused_with_the_last_good_checkpoint(fork
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGPIPE])
 def test_control_c_or_a_reader_that_has_gone_ends_it_without_a_traceback(fork_server, folder, tmp_path, number):
     log = tmp_path / "output.txt"
-    process = fork_server.start("nanodomino.generate", [(shlex.split(ENDLESS), {})], folder, log)
+    flags = "--load run --prompt line --max-tokens 10000000 --seed 1"
+    process = fork_server.start("nanodomino.generate", [(flags.split(), {})], folder, log)
     wait_until(process.ranks)
     try:
         wait_until(lambda: len(process.output()) > 20 or process.poll() is not None)

@@ -1,28 +1,23 @@
-"""Start real processes in milliseconds: a server imports torch once, and each new process is a fork of it.
+"""Start real processes in milliseconds: multiprocessing's fork server imports torch once, and each process is its fork.
 
 A test of exit codes, printed errors and time-outs needs real processes. Starting Python and importing torch takes
-seconds for each rank. The server pays that once. It is a fork itself: of multiprocessing's server, whose other forks
-are the workers of the pool (support/pool.py).
+seconds for each rank. The fork server pays that once, also for the workers of the pool (support/pool.py).
 
-    the test                          server, with train.py imported     launcher          rank 0 ... rank n - 1
-    fork_server.start(command, ...) -> forks a launcher            -->   forks ranks -->   runs the command's file
-    Running: ranks that are alive   <- LOG.ranks                   <--   waits             as __main__
-    Running.wait(): an exit code    <- LOG.codes                   <--   ends all if one fails
+    the test                                       rank 0 ... rank n - 1
+    fork_server.start(command, ...)         -->    runs the command's file as __main__
+    Running.ranks(): the ranks alive
+    Running.poll(), wait(): an exit code    -->    SIGTERM if another rank has failed
 
-The launcher behaves like torchrun: when a rank exits with a code other than 0, the others get SIGTERM, and 30 seconds
-later SIGKILL. One thing differs: rank 0 hosts the store in which the ranks meet, as under SLURM; under torchrun the
-launcher does.
+Running behaves like torchrun: when a rank exits with a code other than 0, the others get SIGTERM, and 30 seconds later
+SIGKILL. Two things differ: it acts while the test polls or waits, and rank 0 hosts the store in which the ranks meet,
+as under SLURM; under torchrun the launcher does.
 """
 
-import contextlib
 import gc
-import json
-import math
 import multiprocessing
 import os
 import runpy
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -30,11 +25,14 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+from support import ROOT
+
 NOTICED = 0.05      # seconds from the exit of a failed rank to SIGTERM for the others; torchrun polls every 0.1
 STUBBORN = 30.0     # seconds from SIGTERM to SIGKILL
 RESERVED = deque(maxlen=64)     # the sockets that reserve the ports of the last launches
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Without an interface gloo resolves the host's own name, which fails on some machines.
+LOOPBACK = ("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
 
 
 @dataclass
@@ -56,81 +54,89 @@ def context_with_imports():
 
 
 class ForkServer:
-    """The client side: call `launch` and `start` any number of times, then `close`.
+    """Call `launch` and `start` any number of times, then `close`.
 
     A launch is a process in `folder` for each (flags, environment) of `ranks`. command: a script's path relative to the
     repository (train.py), or a module (nanodomino.generate).
     """
 
     def __init__(self, device="cpu"):
-        environment = environment_without_launcher() | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
-        context = context_with_imports()
-        self.connection, theirs = context.Pipe()
-        self.server = context.Process(target=serve, args=(theirs, environment))
-        self.server.start()
-        theirs.close()                                      # so that the server's death closes the pipe
+        self.environment = environment_without_launcher() | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
+        self.launches = []
 
     def start(self, command: str, ranks: list[tuple[list[str], dict]], folder: Path, log: Path) -> "Running":
         """Start the ranks and return at once. log: gets their output."""
-        running = Running(log)
         log.write_text("")
-        running.places.write_text("")
-        running.codes_file.unlink(missing_ok=True)
-        self.connection.send((command, ranks, str(folder), str(log)))
-        return running
+        self.launches.append(Running(log))
+        for flags, environment in ranks:
+            process = context_with_imports().Process(target=become, daemon=True, args=(
+                command, flags, self.environment | environment, folder, log))
+            process.start()
+            self.launches[-1].processes.append(process)
+        return self.launches[-1]
 
     def launch(self, command: str, ranks: list[tuple[list[str], dict]], folder: Path, limit: float) -> Ended:
-        """Run the ranks to their end. Raises AssertionError if they have not all ended within `limit` seconds."""
+        """Run the ranks to their end. Raises AssertionError if this takes more than `limit` seconds."""
         running = self.start(command, ranks, folder, folder.with_name(f"{folder.name}.output"))
         try:
             return Ended(running.wait(limit), running.output())
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"{command} has not ended within {limit} s: {running.output()}") from None
         finally:
-            running.close()
+            running.kill()
 
     def close(self):
-        self.connection.close()
-        self.server.join()
+        for running in self.launches:
+            running.kill()
 
 
 class Running:
-    """The ranks of a launch, while they run and after their end."""
+    """The ranks of a launch, while they run and after their end. poll, wait and kill are those of subprocess.Popen."""
 
     def __init__(self, log: Path):
-        self.log, self.places, self.codes_file = log, log.with_suffix(".ranks"), log.with_suffix(".codes")
+        self.log, self.processes = log, []
+        self.ended = {}                                     # {rank: exit code} in the order in which the ranks ended
+        self.failed_at, self.endings = None, [(NOTICED, "terminate"), (STUBBORN, "kill")]
 
     def ranks(self) -> dict[int, int]:
         """Return {rank: pid} of the ranks that are alive."""
-        lines = [json.loads(line) for line in self.places.read_text().splitlines()]
-        return {rank: pid for rank, pid in lines if is_alive(pid)}
+        self.poll()
+        return {rank: process.pid for rank, process in enumerate(self.processes) if rank not in self.ended}
 
     def codes(self) -> dict[int, int]:
-        """Return {rank: exit code} in the order in which the ranks ended; {} while any is alive."""
-        return dict(json.loads(self.codes_file.read_text())) if self.codes_file.exists() else {}
+        """Return {rank: exit code} of the ranks that have ended, the first one first."""
+        self.poll()
+        return self.ended
 
     def poll(self) -> int | None:
-        """Return None while any rank is alive, then the exit code of the first one that failed, or 0."""
-        codes = self.codes()
-        return next(filter(None, codes.values()), 0) if codes else None
+        """Return None while any rank is alive, then the exit code of the first one that failed, or 0. End the other
+        ranks if one has failed."""
+        for rank, process in enumerate(self.processes):
+            if process.exitcode is not None:
+                self.ended.setdefault(rank, process.exitcode)
+        failed = next(filter(None, self.ended.values()), 0)
+        if len(self.ended) == len(self.processes):
+            return failed
+        if failed and self.endings:
+            self.failed_at = self.failed_at or time.monotonic()
+            if time.monotonic() > self.failed_at + self.endings[0][0]:
+                _, end = self.endings.pop(0)
+                for process in self.processes:
+                    getattr(process, end)()
+        return None
 
     def wait(self, seconds: float) -> int:
-        """Return poll() once it is not None. Raises TimeoutExpired, like subprocess.Popen."""
+        """Return poll() once it is not None."""
         end = time.monotonic() + seconds
         while (code := self.poll()) is None:
-            if time.monotonic() > end:
-                raise subprocess.TimeoutExpired("the launcher", seconds)
+            assert time.monotonic() < end, f"the ranks have not ended within {seconds} s: {self.output()}"
             time.sleep(0.01)
         return code
 
     def output(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def close(self):
-        """Kill the ranks that are still alive."""
-        for pid in self.ranks().values():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    def kill(self):
+        for process in self.processes:
+            process.kill()
 
 
 def is_alive(pid: int) -> bool:
@@ -145,8 +151,7 @@ def is_alive(pid: int) -> bool:
 
 def environment_without_launcher() -> dict:
     """Return the environment of this process for one that is no rank yet. gloo may use the loopback interface."""
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
-    return {"GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"} | environment
+    return dict([LOOPBACK]) | {name: value for name, value in os.environ.items() if name not in LAUNCHER}
 
 
 def default_signals():
@@ -165,62 +170,19 @@ def launcher_environments(processes: int) -> list[dict]:
             for rank in range(processes)]
 
 
-# ---- the server side
+# ---- in a rank
 
-def serve(connection, environment: dict):
-    """Fork a launcher for each message until the tests close the pipe."""
+def become(command: str, flags: list[str], environment: dict, folder: Path, log: Path):
+    """Turn this process into `python COMMAND FLAGS` and exit with its code."""
     import torch
 
+    os.setsid()         # else the end of the tests' shell would send SIGHUP to all ranks while one is stopped
+    default_signals()
     os.environ.clear()
     os.environ.update(environment)
-    torch.set_num_threads(1)
-    gc.freeze()                                             # garbage collection in a fork skips what is imported
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)           # so that no launcher stays as a zombie
-    while True:
-        try:
-            launch = connection.recv()
-        except EOFError:
-            return
-        if not os.fork():
-            os.setsid()         # else the end of the tests' shell would send SIGHUP to all ranks while one is stopped
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            run_ranks(*launch)
-            os._exit(0)
-
-
-def run_ranks(command: str, ranks: list, folder: str, log: str):
-    """Run the ranks to their end. Their pids and exit codes go to files beside the log."""
-    running, alive, codes = Running(Path(log)), {}, {}
-    signals, due = [signal.SIGTERM, signal.SIGKILL], math.inf
-    for rank, (flags, environment) in enumerate(ranks):
-        if not (pid := os.fork()):
-            become(command, flags, environment, folder, log)
-        alive[pid] = rank
-        with open(running.places, "a") as file:
-            print(json.dumps((rank, pid)), file=file)
-    while alive:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid:
-            codes[alive.pop(pid)] = os.waitstatus_to_exitcode(status)
-            if status and due == math.inf:
-                due = time.monotonic() + NOTICED
-        elif time.monotonic() > due and signals:
-            for pid in alive:                               # children that were not waited for keep their pids
-                os.kill(pid, signals[0])
-            del signals[0]
-            due = time.monotonic() + STUBBORN
-        else:
-            time.sleep(0.005)
-    unfinished = Path(f"{log}.unfinished")
-    unfinished.write_text(json.dumps([*codes.items()]))
-    unfinished.rename(running.codes_file)
-
-
-def become(command: str, flags: list[str], environment: dict, folder: str, log: str):
-    """Turn this fork into `python COMMAND FLAGS` and exit with its code."""
-    os.environ.update(environment)
     os.chdir(folder)
-    default_signals()
+    torch.set_num_threads(1)
+    gc.freeze()                                             # garbage collection skips what is imported
     screen = os.open(log, os.O_WRONLY | os.O_APPEND)
     for stream, descriptor in enumerate((os.open(os.devnull, os.O_RDONLY), screen, screen)):
         os.dup2(descriptor, stream)

@@ -10,8 +10,10 @@ of failing as harness.full_tensors would.
 
 import dataclasses
 import math
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -39,13 +41,13 @@ class Pitfall:
     title: str                   # also its heading in docs/pitfalls.md
     bug: object                  # wrong(right, config, *arguments) if there is a place; else bug(config) -> patches
     place: tuple                 # (object, name) of the right function, or ()
-    world_size: int
     options: dict                # for tiny()
-    runner: object               # runner(config, weights, data, steps) -> Outcome, on each rank
-    drawn: bool                  # start from the model's own initial weights
-    conditions: object           # patches for the right run too, such as late collectives or an infinite gradient
-    straight: bool               # compare with the same run without an interruption, not with the plain model
-    check: object                # check(pool) replaces the comparison where the training's numbers don't show the bug
+    world_size: int = 2
+    runner: object = train_rank  # runner(config, weights, data, steps) -> Outcome, on each rank
+    drawn: bool = False          # start from the model's own initial weights
+    conditions: object = lambda config: []     # patches for the right run too: late collectives, an infinite gradient
+    straight: bool = False       # compare with the same run without an interruption, not with the plain model
+    check: object = None         # check(pool) replaces the comparison where the training's numbers don't show the bug
 
     @property
     def config(self):
@@ -60,13 +62,13 @@ class Pitfall:
 TABLE: list[Pitfall] = []
 
 
-def pitfall(title, *place, world_size=2, runner=train_rank, drawn=False, conditions=lambda config: [], straight=False,
-            check=None, **options):
-    """Enter the decorated bug into the table."""
+def pitfall(title, *place, **given):
+    """Enter the decorated bug into the table. given: fields of Pitfall, and options for tiny()."""
+    own = {name: given.pop(name) for name in Pitfall.__match_args__ if name in given}
+
     def enter(bug):
         if bug.__module__ == "pitfalls":                 # as a script the module is __main__ and imports itself again
-            TABLE.append(Pitfall(len(TABLE) + 1, title, bug, place, world_size, options, runner, drawn, conditions,
-                                 straight, check))
+            TABLE.append(Pitfall(len(TABLE) + 1, title, bug, place, given, **own))
         return bug
     return enter
 
@@ -82,13 +84,13 @@ def instead(owner, name, wrong, config):
 
 # ---- run with a bug
 
+@contextmanager
 def replaced(patches):
-    """Return a context manager that applies all patches. Raises AttributeError if a name to replace is gone."""
-    stack = ExitStack()
-    with stack:
-        for owner, name, replacement in patches:
-            stack.enter_context(mock.patch.object(owner, name, replacement))
-        return stack.pop_all()
+    """Apply all patches. Raises AttributeError if a name to replace is gone."""
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(mock.patch.object(*patch))
+        yield
 
 
 def call_with_bug(number, wrong, function, *arguments):
@@ -100,14 +102,9 @@ def call_with_bug(number, wrong, function, *arguments):
         return function(*arguments)
 
 
-class PoolWithBug:
-    """A pool whose workers run under a pitfall's conditions and, if wrong, with its bug."""
-
-    def __init__(self, pool, entry: Pitfall, wrong: bool):
-        self.pool, self.entry, self.wrong = pool, entry, wrong
-
-    def run(self, function, *arguments, **options):
-        return self.pool.run(call_with_bug, self.entry.number, self.wrong, function, *arguments, **options)
+def pool_with_bug(pool, entry: Pitfall, wrong: bool):
+    """Return a pool whose workers run under a pitfall's conditions and, if wrong, with its bug."""
+    return SimpleNamespace(run=partial(pool.run, call_with_bug, entry.number, wrong))
 
 
 # ---- the right numbers
@@ -122,22 +119,18 @@ class Text(FixedData):
 
 def text(config, steps) -> Text:
     """Return data that can be learnt: nine tokens in ten follow from the previous token. The loss mask is uneven."""
-    vocabulary, samples, length, batches, masks = (config.vocab_size, config.global_batch_size, config.seq_length,
-                                                   [], [])
+    samples, length = config.global_batch_size, config.seq_length
+    rows, mask = torch.empty(steps, samples, length + 1, dtype=torch.long), torch.empty(steps, samples, length)
     for step in range(steps):
         generator = torch.Generator().manual_seed(1000 + step)
-        rows = torch.randint(0, vocabulary, (samples, length + 1), generator=generator)
+        rows[step] = torch.randint(0, config.vocab_size, (samples, length + 1), generator=generator)
         follows = torch.rand(samples, length, generator=generator) < 0.9
         for place in range(length):
-            rows[:, place + 1] = torch.where(follows[:, place], (5 * rows[:, place] + 3) % vocabulary,
-                                             rows[:, place + 1])
+            rows[step, :, place + 1] = torch.where(
+                follows[:, place], (5 * rows[step, :, place] + 3) % config.vocab_size, rows[step, :, place + 1])
         share = torch.linspace(-0.2, 1.2, samples)[torch.randperm(samples, generator=generator)]
-        mask = (torch.rand(samples, length, generator=generator) < share[:, None]).float()
-        mask[-5:] = 0
-        batches.append(rows)
-        masks.append(mask)
-    rows = torch.stack(batches)
-    mask = torch.stack(masks)
+        mask[step] = torch.rand(samples, length, generator=generator) < share[:, None]
+    mask[:, -5:] = 0
     return Text(rows[..., :-1], rows[..., 1:], mask, config=config,
                 depth_masks=count_depth_masks(rows, mask, config.mtp_num_layers, False))
 
@@ -226,32 +219,31 @@ def measure(pool, entry: Pitfall, wrong: bool, steps: int) -> tuple[Side, Side]:
     """Return (the right results, the results of the ranks with or without the bug)."""
     weights, data, right = plain(entry, steps)
     arguments = entry.config, None if entry.drawn else weights, data, steps
-    found = join_ranks(PoolWithBug(pool, entry, wrong).run(entry.runner, *arguments, world_size=entry.world_size))
+    found = join_ranks(pool_with_bug(pool, entry, wrong).run(entry.runner, *arguments, world_size=entry.world_size))
     if entry.straight:
-        right = join_ranks(PoolWithBug(pool, entry, False).run(train_rank, *arguments, world_size=entry.world_size))
+        right = join_ranks(pool_with_bug(pool, entry, False).run(train_rank, *arguments, world_size=entry.world_size))
     return right, found
 
 
 def judge(right: Side, found: Side):
     """Raise AssertionError for the first result that differs by more than rounding."""
     assert not found.apart, f"ranks that must agree do not: {', '.join(sorted(found.apart))}"
-    for step, (ours, theirs) in enumerate(zip(found.losses, right.losses, strict=True), start=1):
-        assert error_of(ours, theirs) < TOLERANCE, f"loss of step {step}: {ours}, not {theirs}"
-    for step, (ours, theirs) in enumerate(zip(found.norms, right.norms, strict=True), start=1):
-        assert error_of(ours, theirs) < TOLERANCE, f"norm of step {step}: {ours}, not {theirs}"
+    for what in ("losses", "norms"):
+        for step, (ours, theirs) in enumerate(zip(getattr(found, what), getattr(right, what), strict=True), start=1):
+            assert error_of(ours, theirs) < TOLERANCE, f"{what}, step {step}: {ours}, not {theirs}"
     for step, (ours, theirs) in enumerate(zip(found.gradients, right.gradients, strict=True), start=1):
         error, name = worst(ours, theirs)
         assert error < TOLERANCE, f"gradient of {name} in step {step} is off by {error:.1e}"
     error, name = worst(found.weights, right.weights)
     assert error < TOLERANCE, f"weight {name} is off by {error:.1e}"
-    assert error_of(found.evaluation,
-                    right.evaluation) < TOLERANCE, f"evaluation: {found.evaluation:.5f}, not {right.evaluation:.5f}"
+    error = error_of(found.evaluation, right.evaluation)
+    assert error < TOLERANCE, f"evaluation: {found.evaluation:.5f}, not {right.evaluation:.5f}"
 
 
 def check(pool, entry: Pitfall, wrong: bool):
     """Raise AssertionError if the results, with or without the bug, are wrong. Returns measure()'s results."""
     if entry.check:
-        return entry.check(PoolWithBug(pool, entry, wrong))
+        return entry.check(pool_with_bug(pool, entry, wrong))
     right, found = measure(pool, entry, wrong, CHECKED)
     judge(right, found)
     return right, found

@@ -13,9 +13,8 @@ the processes start once, at the first test that needs them, and each call gives
     [result of rank 0, of rank 1, ...]
 
 A rank that leaves its group closes its sockets, and a neighbour that still reads from them would see an error that no
-real run has. So all ranks stay until the last one is done. If a rank fails, closed sockets are the quickest way to wake
-the others out of their collectives, so then all ranks are released at once. If a rank is not back GRACE seconds later,
-the pool kills its workers, and starts new ones at the next call.
+real run has. So all ranks stay until the last one is done. If a rank fails or is late, the pool kills all workers, and
+starts new ones at the next call.
 
 - `function`, arguments and results are pickled, so `function` must stand at the top level of a module. Tensors arrive
   on the CPU, without an autograd graph.
@@ -24,6 +23,7 @@ the pool kills its workers, and starts new ones at the next call.
 - An `assert` in a worker is plain Python's and shows no values. Return the numbers and assert in the test.
 """
 
+import contextlib
 import faulthandler
 import gc
 import io
@@ -41,23 +41,16 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from support.fork_server import context_with_imports
+from support.fork_server import LOOPBACK, context_with_imports
 
 START_TIMEOUT = 300.0  # seconds to start all workers on a busy machine
-GRACE = 3.0  # seconds that the other ranks have to return after one has failed
+GRACE = 10.0  # seconds after the time-out of a call, in which gloo reports its own on a busy machine
 LEAVE_TIMEOUT = 10.0  # seconds to leave a group
+RELEASE, FREE = "release", "free"
 
 
 class WorkerError(RuntimeError):
     """A rank raised, its process died, or it did not return in time. The message shows the first failure in full."""
-
-
-class Call(NamedTuple):
-    """What to run, and in which world. `number` separates this call's keys in the store from other calls'."""
-    packed: bytes            # (function, arguments)
-    world_size: int
-    timeout: float
-    number: int
 
 
 class Failure(NamedTuple):
@@ -65,30 +58,22 @@ class Failure(NamedTuple):
     text: str
 
 
-RELEASE, FREE = "release", "free"
-
-
-# ---- what is sent
-
 class TensorPickler(pickle.Pickler):
-    """Pickles a tensor as elements, dtype and shape, so that a view takes its own bytes only, not its storage's."""
+    """Pickles a tensor as its elements, so that a view takes its own bytes only. torch.save takes far longer."""
 
     def reducer_override(self, value):
-        if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
+        if not isinstance(value, torch.Tensor):
             return NotImplemented
-        elements = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return rebuild_tensor, (elements, value.dtype, value.shape, type(value) is torch.nn.Parameter)
+        elements = value.detach().cpu().contiguous().flatten().view(torch.uint8)
+        return rebuild_tensor, (elements.numpy(), value.dtype, value.shape)
 
 
-def rebuild_tensor(elements, dtype, shape, is_parameter):
-    flat = torch.frombuffer(bytearray(elements), dtype=dtype) if elements else torch.empty(0, dtype=dtype)
-    tensor = flat.reshape(shape)
-    return torch.nn.Parameter(tensor) if is_parameter else tensor
+def rebuild_tensor(elements, dtype, shape):
+    return torch.from_numpy(elements).view(dtype).view(shape)
 
 
-def pack(value):
-    buffer = io.BytesIO()
-    TensorPickler(buffer).dump(value)
+def pack(value) -> bytes:
+    TensorPickler(buffer := io.BytesIO()).dump(value)
     return buffer.getvalue()
 
 
@@ -100,17 +85,16 @@ def worker_main(rank, connection, store_port, device):
         torch.cuda.set_device(rank)
         torch.cuda.init()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the session handles Ctrl-C and closes the pool
-    # Without an interface gloo resolves the host's own name, which fails on some machines.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    os.environ.setdefault(*LOOPBACK)
     store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
     gc.freeze()  # garbage collection skips what is imported by now
     try:
         while True:
             restore_defaults(rank)
             connection.send(FREE)
-            answer(connection.recv(), rank, connection, store)
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        pass  # the session has ended
+            answer(*connection.recv(), rank, connection, store)
+    except (EOFError, ConnectionError):
+        pass  # the session has ended, or has given the call up
 
 
 def restore_defaults(rank):
@@ -125,16 +109,21 @@ def restore_defaults(rank):
     torch.manual_seed(1000 + rank)
 
 
-def answer(call, rank, connection, store):
-    """Run a call in a fresh group, send its outcome, and leave the group when the session releases all ranks."""
-    environment = dict(os.environ)
-    faulthandler.dump_traceback_later(call.timeout + 1, file=sys.__stderr__)
+def answer(packed, world_size, timeout, number, rank, connection, store):
+    """Run a call in a fresh group, send its outcome, and leave the group when the session releases all ranks. The
+    number separates this call's keys in the store from other calls'."""
+    environment, names = dict(os.environ), ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    os.environ.update(zip(names, map(str, (rank, rank, world_size, world_size))))
+    faulthandler.dump_traceback_later(timeout + 1, file=sys.__stderr__)
     try:
-        outcome = run_in_group(call, rank, store)
-    except BaseException as error:  # SystemExit too: the worker must survive it
+        function, arguments = pickle.loads(packed)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_initialized() else "gloo"
+        dist.init_process_group(backend, store=dist.PrefixStore(f"call-{number}", store), rank=rank,
+                                world_size=world_size, timeout=timedelta(seconds=timeout))
+        outcome = pack(function(*arguments))
+    except BaseException as error:  # SystemExit too
         frames = error.__traceback__.tb_next  # without this function's own frame
         outcome = Failure(time.monotonic(), "".join(traceback.format_exception(type(error), error, frames)))
-        del error, frames
     faulthandler.cancel_dump_traceback_later()
     connection.send(outcome)
     assert connection.recv() == RELEASE
@@ -144,16 +133,6 @@ def answer(call, rank, connection, store):
     gc.freeze()  # modules that the call imported too (the first optimizer step imports 800)
     os.environ.clear()
     os.environ.update(environment)
-
-
-def run_in_group(call, rank, store):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-    os.environ.update(WORLD_SIZE=str(call.world_size), LOCAL_WORLD_SIZE=str(call.world_size))
-    function, arguments = pickle.loads(call.packed)
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_initialized() else "gloo"
-    dist.init_process_group(backend, store=dist.PrefixStore(f"call-{call.number}", store), rank=rank,
-                            world_size=call.world_size, timeout=timedelta(seconds=call.timeout))
-    return pack(function(*arguments))
 
 
 # ---- in the session
@@ -167,7 +146,7 @@ class Pool:
         self.processes = []
         self.connections = []
 
-    def run(self, function, *args, world_size=8, timeout=120):
+    def run(self, function, *args, world_size=8, timeout=300):
         """Call function(*args) on ranks 0 to world_size - 1 of a fresh gloo group. Returns the results by rank.
 
         `timeout`: seconds for the call, not counting the start of the workers.
@@ -178,17 +157,14 @@ class Pool:
         ranks, packed = range(world_size), pack((function, args))
         self.start()
         self.calls += 1
-        call = Call(packed, world_size, timeout, self.calls)
         try:
-            for rank in ranks:
-                self.send(rank, call)
-            outcomes = self.gather_outcomes(ranks, timeout + GRACE)
-            if len(outcomes) < world_size or not self.wait_until_free(ranks, LEAVE_TIMEOUT):
+            outcomes = self.exchange(ranks, (packed, world_size, timeout, self.calls), timeout + GRACE)
+            raise_failures(function, world_size, outcomes)
+            if self.exchange(ranks, RELEASE, LEAVE_TIMEOUT) != dict.fromkeys(ranks, FREE):
                 self.close()
-        except BaseException:  # such as KeyboardInterrupt: the workers are in an unknown state
+        except BaseException:  # KeyboardInterrupt too: the workers are in an unknown state
             self.close()
             raise
-        raise_failures(f"{function.__module__}.{function.__qualname__}", world_size, outcomes)
         return [pickle.loads(outcomes[rank]) for rank in ranks]
 
     def start(self):
@@ -206,8 +182,7 @@ class Pool:
                 theirs.close()  # so that a worker's death closes the pipe
                 self.processes.append(process)
                 self.connections.append(ours)
-            if not self.wait_until_free(range(self.size), START_TIMEOUT):
-                raise RuntimeError("the pool's workers did not start: see their messages on standard error")
+            raise_failures(worker_main, self.size, self.receive(range(self.size), START_TIMEOUT))
         except BaseException:
             self.close()
             raise
@@ -222,62 +197,42 @@ class Pool:
             process.join()
         self.processes, self.connections, self.store = [], [], None
 
-    def gather_outcomes(self, ranks, timeout):
-        """Return outcomes by rank: all of them, or what arrived before the time-out or GRACE after a failure. Release
-        all ranks after a failure, or when all are done."""
-        outcomes, released, deadline = {}, False, time.monotonic() + timeout
-        while len(outcomes) < len(ranks):
-            arrived = self.receive([rank for rank in ranks if rank not in outcomes], deadline)
+    def exchange(self, ranks, message, timeout):
+        """Send a message to these ranks and return their answers, as receive() does."""
+        for rank in ranks:
+            with contextlib.suppress(ConnectionError):  # a dead worker: `receive` reports it
+                self.connections[rank].send(message)
+        return self.receive(ranks, timeout)
+
+    def receive(self, ranks, timeout):
+        """Return the message of each rank, or those that arrived until a rank failed or the time was over."""
+        messages, deadline = {}, time.monotonic() + timeout
+        while len(messages) < len(ranks) and not any(isinstance(message, Failure) for message in messages.values()):
+            rank_of = {self.connections[rank]: rank for rank in ranks if rank not in messages}
+            arrived = multiprocessing.connection.wait(rank_of, max(0.0, deadline - time.monotonic()))
             if not arrived:
                 break
-            outcomes.update(arrived)
-            failed = any(isinstance(outcome, Failure) for outcome in arrived.values())
-            if not released and (failed or len(outcomes) == len(ranks)):
-                for rank in ranks:
-                    self.send(rank, RELEASE)
-                released, deadline = True, min(deadline, time.monotonic() + GRACE)
-        return outcomes
-
-    def send(self, rank, message):
-        try:
-            self.connections[rank].send(message)
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # a dead worker: `receive` reports it
-
-    def receive(self, ranks, deadline):
-        """Return the messages that arrived from `ranks`, at least one; an empty dict if the deadline passes."""
-        rank_of = {self.connections[rank]: rank for rank in ranks}
-        messages = {}
-        for connection in multiprocessing.connection.wait(rank_of, max(0.0, deadline - time.monotonic())):
-            rank = rank_of[connection]
-            try:
-                messages[rank] = connection.recv()
-            except (EOFError, ConnectionResetError):
-                self.processes[rank].join(GRACE)
-                exit_code = self.processes[rank].exitcode
-                # The time of death is unknown, but failures that others report came after it.
-                messages[rank] = Failure(-math.inf,
-                                         f"the process died, exit code {exit_code} (minus a number: by that signal)\n")
+            for connection in arrived:
+                rank = rank_of[connection]
+                try:
+                    messages[rank] = connection.recv()
+                except (EOFError, ConnectionError):
+                    self.processes[rank].join(GRACE)
+                    # The time of death is unknown, but failures that others report came after it.
+                    messages[rank] = Failure(-math.inf, f"the process died, exit code {self.processes[rank].exitcode} "
+                                             "(minus a number: by that signal)\n")
         return messages
 
-    def wait_until_free(self, ranks, timeout):
-        """Wait for FREE from every rank. Returns False if a rank has died or the time is over."""
-        deadline, busy = time.monotonic() + timeout, set(ranks)
-        while busy:
-            messages = self.receive(busy, deadline)
-            if not messages or any(message != FREE for message in messages.values()):
-                return False
-            busy -= messages.keys()
-        return True
 
-
-def raise_failures(name, world_size, outcomes):
-    """Raise what went wrong in a call, the first failure in full and on top. Return if nothing did."""
-    failures = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, Failure)}
-    first, *later = sorted(failures, key=lambda rank: failures[rank].moment) or [None]
-    lines = [f"rank {first} of {world_size} failed in {name}\n\n{failures[first].text}"] if failures else []
-    lines += [f"rank {rank} failed after it: {failures[rank].text.splitlines()[-1]}" for rank in later]
-    lines += [f"rank {rank} of {world_size} had not finished {name} and was killed"
-              for rank in range(world_size) if rank not in outcomes]
-    if lines:
-        raise WorkerError("\n".join(lines))
+def raise_failures(function, world_size, outcomes):
+    """Raise the first failure of a call, or name the ranks that did not return. Return if there are none."""
+    function = getattr(function, "func", function)       # of a functools.partial
+    name = f"{function.__module__}.{function.__qualname__}"
+    failures = [(outcome.moment, rank, outcome.text) for rank, outcome in outcomes.items()
+                if isinstance(outcome, Failure)]
+    if failures:
+        _, rank, text = min(failures)
+        raise WorkerError(f"rank {rank} of {world_size} failed in {name}\n\n{text}")
+    if late := sorted({*range(world_size)} - outcomes.keys()):
+        raise WorkerError("\n".join(f"rank {rank} of {world_size} had not finished {name} and was killed"
+                                    for rank in late))

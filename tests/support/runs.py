@@ -12,6 +12,7 @@ import dataclasses
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import ROOT
-from support.fork_server import (Ended, ForkServer, Running, default_signals, environment_without_launcher,
+from support.fork_server import (Ended, ForkServer, default_signals, environment_without_launcher, is_alive,
                                  launcher_environments)
 from support.pool import Pool
 from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -96,8 +97,10 @@ def torchrun(folder: Path, log: Path, processes: int, *words, restarts=0) -> sub
     """Start torchrun in `folder` with a script and its arguments (words). log: gets its output."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes,
                "--max-restarts", restarts, "--monitor-interval", 0.1, *words]
+    places = log.with_suffix(".ranks")
+    places.touch()
     environment = environment_without_launcher() | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
-                                                      "PLACES": str(log.with_suffix(".ranks"))}
+                                                    "PLACES": str(places)}
     with open(log, "w") as file:
         return subprocess.Popen([*map(str, command)], env=environment, cwd=folder, stdout=file,
                                 stderr=subprocess.STDOUT, preexec_fn=default_signals)
@@ -119,17 +122,23 @@ class Job:
 
     def __init__(self, folder: Path, corpus: Path, run_dir, *flags, processes=2, restarts=0, script=ROOT / "train.py",
                  word=None, fork_server: ForkServer | None = None):
-        self.run_dir = folder / run_dir
+        self.run_dir, self.log = folder / run_dir, folder / f"output-{time.monotonic_ns()}.txt"
         words = [*([word] if word else []), *TINY, "--data-path", str(corpus), "--run-dir", str(self.run_dir),
                  *map(str, flags)]
-        self.running = Running(folder / f"output-{time.monotonic_ns()}.txt")
-        self.output, self.ranks, self.codes = self.running.output, self.running.ranks, self.running.codes
         if fork_server:
             ranks = [(words, environment) for environment in launcher_environments(processes)]
-            self.process = fork_server.start(str(script), ranks, folder, self.running.log)
+            self.process = fork_server.start(str(script), ranks, folder, self.log)
+            self.ranks, self.codes = self.process.ranks, self.process.codes
         else:
-            self.running.places.touch()
-            self.process = torchrun(folder, self.running.log, processes, script, *words, restarts=restarts)
+            self.process = torchrun(folder, self.log, processes, script, *words, restarts=restarts)
+
+    def ranks(self) -> dict[int, int]:
+        """Return {rank: pid} of the ranks that are alive under torchrun."""
+        lines = self.log.with_suffix(".ranks").read_text().splitlines()
+        return {rank: pid for rank, pid in map(json.loads, lines) if is_alive(pid)}
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
 
     def send(self, rank: int, number: int) -> int:
         """Send signal `number` to a rank and return its pid. Raises KeyError if the rank is not alive."""
@@ -156,9 +165,10 @@ class Job:
 
     def close(self):
         """Kill what is still alive."""
-        if isinstance(self.process, subprocess.Popen):
-            self.process.kill()
-        self.running.close()
+        self.process.kill()
+        for pid in self.ranks().values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.end()
 
 
