@@ -159,18 +159,6 @@ def test_a_run_in_three_launches_finds_its_scale_and_skips_on_the_way_do_not_end
 
 # ---- the numbers
 
-@pytest.mark.parametrize("dtype, world_size, layout", [
-    ("bfloat16", 1, dict(micro_batch_size=12)), ("float32", 4, BOX),
-    pytest.param("float64", 4, BOX, marks=pytest.mark.exhaustive)])
-def test_a_power_of_two_changes_no_bit(pool, dtype, world_size, layout):
-    """As long as nothing over- or underflows. A scale of 3 rounds differently; otherwise this would show nothing."""
-    weights, data = weights_and_data(tiny(1), 2)
-    plain, power, three = (pool.run(train_rank, tiny(world_size, dtype=dtype, loss_scale=scale, **layout), weights,
-                                    data, 2, world_size=world_size)[0] for scale in (None, 2.0**12, 3.0))
-    assert (power.losses, power.norms) == (plain.losses, plain.norms) and three.norms != plain.norms
-    assert all(torch.equal(power.weights[name][0], plain.weights[name][0]) for name in plain.weights)
-
-
 RMS_NORM = dict(normalization="RMSNorm", fp16_lm_cross_entropy=True)           # the latter is for float16 alone
 DROPOUT = dict(hidden_dropout=0.1, attention_dropout=0.1)
 CUT = dict(tensor_model_parallel_size=2, slices=2, sequence_parallel=True, micro_batch_size=12)
