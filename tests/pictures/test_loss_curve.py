@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
@@ -12,10 +11,11 @@ import numpy as np
 import pytest
 from support import ROOT, needs
 from support.harness import report_without_a_run
-from support.runs import make_corpus, train_in_pool
+from support.runs import PATIENCE, make_corpus, train_in_pool
 
 import nanodomino.run.report
-from nanodomino.pictures.drawing import loss_curve, mean_around, read_metrics, svg
+from nanodomino.pictures.__main__ import main
+from nanodomino.pictures.drawing import loss_curve, read_metrics, svg
 
 FIGURE = needs("matplotlib.figure").Figure
 ENTROPIES = dict(step=0, unigram_entropy=3.2, bigram_entropy=2.4)
@@ -98,38 +98,36 @@ def test_without_matplotlib_the_end_says_once_which_command_draws_the_curve(tmp_
             f"nanodomino.pictures {tmp_path} draws it\n") in capsys.readouterr().out
 
 
-def test_training_starts_without_matplotlib_and_a_picture_needs_no_screen(tmp_path):
+def test_training_starts_without_matplotlib_and_a_picture_needs_no_screen(fork_server, tmp_path):
     """Drawing changes no signal's handler. The same run always becomes the same file."""
-    code = ("import signal, sys, train\n"
-            "from pathlib import Path\n"
-            "from nanodomino.pictures.drawing import loss_curve, svg\n"
-            "assert 'matplotlib' not in sys.modules\n"
-            "handlers = [signal.getsignal(number) for number in signal.valid_signals()]\n"
-            "print(svg(loss_curve, [Path(sys.argv[1])]), end='')\n"
-            "assert handlers == [signal.getsignal(number) for number in signal.valid_signals()]\n"
-            "assert 'matplotlib.pyplot' not in sys.modules\n")
+    (tmp_path / "script.py").write_text(
+        "import signal, sys, train\n"
+        "assert 'matplotlib' not in sys.modules\n"
+        "handlers = [signal.getsignal(number) for number in signal.valid_signals()]\n"
+        "from nanodomino.pictures.__main__ import main\n"
+        "main()\n"
+        "assert handlers == [signal.getsignal(number) for number in signal.valid_signals()]\n"
+        "assert 'matplotlib.pyplot' not in sys.modules\n")
     run = run_of(tmp_path / "run", *fall(120), dict(step=120, valid_loss=2.5))
-    python = subprocess.run([sys.executable, "-c", code, run], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert python.stdout == svg(loss_curve, [run])
+    ended = fork_server.launch(str(tmp_path / "script.py"), [(["run"], {})], tmp_path, PATIENCE)
+    assert (ended.code, ended.output) == (0, "drawn in run/loss.svg\n"), ended.output
+    drawn = (run / "loss.svg").read_text()
+    assert fork_server.launch("nanodomino.pictures", [(["run"], {})], tmp_path, PATIENCE) == ended
+    assert (run / "loss.svg").read_text() == drawn == svg(loss_curve, [run])
 
 
-def test_the_command_draws_one_run_or_several(tmp_path):
-    runs = [run_of(tmp_path / name, *fall(5)) for name in ("a", "b")]
-    for given, path, names in ((runs[:1], runs[0] / "loss.svg", ["a"]), (runs, tmp_path / "loss.svg", runs),
-                               ([*runs, "--output", "c.svg"], tmp_path / "c.svg", runs)):
-        subprocess.run([sys.executable, "-m", "nanodomino.pictures", *given], cwd=tmp_path, check=True,
-                       env={"PYTHONPATH": str(ROOT)})
-        assert {*map(str, names)} <= {*texts(path.read_text())}
+def test_the_command_draws_one_run_or_several(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        run_of(tmp_path / name, *fall(5))
+    for given, path, names in (("a", "a/loss.svg", {"a"}), ("a b", "loss.svg", {"a", "b"}),
+                               ("a b --output c.svg", "c.svg", {"a", "b"})):
+        monkeypatch.setattr(sys, "argv", ["pictures", *given.split()])
+        main()
+        assert names <= {*texts(Path(path).read_text())}
 
 
 # ---- from metrics.jsonl to points
-
-def test_the_mean_is_over_the_finite_neighbours():
-    values = np.array([1.0, np.nan, 4.0, 2.0, np.nan, np.nan, np.nan, 7.0])
-    around = [1.0, 2.5, 3.0, 3.0, 2.0, np.nan, 7.0, 7.0]
-    with np.errstate(all="raise"):
-        assert mean_around(values, 1) == pytest.approx(around, nan_ok=True)
-
 
 def test_half_a_line_and_a_number_of_400_digits_are_read(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 5, "loss": 1%s}\n{"step": 6, "loss": 2}\n{"ste' % (400 * b"0"))
@@ -145,7 +143,9 @@ def test_the_picture_shows_each_value(tmp_path):
                                               dict(step=90, test_loss=2.9), dict(step=400, test_loss=2.6)))
     pale, strong, valid, test, skipped, *levels = loss.lines
     assert points(pale)[0] == (1, 4.0) and math.isnan(points(pale)[19][1]) and len(points(pale)) == 400
-    assert points(strong)[49][1] == pytest.approx(sum(2 + 4 / (1 + step) for step in range(46, 55)) / 9)
+    for step, around in ((1, range(1, 6)), (50, range(46, 55)), (20, [*range(16, 20), *range(21, 25)])):
+        mean = sum(2 + 4 / (1 + number) for number in around) / len(around)
+        assert points(strong)[step - 1] == (step, pytest.approx(mean)), "the centred mean of finite neighbours"
     assert points(valid) == [(400, 2.5)] and points(test) == [(90, 2.9), (400, 2.6)] and points(skipped)[0][0] == 20
     assert sorted(line.get_ydata()[0] for line in levels) == [2.4, 3.2]
     assert points(rate.lines[0]) == [(step, math.nan if step == 20.5 else 1e-3) for step in range(1, 401)]
@@ -158,12 +158,6 @@ def test_spikes_do_not_flatten_an_axis_that_shows_all_losses_of_validation(tmp_p
     loss, _, _ = drawn(run_of(tmp_path / "run", *lines, dict(step=100, valid_loss=9.0)))
     low, high = loss.get_ylim()
     assert 1.5 < low < 2.01 and 9 < high < 10
-
-
-def test_a_long_run_has_a_small_picture(tmp_path):
-    generator = np.random.default_rng(0)
-    run = run_of(tmp_path / "run", *(step_line(step, 2 + generator.normal()) for step in range(1, 30_001)))
-    assert len(svg(loss_curve, [run])) < 400_000
 
 
 def test_the_picture_in_docs_has_the_words_that_the_code_draws_today(tmp_path):
@@ -182,10 +176,13 @@ ODD = {"one step": [ENTROPIES, step_line(1, 5.5)],
                             step_line(2, math.inf, -math.inf), step_line(3, -2.0), dict(step=3, valid_loss=math.inf)],
        "up to 1e299": [step_line(step, 10.0 ** (step % 300), 10.0 ** -(step % 300)) for step in range(1, 700)],
        "few steps of many": [step_line(step, 2.0) for step in (3, 70_000, 2**31 - 1)],
+       "a long run": [step_line(step, 2 + math.sin(step * step)) for step in range(1, 30_001)],
        "steps twice": [step_line(step, 3.0 + step) for step in (*range(1, 400), *range(200, 500))],
        "only a test": [ENTROPIES, dict(step=0, test_loss=2.0)], "nothing": [], "other words": [dict(step=1, more=[])]}
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_odd_runs_have_a_valid_picture(tmp_path, name):
-    texts(svg(loss_curve, [run_of(tmp_path / "$a_b\x1b", *ODD[name])]))
+def test_odd_runs_have_a_valid_and_small_picture(tmp_path, name):
+    picture = svg(loss_curve, [run_of(tmp_path / "$a_b\x1b", *ODD[name])])
+    texts(picture)
+    assert len(picture) < 400_000

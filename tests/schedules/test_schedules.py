@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from support import ROOT
-from support.harness import check_against_reference, tiny
+from support.harness import tiny
 
 from nanodomino.model import meta_stage
 from nanodomino.schedules import definitions
@@ -278,8 +278,3 @@ def test_further_warm_up_forwards_hide_slow_messages(look_ahead, seconds):
     assert step_time(simulate(table, message=1)) == seconds
     assert step_time(simulate(table)) == step_time(simulate(timetable("1f1b", 4, 64)))
     assert [peak_microbatches(row) for row in table.rows] == [(1 + look_ahead) * later + 1 for later in (3, 2, 1, 0)]
-
-
-def test_training_with_further_warm_up_forwards_equals_one_plain_process(pool):
-    check_against_reference(pool, tiny(4, pipeline_model_parallel_size=4, schedule="eager-1f1b", num_layers=5,
-                                       look_ahead=3, slices=2, global_batch_size=24), 2)

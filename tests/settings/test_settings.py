@@ -13,11 +13,11 @@ import torch
 from support import ROOT
 from support.checkpoints import train_from
 from support.harness import build, random_data, tiny
-from support.runs import TINY, main_on_rank, make_corpus, metric_points, saved_steps, train_in_pool
+from support.runs import TINY, main_on_rank, make_corpus, metric_points, train_in_pool
 
 import train
 from data.prepare import prepare
-from nanodomino.checkpoint.format import FORMAT, Box, write_boxes, write_manifest
+from nanodomino.checkpoint.format import FORMAT, Box, manifest_text, read_manifest, write_boxes, write_manifest
 from nanodomino.checkpoint.load import checkpoints_of, recorded_settings, restore
 from nanodomino.data import TokenDataset
 from nanodomino.errors import UserError
@@ -357,30 +357,23 @@ def test_every_need_can_hold_and_can_fail():
         [False, True, False], [True, True, False], [False, False, True]]
 
 
-def test_a_repeated_load_command_resumes_its_own_run(pool, tmp_path):
-    """A scheduler repeats the command at each launch. The run must then resume from its own checkpoint, even if the
-    checkpoint that it started from is gone."""
-    make_corpus(tmp_path)
-    assert train_in_pool(pool, tmp_path, "--run-dir", tmp_path / "from", "--train-iters", 3).code == 0
-    command = ["--load", tmp_path / "from", "--finetune", "--run-dir", tmp_path / "run", "--train-iters", 8,
-               "--exit-interval", 2]
-    for steps in (2, 4, 6):
-        ended = train_in_pool(pool, tmp_path, *command)
-        assert ended.code == 0
-        assert [step for step, _ in metric_points(tmp_path / "run", "loss")] == list(range(1, steps + 1))
-        assert saved_steps(tmp_path / "run")[0] == steps
-        assert ("starting from the weights in" in ended.output) == (steps == 2)
-        if steps == 4:
-            shutil.rmtree(tmp_path / "from")
-
-
-def test_a_run_killed_before_its_first_checkpoint_starts_again_from_load(begun, old_run):
-    """With all settings of its first launch."""
-    run, config = begun("--load", old_run, "--finetune", "--lr", 0.5)
-    again = settled("--run-dir", run, "--load", old_run, "--finetune")
+def test_a_command_with_load_goes_on_with_its_own_run(begun, old_run, tmp_path, monkeypatch):
+    """A scheduler repeats the command at each launch. Before the run's first checkpoint it starts from --load again,
+    with all settings of its first launch; then from its own checkpoint, even if the other one is gone."""
+    monkeypatch.setattr("nanodomino.run.folder.lock_folder", lambda run_dir: (run_dir / "lock").touch())
+    origin = Path(shutil.copytree(old_run, tmp_path / "origin"))
+    run, config = begun("--load", origin, "--finetune", "--lr", 0.5)
+    again = settled("--run-dir", run, "--load", origin, "--finetune")
     found = open_run(again)
-    assert found.checkpoint == checkpoints_of(old_run)[0] and found.weights_only
+    assert (found.checkpoint, found.weights_only) == (checkpoints_of(origin)[0], True)
     assert (again.num_layers, again.lr) == (1, 0.5) and again == config
+    (run / "checkpoints").rmdir()
+    shutil.move(origin / "checkpoints", run)
+    shutil.rmtree(origin)
+    (own,) = checkpoints_of(run)
+    (own / "manifest.json").write_text(manifest_text(read_manifest(own) | dict(config=dataclasses.asdict(config))))
+    found = open_run(settled("--run-dir", run, "--load", origin, "--finetune"))
+    assert (found.checkpoint, found.weights_only) == (own, False)
 
 
 def finetune_rank(config, folder, weights):
