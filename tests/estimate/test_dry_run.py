@@ -265,17 +265,6 @@ def test_attention_within_documents_costs_as_many_flops_as_its_documents_one_by_
     assert found.flops == 4 * 4 * (2 * 8 * 8 / 2) * 16
 
 
-def test_a_storage_counts_once_until_its_last_tensor_is_freed():
-    with Accounts({}, host_counts=True) as accounts:
-        kept = torch.ones(100)
-        view, other = kept[10:20], torch.ones(50)
-        del kept, other
-        view.add_(1)
-        assert (accounts.now, accounts.peak) == (400, 600)
-        del view
-    assert (accounts.now, accounts.peak) == (0, 600)
-
-
 def test_grouped_queries_need_more_memory_in_the_backward_of_flash_attention():
     """The gradient of q in fp32, and those of k and v for each query head."""
     q, k = (torch.empty(1, heads, 8, 16, dtype=torch.bfloat16, device="meta") for heads in (4, 2))

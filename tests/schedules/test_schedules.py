@@ -166,16 +166,6 @@ def test_the_simulated_idle_time_follows_the_formula(name, chunks, work):
             assert found <= chunks * IDLE["1f1b"](stages, microbatches, 1, *work), "1F1B on these stages idles less"
 
 
-def test_if_a_pair_sends_both_outputs_to_one_stage_the_gradient_is_received_first():
-    """It is sent first."""
-    rows = ((Forward(0), Forward(0, 1), Pair(Backward(0, 1), Forward(1)), Forward(1, 1), Backward(0), Backward(1, 1),
-             Backward(1)),
-            (Forward(0), Forward(0, 1), Backward(0, 1), Backward(0), Forward(1), Forward(1, 1), Backward(1, 1),
-             Backward(1)))
-    receives = receives_to_post(Timetable(Placement(2, 2), rows))[1]
-    assert [str(message) for messages in receives for message in messages] == ["F0", "F0'", "B0", "F1", "F1'", "B1"]
-
-
 def with_warm_up(count, stages, microbatches):
     """Return a Timetable of pairs, after count(stages, stage) forwards on each stage."""
     rows = []
