@@ -40,8 +40,6 @@ TEXTS = [
     "<|endoftext|> a<|begin_of_text|>b <|end_of_text|><|im_start|>user\n<|im_end|> <think> x</think>\n\n<thin k>",
     "def f(x):\n    return {'a': [1, 2,3]}  # y\n\n\nif __name__ == \"__main__\":\n\tf(0x1F)\n",
     "x" * 300 + " " * 300 + "\n" * 300 + "1" * 300 + "!" * 300 + "東" * 300]
-# characters that regular expressions and normalization treat specially
-SPECIAL = " \n\r\t.,'-_!<>|/aZeslrtv109é½\u3000\u00a0\u0301\u0327\u0338\u0958\u093c\u1100\u1161東🙂\u200d"
 
 
 def byte_level_family(name: str):
@@ -134,9 +132,7 @@ def write(path: Path, text: str) -> Path:
 def test_ids_and_text_are_those_of_the_package(families, name):
     tokenizer, special = (build_tokenizer(families[name], special_tokens=special) for special in (False, True))
     assert tokenizer.vocab_size == package(families[name]).get_vocab_size(with_added_tokens=True)
-    choose = random.Random(1)
-    texts = TEXTS + ["".join(choose.choices(SPECIAL, k=choose.randrange(40))) for _ in range(300)]
-    for text, ids in zip(texts, map(list, tokenizer.encode_batch(texts))):
+    for text, ids in zip(TEXTS, map(list, tokenizer.encode_batch(TEXTS))):
         assert ids == package_ids(families[name], text), repr(text)
         assert tokenizer.decode(ids) == package(families[name]).decode(ids, skip_special_tokens=False), repr(text)
         prompt = special.encode(text).tolist()

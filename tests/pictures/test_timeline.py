@@ -227,6 +227,8 @@ def test_chunks_slices_and_the_parts_of_a_backward_are_told_apart():
         words, _, _ = drawn(one_rank(("backward", 0, 80, dict(microbatch=3)), *(
             ("resume", 20 * i, 20 * i + 20, dict(slice=i % slices)) for i in range(4))))
         assert [x for x, _ in words.get("a", [])] == ([10, 50] if slices == 2 else [])
+        ((_, number),), (row, *_) = words["3"], [y for _, y in words["b"]] or [99]
+        assert 24 < number < row - 7 and (row < 24 + 23 or slices == 1), "inside the bar, below the number"
 
 
 def test_a_bar_is_pale_until_the_last_rank_has_joined():
