@@ -35,13 +35,6 @@ def test_frequencies_are_those_of_transformers_bit_for_bit(kind, options):
     assert torch.equal(ours[0].flatten(2), cos[..., :64]) and torch.equal(ours[1].flatten(2), sin[..., :64])
 
 
-@pytest.mark.table
-def test_a_rotated_half_of_a_head_has_the_frequencies_of_a_head_of_that_size():
-    half, small = (rotary_frequencies(tiny(1, hidden_size=size, num_attention_heads=2, position_embedding_type="rope",
-                                           rotary_percent=share)) for size, share in ((64, 0.5), (32, 1.0)))
-    assert torch.equal(half, small) and len(half) == 8
-
-
 # ---- documents
 
 def test_documents_and_positions_are_those_counted_by_hand():

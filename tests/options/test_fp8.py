@@ -39,19 +39,6 @@ def test_zeros_stay_zeros_and_infinities_stay_not_finite(dtype, rowwise):
         assert not y[2].isfinite().any()
 
 
-def test_conversions_and_transposes_of_single_bytes_are_compiled():
-    """A GPU's own kernel for a transpose of single bytes is ten times slower than a compiled one."""
-    calls, x = [], normal(6, 64)
-    recipe = Fp8Recipe("hybrid", "tensorwise", torch.float32,
-                       lambda function: lambda *given: calls.append(function) or function(*given))
-    gradient = recipe.gradient
-    turned_at_once, converted = recipe.convert(x, gradient, True), recipe.convert(x, gradient)
-    for turned in (turned_at_once, recipe.convert(converted, gradient, True)):
-        assert turned.values.is_contiguous() and turned.values.shape == (64, 6)
-        torch.testing.assert_close(turned.values.float() * turned.scale, x.t(), rtol=2.0**-3, atol=1e-3)
-    assert len(calls) == 3
-
-
 # ---- the three matmuls
 
 @pytest.mark.parametrize("name, recipe", CASES)
