@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from support.checkpoints import (DP2, EXPERTS, LAYOUTS, LLAMA, ONE_RANK, TP2, TP
 from support.harness import build, difference, full_tensors, reference_for, relative, sizes_of, weights_and_data
 from support.reference import full_shapes
 
-from nanodomino.checkpoint.format import boxes_of_range, local_boxes, slices
+from nanodomino.checkpoint.format import local_boxes, slices
 from nanodomino.checkpoint.load import checkpoints_of, load_weights
 from nanodomino.checkpoint.save import copy_to_host, range_to_save
 from nanodomino.errors import UserError
@@ -99,20 +98,6 @@ def test_a_skipped_step_does_not_count_as_an_adam_step_after_a_resume(pool, tmp_
 
 
 # ---- which boxes a rank saves and reads
-
-@pytest.mark.parametrize("shape", [(1,), (7,), (1, 1), (1, 5), (5, 1), (4, 3), (3, 7), (2, 1, 3), (2, 3, 2), (2, 3, 4)],
-                         ids=str)
-def test_boxes_hold_each_element_of_a_range_once_and_in_order(shape):
-    """For every range: at most one box of a vector, three of a matrix, five of three dimensions; none is empty."""
-    elements = torch.arange(torch.Size(shape).numel())
-    for begin, end in product(range(len(elements) + 1), repeat=2):
-        boxes = boxes_of_range(begin, end, shape) if begin <= end else []
-        values = [elements.view(shape)[tuple(slice(first, first + length) for first, length in zip(*box))]
-                  for box in boxes]
-        assert [value.shape for value in values] == [box.size for box in boxes]
-        assert torch.cat([elements[:0], *(value.flatten() for value in values)]).tolist() == list(range(begin, end))
-        assert len(boxes) <= 2 * len(shape) - 1 and all(value.numel() for value in values)
-
 
 def boxes_on_rank(config):
     """([(name, box)] of the boxes that this rank saves, bytes that it copies, bytes of all states that it holds)."""
