@@ -40,10 +40,11 @@ RINGS = {
         (layout, {}) for layout in (ONE_RANK, (1, 2, 2, 1, 1, "1f1b"), TP2, (1, 2, 1, 1, 0, "zb-v"))])
        for name, untied in (("depths", False), ("depths-untied", True))},
     "context parallelism": (LLAMA, [(ONE_RANK, CP2), (ONE_RANK, {}), (DP2, A2A), ((2, 1, 1, 2, 0, "1f1b"), CP2)])}
+SELDOM = "depths", "all", "all-llama"
 
 
-@pytest.mark.parametrize("name", [*RINGS, *(pytest.param(name, marks=pytest.mark.exhaustive)
-                                            for name in ("all", "all-llama"))])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.exhaustive if name in SELDOM else [])
+                                  for name in (*RINGS, "all", "all-llama")])
 def test_any_layout_resumes_from_any_other(pool, tmp_path, name):
     """A step on one layout and the next on another equal the reference model. The data order, the learning rate,
     Adam's count and an expert bias must continue. Each layout resumes from the previous one, or from all twelve."""

@@ -45,8 +45,7 @@ def test_bytes_of_state_per_parameter(zero_stage, dtype, expected):
         reduce_scatter=4 * (config.microbatches if zero_stage == 2 else 1), all_gather=config.params_dtype.itemsize))
 
 
-@pytest.mark.parametrize("positions", ["learned_absolute", "rope"])
-@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("cut, positions", [(False, "rope"), (True, "learned_absolute")])
 @pytest.mark.parametrize("granularity, stream, inside", [("none", 4, 12), ("selective", 4, 7), ("full", 2, 0)])
 def test_activations_of_a_layer(granularity, stream, inside, cut, positions):
     """Exact: a norm keeps two fp32 numbers per token, and attention one per token and head. Rotated q and k are kept in
