@@ -203,7 +203,7 @@ def test_generate_ends_a_chat_models_turn_unless_the_data_end_with_another_token
 
 
 def test_a_document_ends_once_and_one_with_its_own_separator_inside_is_named(tmp_path, monkeypatch, families):
-    """Also if a chunk ends with the separator. A document with its own begin-of-text token gets no second one."""
+    """A document's chunk may end with the separator. A document that has begin-of-text gets no second one."""
     monkeypatch.setattr(tokenizers, "CHUNK", 20)
     begin, end = "<|begin_of_text|>", "<|end_of_text|>"
     texts, out = [f"a{end}b", f"ccccccc{end} c", f"d{end}{end}", "e", f"f{end}", f"{begin}g"], tmp_path / "out"
@@ -219,7 +219,7 @@ def test_a_document_ends_once_and_one_with_its_own_separator_inside_is_named(tmp
 
 
 def test_a_corpus_of_another_tokenizer_than_an_imported_models_is_refused(tmp_path, families):
-    """Also if both tokenizers have the same size; after a change of the special tokens it is still the same."""
+    """Two tokenizers of the same size can differ. A change of the special tokens alone makes no other tokenizer."""
     prepare(write(tmp_path / "a.txt", "q\nHello, you"), tmp_path / "out", families["llama3"])
     text, corpus = (families["llama3"] / "tokenizer.json").read_text(), load_corpus(tmp_path / "out")
     corpus.check_tokenizer_of(tmp_path)                        # an import without a tokenizer

@@ -211,7 +211,7 @@ def test_a_changed_text_is_noticed_and_a_copied_one_is_not(tmp_path, byte, secon
 
 
 def test_nothing_is_replaced_and_failures_leave_nothing_behind(tmp_path, monkeypatch):
-    """Of two processes the first to finish makes the default corpus. On a full disk the error names the output."""
+    """The first of two processes to finish makes the default corpus. On a full disk the error names the output."""
     (tmp_path / "a.py").write_text("some = text")
     out, entropies = tmp_path / "out", prepare_module.entropies
 

@@ -139,7 +139,7 @@ def test_small_runs_tell_what_all_layers_and_microbatches_of_four_stages_need(sc
 @pytest.mark.parametrize("schedule, least, most", [
     ("1f1b", 0.9, 1.1), ("paired", 0.9, 1.1), ("interleaved", 0.45, 0.55), ("zb-h1", 0.2, 0.45), ("zb-v", 0, 0.45)])
 def test_with_free_communication_there_is_only_the_bubble(schedule, least, most):
-    """Relative to (p - 1)/m of the ideal time. Two chunks halve it. Weight gradients fill it: (p - 1)(F + B - W)."""
+    """The bubble is (p - 1)/m of the ideal time. Two chunks halve it; weight gradients fill it: (p - 1)(F + B - W)."""
     config = tiny(4, **PP4, num_layers=16, hidden_size=64, global_batch_size=48, device="cpu", schedule=schedule)
     parts = step_seconds(train, config, machine(matmul_rate=1e12))
     ideal = parts["matmuls"] + parts["attention"]

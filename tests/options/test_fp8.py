@@ -98,8 +98,8 @@ def test_after_an_update_the_new_weights_are_used(pool, recipe, zero_stage):
 
 
 def test_a_weight_is_converted_twice_a_step_and_an_activation_once_for_both_of_its_matmuls(monkeypatch):
-    """A weight once as W and once as W^T, however many microbatches use it. The update then frees both. Each matrix has
-    an activation and a gradient; only attention's output, which stays in the training type, is converted again."""
+    """W and W^T are converted once each, however many microbatches use them. The update then frees both. Each matrix
+    has an activation and a gradient; only attention's output, which stays in the training type, is converted again."""
     config, converted, convert = tiny(1, **FP32, fp8_format="hybrid"), [], Fp8Recipe.convert
     monkeypatch.setattr(Fp8Recipe, "convert", lambda self, x, *given: (
         None if isinstance(x, Fp8Tensor) else converted.append(x.shape)) or convert(self, x, *given))

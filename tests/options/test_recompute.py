@@ -72,8 +72,8 @@ def test_a_mask_is_drawn_once_if_it_is_kept_and_twice_if_it_is_not(monkeypatch):
 @pytest.mark.parametrize("schedule, sequence_parallel", [
     ("1f1b", False), ("paired", False), ("zb-v", False), ("1f1b", True), ("zb-v", True)])
 def test_no_collective_is_repeated(schedule, sequence_parallel):
-    """As many collectives and bytes as without. Of a stream that is cut, too: backward gathers a product's input again,
-    whether it was kept or computed again."""
+    """Recomputation adds neither calls nor bytes, also with a sharded residual stream: there backward gathers a
+    matmul's input again whether it was kept or recomputed."""
     config = tiny(2, **EIGHT, tensor_model_parallel_size=2, slices=2, columns=2, schedule=schedule,
                   sequence_parallel=sequence_parallel, device="cpu")
     plain, *others = (dry_run(train, dataclasses.replace(config, recompute_granularity=one)).traffic
@@ -83,7 +83,7 @@ def test_no_collective_is_repeated(schedule, sequence_parallel):
 
 @pytest.mark.parametrize("slices", [1, 2])
 def test_a_sublayer_is_recomputed_while_the_all_reduce_above_it_is_in_flight(slices):
-    """Between its launch and its wait, so that it hides the all-reduce even with a single slice."""
+    """It runs between the launch and the wait, so it hides the all-reduce even with a single slice."""
     config = tiny(2, **{**EIGHT, "global_batch_size": 4}, tensor_model_parallel_size=2, slices=slices,
                   recompute_granularity="full")
     trace = Trace()

@@ -298,7 +298,7 @@ def test_fine_tuning_extends_the_context_of_a_model_with_rope(pool, tmp_path):
 
 
 def test_the_context_of_learned_positions_is_all_that_the_weights_were_trained_with(tmp_path, begun):
-    """Not those that no run has trained, but those that an earlier one has, and all of an imported model's."""
+    """Positions that no run has trained do not count. Those of an earlier run do, and all of an imported model."""
     run, config = begun("--seq-length", 16, "--max-position-embeddings", 2048)
     assert config.context_length == 16
     for number, (length, context) in enumerate([(32, 32), (8, 32), (24, 32)]):
@@ -326,7 +326,7 @@ def test_a_tilde_is_the_home_directory_in_flags_and_files_but_not_in_a_prompt(tm
 
 
 def test_a_setting_without_effect_is_refused_only_if_its_flag_was_given(begun):
-    """Neither if a run remembers it, nor if a preset or a file sets it."""
+    """A setting without effect that a run remembers, or that a preset or a file sets, is accepted."""
     run, _ = begun("--tp", 2, "--sequence-parallel", "--optimizer", "muon", "--muon-momentum", 0.8, world_size=2)
     alone = settled("--run-dir", run, "--tp", 1)
     assert alone.sequence_parallel and alone.sequence_shards == 1
