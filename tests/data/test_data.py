@@ -314,8 +314,6 @@ def test_a_split_of_exactly_one_window_is_enough(tmp_path):
     prepare(tmp_path / "a.txt", tmp_path / "out", split=(1, 0, 0))      # nine tokens with end-of-text
     batch = TokenDataset(load_corpus(tmp_path / "out"), "train", 8, 0).batch(5, 0, 0, 1, 1, 1)
     assert batch.labels.tolist() == [[*b"2345678", BYTE_END]]
-    with pytest.raises(UserError, match="has 9 tokens, but one sample needs seq-length . 1 = 10; lower --seq-length"):
-        TokenDataset(load_corpus(tmp_path / "out"), "train", 9, 0)
 
 
 def test_an_epoch_shows_every_window_once_in_an_order_of_its_own(corpus):

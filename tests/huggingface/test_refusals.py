@@ -127,17 +127,15 @@ def test_a_damaged_folder_is_refused(saved, tmp_path, change, message):
 
 # ---- output
 
-@pytest.mark.parametrize("name", ["convert_from_hf", "convert_to_hf"])
-def test_output_is_complete_or_absent(saved, tmp_path, monkeypatch, name):
+@pytest.mark.parametrize("name, act", [
+    ("convert_from_hf", lambda theirs, ours, out: import_model(theirs, out)),
+    ("convert_to_hf", lambda theirs, ours, out: export_model(ours, out))], ids=["import", "export"])
+def test_output_is_complete_or_absent(saved, tmp_path, monkeypatch, name, act):
     """A full disk in the middle leaves no folder; the next attempt removes what a killed process left, and succeeds.
     Nothing is overwritten."""
-    import_model(saved("gpt2")[1], tmp_path / "imported")
     function, calls, out = getattr(convert, name), [], tmp_path / "out"
-
-    def act():
-        if name == "convert_from_hf":
-            return import_model(saved("gpt2")[1], out)
-        return export_model(tmp_path / "imported", out)
+    given = saved("gpt2")[1], tmp_path / "imported", out
+    import_model(*given[:2])
 
     def fail(*args):
         calls.append(1)
@@ -150,12 +148,12 @@ def test_output_is_complete_or_absent(saved, tmp_path, monkeypatch, name):
     with monkeypatch.context() as patch:
         patch.setattr(convert, name, fail)
         with pytest.raises(OSError, match="No space left on device"):
-            act()
+            act(*given)
     assert len(calls) == 9 and not list(tmp_path.glob("*out*"))
-    act()
+    act(*given)
     assert out.exists() and not (out / "left").exists()
     with pytest.raises(UserError, match="out already exists, and nothing is overwritten; choose another name"):
-        act()
+        act(*given)
 
 
 # ---- export
