@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -14,7 +13,6 @@ from support.harness import report_without_a_run
 from support.runs import PATIENCE, make_corpus, train_in_pool
 
 import nanodomino.run.report
-from nanodomino.pictures.__main__ import main
 from nanodomino.pictures.drawing import loss_curve, read_metrics, svg
 
 FIGURE = needs("matplotlib.figure").Figure
@@ -94,7 +92,7 @@ def test_a_failure_to_draw_is_a_warning_and_without_matplotlib_the_end_says_whic
     assert "validation 2.400, bits per byte 1.731" in "".join(texts((tmp_path / "loss.svg").read_text()))
 
 
-def test_training_starts_without_matplotlib_and_a_picture_needs_no_screen(fork_server, tmp_path):
+def test_the_command_draws_several_runs_without_a_screen_and_training_starts_without_matplotlib(fork_server, tmp_path):
     """Drawing changes no signal's handler. The same run always becomes the same file."""
     (tmp_path / "script.py").write_text(
         "import signal, sys, train\n"
@@ -104,23 +102,15 @@ def test_training_starts_without_matplotlib_and_a_picture_needs_no_screen(fork_s
         "main()\n"
         "assert handlers == [signal.getsignal(number) for number in signal.valid_signals()]\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n")
-    run = run_of(tmp_path / "run", *fall(120), dict(step=120, valid_loss=2.5))
-    ended = fork_server.launch(str(tmp_path / "script.py"), [(["run"], {})], tmp_path, PATIENCE)
-    assert (ended.code, ended.output) == (0, "drawn in run/loss.svg\n"), ended.output
-    drawn = (run / "loss.svg").read_text()
-    assert fork_server.launch("nanodomino.pictures", [(["run"], {})], tmp_path, PATIENCE) == ended
-    assert (run / "loss.svg").read_text() == drawn == svg(loss_curve, [run])
-
-
-def test_the_command_draws_one_run_or_several(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
     for name in ("a", "b"):
-        run_of(tmp_path / name, *fall(5))
-    for given, path, names in (("a", "a/loss.svg", {"a"}), ("a b", "loss.svg", {"a", "b"}),
-                               ("a b --output c.svg", "c.svg", {"a", "b"})):
-        monkeypatch.setattr(sys, "argv", ["pictures", *given.split()])
-        main()
-        assert names <= {*texts(Path(path).read_text())}
+        run_of(tmp_path / name, *fall(120), dict(step=120, valid_loss=2.5))
+    command, output = "nanodomino.pictures", ["--output", "c.svg"]
+    for program, runs, flags, path in ((str(tmp_path / "script.py"), ["a"], [], "a/loss.svg"),
+                                       (command, ["a", "b"], [], "loss.svg"), (command, ["a", "b"], output, "c.svg")):
+        ended = fork_server.launch(program, [(runs + flags, {})], tmp_path, PATIENCE)
+        assert (ended.code, ended.output) == (0, f"drawn in {path}\n"), ended.output
+        assert {f"{name}, validation 2.500" for name in runs} <= {*texts((tmp_path / path).read_text())}
+    assert (tmp_path / "a/loss.svg").read_text() == svg(loss_curve, [tmp_path / "a"])
 
 
 # ---- from metrics.jsonl to points
