@@ -87,15 +87,14 @@ def test_the_same_layout_resumes_with_the_same_bits(pool, tmp_path, dtype):
     assert_same_bits(pool, tmp_path, config, weights, data)
 
 
-@pytest.mark.parametrize("skipped", [1, 2])
-def test_a_skipped_step_does_not_count_as_an_adam_step_after_a_resume(pool, tmp_path, skipped):
+def test_skipped_steps_do_not_count_as_adam_steps_after_a_resume(pool, tmp_path):
     """Adam's bias correction depends on the number of updates. Counting steps instead would change the run a little and
-    break nothing. If both steps before the checkpoint were skipped, it has no moments."""
+    break nothing. Both steps before the checkpoint are skipped, so it has no moments."""
     weights, data = weights_and_data(config_for(*ONE_RANK), 4)
     data = dataclasses.replace(data, loss_mask=data.loss_mask.clone())
-    data.loss_mask[:skipped] = math.nan
+    data.loss_mask[:2] = math.nan
     losses = assert_same_bits(pool, tmp_path, config_for(*DP2), weights, data)
-    assert [math.isnan(loss) for loss in losses] == [True, skipped == 2, False], "or no step was skipped"
+    assert list(map(math.isnan, losses)) == [True, True, False], "or no step was skipped"
 
 
 # ---- which boxes a rank saves and reads
