@@ -12,10 +12,9 @@ import pytest
 import torch
 from support import ROOT
 from support.checkpoints import train_from
-from support.harness import build, random_data, tiny
+from support.harness import build, random_data, tiny, train_rank, train_steps
 from support.runs import TINY, main_on_rank, make_corpus, metric_points, train_in_pool
 
-import train
 from data.prepare import prepare
 from nanodomino.checkpoint.format import FORMAT, Box, manifest_text, read_manifest, write_boxes, write_manifest
 from nanodomino.checkpoint.load import checkpoints_of, recorded_settings, restore
@@ -367,26 +366,23 @@ def test_a_command_with_load_goes_on_with_its_own_run(begun, old_run, tmp_path, 
     assert (found.checkpoint, found.weights_only) == (own, False)
 
 
-def finetune_rank(config, folder, weights):
-    """Compare three steps from the checkpoint's weights alone with three steps of a new model with the same weights."""
-    losses = []
-    for anew in (False, True):
-        mesh, model, optimizer, stage = build(config, weights if anew else None)
-        step = 0 if anew else restore(checkpoints_of(Path(folder))[0], model, optimizer, mesh, weights_only=True)
-        assert step == optimizer.updates == 0
-        losses.append([train.train_step(step, stage, optimizer, random_data(config, 3, seed=1), config, mesh).loss
-                       for step in (1, 2, 3)])
-    return losses
+def finetune_rank(config, folder, data):
+    """Return the losses of three steps from the checkpoint's weights alone."""
+    mesh, model, optimizer, _ = built = build(config)
+    step = restore(checkpoints_of(Path(folder))[0], model, optimizer, mesh, weights_only=True)
+    assert step == optimizer.updates == 0
+    return train_steps(built, config, data, range(1, 4)).losses
 
 
 def test_finetune_starts_at_step_0_with_a_new_optimizer(pool, tmp_path):
-    """Also with other data, another optimizer and another layout."""
-    old = tiny(1)
-    (saved,) = pool.run(train_from, old, None, random_data(old, 2), 0, 2, None, str(tmp_path), world_size=1)
+    """Its losses are those of a new model with the same weights, also with other data, another optimizer and another
+    layout."""
+    (saved,) = pool.run(train_from, tiny(1), None, random_data(tiny(1), 2), 0, 2, None, str(tmp_path), world_size=1)
     weights = {name: weight for name, (weight, _) in saved.weights.items()}
     config = tiny(2, data_parallel_size=2, optimizer="muon", lr=1e-3)
-    for loaded, anew in pool.run(finetune_rank, config, str(tmp_path), weights, world_size=2):
-        assert loaded == anew
+    data = random_data(config, 3, seed=1)
+    anew = pool.run(train_rank, config, weights, data, 3, world_size=2)
+    assert pool.run(finetune_rank, config, str(tmp_path), data, world_size=2) == [outcome.losses for outcome in anew]
 
 
 def test_a_refused_change_is_blamed_on_the_setting_that_was_given():
