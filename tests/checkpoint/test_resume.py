@@ -57,7 +57,8 @@ def test_any_layout_resumes_from_any_other(pool, tmp_path, name):
         folders += map(str, checkpoints_of(tmp_path / str(i)))
     for i, config in enumerate(configs):
         chosen = folders if name not in RINGS else [folders[i - 1]]
-        results = pool.run(resume_from_each, config, data, chosen, world_size=config.world_size)
+        results = pool.run(resume_from_each, config, data, chosen, world_size=config.world_size,
+                           timeout=120 * len(chosen))
         for outcomes in zip(*results, strict=True):
             assert relative(outcomes[0].losses, [records[1].loss]) < 1e-9
             assert relative(outcomes[0].norms, [records[1].gradient_norm]) < 1e-9
