@@ -40,8 +40,6 @@ TEXTS = [
     "<|endoftext|> a<|begin_of_text|>b <|end_of_text|><|im_start|>user\n<|im_end|> <think> x</think>\n\n<thin k>",
     "def f(x):\n    return {'a': [1, 2,3]}  # y\n\n\nif __name__ == \"__main__\":\n\tf(0x1F)\n",
     "x" * 300 + " " * 300 + "\n" * 300 + "1" * 300 + "!" * 300 + "東" * 300]
-# characters that regular expressions and normalization treat specially
-SPECIAL = " \n\r\t.,'-_!<>|/aZeslrtv109é½\u3000\u00a0\u0301\u0327\u0338\u0958\u093c\u1100\u1161東🙂\u200d"
 
 
 def byte_level_family(name: str):
@@ -134,9 +132,7 @@ def write(path: Path, text: str) -> Path:
 def test_ids_and_text_are_those_of_the_package(families, name):
     tokenizer, special = (build_tokenizer(families[name], special_tokens=special) for special in (False, True))
     assert tokenizer.vocab_size == package(families[name]).get_vocab_size(with_added_tokens=True)
-    choose = random.Random(1)
-    texts = TEXTS + ["".join(choose.choices(SPECIAL, k=choose.randrange(40))) for _ in range(300)]
-    for text, ids in zip(texts, map(list, tokenizer.encode_batch(texts))):
+    for text, ids in zip(TEXTS, map(list, tokenizer.encode_batch(TEXTS))):
         assert ids == package_ids(families[name], text), repr(text)
         assert tokenizer.decode(ids) == package(families[name]).decode(ids, skip_special_tokens=False), repr(text)
         prompt = special.encode(text).tolist()
@@ -207,7 +203,7 @@ def test_generate_ends_a_chat_models_turn_unless_the_data_end_with_another_token
 
 
 def test_a_document_ends_once_and_one_with_its_own_separator_inside_is_named(tmp_path, monkeypatch, families):
-    """Also if a chunk ends with the separator. A document with its own begin-of-text token gets no second one."""
+    """A document's chunk may end with the separator. A document that has begin-of-text gets no second one."""
     monkeypatch.setattr(tokenizers, "CHUNK", 20)
     begin, end = "<|begin_of_text|>", "<|end_of_text|>"
     texts, out = [f"a{end}b", f"ccccccc{end} c", f"d{end}{end}", "e", f"f{end}", f"{begin}g"], tmp_path / "out"
@@ -223,7 +219,7 @@ def test_a_document_ends_once_and_one_with_its_own_separator_inside_is_named(tmp
 
 
 def test_a_corpus_of_another_tokenizer_than_an_imported_models_is_refused(tmp_path, families):
-    """Also if both tokenizers have the same size; after a change of the special tokens it is still the same."""
+    """Two tokenizers of the same size can differ. A change of the special tokens alone makes no other tokenizer."""
     prepare(write(tmp_path / "a.txt", "q\nHello, you"), tmp_path / "out", families["llama3"])
     text, corpus = (families["llama3"] / "tokenizer.json").read_text(), load_corpus(tmp_path / "out")
     corpus.check_tokenizer_of(tmp_path)                        # an import without a tokenizer

@@ -35,7 +35,7 @@ def per_layer(config, value):
     (0, "float32", 16), (1, "float32", 8 + 8 / 4), (2, "float32", 4 + 12 / 4),
     (0, "bfloat16", 18), (1, "bfloat16", 6 + 12 / 4), (2, "bfloat16", 2 + 16 / 4)])
 def test_bytes_of_state_per_parameter(zero_stage, dtype, expected):
-    """And what replicas send: gradients have 4 bytes, and are reduced once, or by ZeRO-2 in each microbatch."""
+    """Gradients have 4 bytes per parameter. Replicas reduce them once a step, with ZeRO-2 once a microbatch."""
     config = tiny(4, dtype=dtype, zero_stage=zero_stage, hidden_size=64, device="cpu", global_batch_size=24)
     run, parameters = dry_run(train, config), sum(weight.numel() for weight in meta_stage(config).parameters())
     assert formulas.state_bytes_per_parameter(config) == expected
@@ -45,8 +45,7 @@ def test_bytes_of_state_per_parameter(zero_stage, dtype, expected):
         reduce_scatter=4 * (config.microbatches if zero_stage == 2 else 1), all_gather=config.params_dtype.itemsize))
 
 
-@pytest.mark.parametrize("positions", ["learned_absolute", "rope"])
-@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("cut, positions", [(False, "rope"), (True, "learned_absolute")])
 @pytest.mark.parametrize("granularity, stream, inside", [("none", 4, 12), ("selective", 4, 7), ("full", 2, 0)])
 def test_activations_of_a_layer(granularity, stream, inside, cut, positions):
     """Exact: a norm keeps two fp32 numbers per token, and attention one per token and head. Rotated q and k are kept in

@@ -120,7 +120,7 @@ def test_logits_are_exact_and_transformers_loads_an_export_with_the_same_bits(
     assert len([*(tmp_path / "30000").glob("model-*.safetensors")]) > 3
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_each_dtype_comes_back_with_its_bits(saved, transformers, tmp_path, dtype):
     """A checkpoint holds fp32 or fp64; export uses the imported dtype unless another one is asked for."""
     torch.manual_seed(1)
@@ -280,16 +280,12 @@ def test_the_nearest_preset_is_the_nearest_by_ratio_and_has_experts_only_if_the_
     assert nearest_preset(settings) == preset
 
 
-def save_rank(config, folder):
-    assert save_steps(config, folder) == [None]
-
-
 def test_export_says_that_it_leaves_depths_and_document_boundaries_out(pool, tmp_path):
     """The other weights come from generators seeded by their names, so they equal those of a model without depths."""
     load_file = needs("safetensors.torch").load_file
     for depths in (0, 2):
         config = tiny(1, mtp_num_layers=depths, reset_attention_mask=depths > 0, dtype="float32")
-        pool.run(save_rank, config, str(tmp_path / str(depths)), world_size=1)
+        assert pool.run(save_steps, config, str(tmp_path / str(depths)), world_size=1) == [[None]]
     said = [export_model(tmp_path / str(depths), tmp_path / f"out-{depths}") for depths in (0, 2)]
     assert said[1] == said[0].replace("out-0", "out-2") + (
         "; without the 2 depths of multi-token prediction; trained with --reset-attention-mask, so give Transformers "

@@ -1,19 +1,13 @@
 """Rotary positions, documents, and what a batch holds of them."""
 
-from contextlib import nullcontext
 from functools import partial
-from itertools import pairwise
 
 import pytest
 import torch
 from support import needs
-from support.fake_world import fake_world
-from support.flash_on_cpu import flash_on_cpu
-from support.harness import (END_OF_TEXT, FAMILIES, build, count_depth_masks, count_documents, difference, tiny,
-                             weights_and_data)
+from support.harness import (END_OF_TEXT, count_depth_masks, count_documents, tiny)
 
 from nanodomino.data import Batch
-from nanodomino.domino import run_to_end
 from nanodomino.layers.attention_mask import AttentionMask, document_begins, rotary_frequencies, rotation
 from nanodomino.options.documents import document_ids, positions_within_documents
 
@@ -39,13 +33,6 @@ def test_frequencies_are_those_of_transformers_bit_for_bit(kind, options):
     cos, sin = theirs(torch.zeros(1), positions)
     ours = rotation(config, positions, 6, torch.device("cpu"))
     assert torch.equal(ours[0].flatten(2), cos[..., :64]) and torch.equal(ours[1].flatten(2), sin[..., :64])
-
-
-@pytest.mark.table
-def test_a_rotated_half_of_a_head_has_the_frequencies_of_a_head_of_that_size():
-    half, small = (rotary_frequencies(tiny(1, hidden_size=size, num_attention_heads=2, position_embedding_type="rope",
-                                           rotary_percent=share)) for size, share in ((64, 0.5), (32, 1.0)))
-    assert torch.equal(half, small) and len(half) == 8
 
 
 # ---- documents
@@ -97,33 +84,3 @@ def test_each_depth_reads_the_batch_one_token_further(flags, mask_loss):
         for name in ("tokens", "labels", "loss_mask"):
             assert torch.equal(torch.cat([getattr(half, name) for half in halves]), getattr(batch, name))
     assert not batch.extras and not halves[0].extras
-
-
-def losses_and_gradients(stage, optimizer, model, batches):
-    """Return the losses of all batches' tokens [all tokens], and the sum of the batches' gradients."""
-    optimizer.zero_grad()
-    losses = []
-    for batch in batches:
-        output, tape = run_to_end(stage.forward(batch))
-        losses.append(output.flatten())
-        run_to_end(stage.backward(tape, torch.ones_like(output)))
-    return torch.cat(losses), {name: weight.main_grad.clone() for name, weight in model.named_parameters()}
-
-
-@pytest.mark.parametrize("attention", [nullcontext, flash_on_cpu], ids=["bias", "varlen"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_packed_sample_is_its_documents_one_by_one(family, attention):
-    """With both flags every loss and every gradient is equal, for learned positions and for rope."""
-    config = tiny(1, **FAMILIES[family], reset_position_ids=True, reset_attention_mask=True, slices=2)
-    weights, data = weights_and_data(config, 1)
-    rows = torch.cat([data.tokens[0], data.labels[0, :, -1:]], dim=1)[:6]
-    with fake_world(0, 1), attention():
-        _, model, optimizer, stage = build(config, weights)
-        batch = batch_of(rows, reset_position_ids=True, reset_attention_mask=True)
-        packed, expected = losses_and_gradients(stage, optimizer, model, [batch])
-        alone = [Batch.from_rows(row[None, start:end + 1], [0]) for row in rows for start, end in pairwise(
-                     [0, *(i + 1 for i in range(len(row) - 2) if row[i] == END_OF_TEXT), len(row) - 1])]
-        assert len(alone) > 9
-        one_by_one, gradients = losses_and_gradients(stage, optimizer, model, alone)
-    assert torch.allclose(packed, one_by_one, rtol=1e-9)
-    assert difference(gradients, expected) < 1e-9

@@ -3,34 +3,19 @@
 torch's varlen_attn runs here on CPUs, on top of stand-ins for its two kernels (support/flash_on_cpu.py).
 """
 
-import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
 from support.fake_world import fake_world
 from support.flash_on_cpu import flash_on_cpu
-from support.harness import FAMILIES, build, check_against_reference, count_documents, tiny
+from support.harness import FAMILIES, build, check_against_reference, tiny
 
 from nanodomino.comm.device import StandIn, standing_for
-from nanodomino.layers.attention_mask import AttentionMask, document_begins, fits_varlen, uses_varlen
+from nanodomino.layers.attention_mask import fits_varlen, uses_varlen
 
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-
-
-def find_starts(documents, window=None):
-    s = documents.size(1)
-    return AttentionMask(torch.arange(s), document_begins(documents), window, s).runs(CPU)
-
-
-def test_the_starts_of_documents_are_those_counted_by_hand():
-    found = find_starts(torch.tensor([[0, 0, 0, 1], [0, 0, 0, 0], [0, 1, 2, 2]]))
-    assert found.starts.tolist() == [0, 3, 4, 8, 9, 10, 12] and found.longest == 4 and found.starts.dtype == torch.int32
-    _, documents = count_documents(torch.randint(0, 5, (20, 30), generator=torch.Generator().manual_seed(1)))
-    lengths = [len(list(tokens)) for row in documents.tolist() for _, tokens in itertools.groupby(row)]
-    found = find_starts(documents)
-    assert found.starts.diff().tolist() == lengths and found.longest == max(lengths)
 
 
 def by_varlen(function, *arguments):

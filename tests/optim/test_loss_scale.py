@@ -1,23 +1,19 @@
-"""Loss scaling in fp16: it adapts, changes no bit, and survives a stop."""
+"""The loss scale of fp16 adapts and survives a stop, and 16-bit training deviates by its rounding alone."""
 
 import dataclasses
 import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.fake_world import fake_world
 from support.runs import make_corpus, metric_points, train_in_pool
 from support.harness import (build, difference, full_tensors, random_data, relative, tiny, train_rank,
                              weights_and_data)
-from support.reference import random_weights
 
 import train
 from nanodomino.layers.cross_entropy import max_and_sum_exp_of_rows, scaled_exp_of_rows
 from nanodomino.layers.sublayers import NORMALIZATIONS
 from nanodomino.optim.optimizers import LossScale
-
-BOX = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2, micro_batch_size=12)
 
 
 # ---- how the scale adapts
@@ -109,38 +105,6 @@ def test_a_loss_that_is_not_finite_counts_as_a_failure():
     assert counts == [0, 1, 0, 1, 2, 0]
 
 
-def scales_rank(config, weights, data, pattern, bad_rank):
-    """Return (scale, skipped, whether a weight changed) of each step. In steps marked x one rank's gradient is inf."""
-    mesh, _, optimizer, stage = build(config, weights)
-    reduce, found = optimizer.reduce, []
-
-    def poisoned(bucket):
-        if pattern[len(found)] == "x" and dist.get_rank() == bad_rank:
-            bucket.view(bucket.parameters[0], bucket.main_grad).view(-1)[0] = math.inf
-        reduce(bucket)
-
-    optimizer.reduce = poisoned
-    for step in range(1, len(pattern) + 1):
-        tensors = [tensor for bucket in optimizer.buckets for tensor in (bucket.weights, bucket.master)]
-        before = [tensor.clone() for tensor in tensors]
-        result = train.train_step(step, stage, optimizer, data, config, mesh)
-        found.append((result.loss_scale, result.skipped, not all(map(torch.equal, tensors, before))))
-    return found
-
-
-@pytest.mark.parametrize("layout", [
-    pytest.param(dict(pipeline_model_parallel_size=4), marks=pytest.mark.exhaustive), dict(data_parallel_size=4),
-    dict(data_parallel_size=4, zero_stage=0), BOX], ids=["pp", "dp", "dp-zero0", "tp-pp"])
-def test_if_one_rank_overflows_all_ranks_skip_the_step_and_halve_the_scale(pool, layout):
-    """No weight or master weight of any rank changes in that step."""
-    config = tiny(4, dtype="float16", hysteresis=1, loss_scale_window=2, initial_loss_scale=2.0**10, num_layers=4,
-                  **layout)
-    weights, data = random_weights(config, seed=3), random_data(config, 5)
-    for found in pool.run(scales_rank, config, weights, data, ".x...", 3, world_size=4):
-        assert found == [(1024.0, False, True), (1024.0, True, False), (512.0, False, True), (512.0, False, True),
-                         (1024.0, False, True)]
-
-
 def test_a_run_in_three_launches_finds_its_scale_and_skips_on_the_way_do_not_end_it(pool, tmp_path):
     """It starts at 2^40 and skips many more steps than --max-skipped-steps; metrics and output show each of them."""
     make_corpus(tmp_path)
@@ -159,18 +123,6 @@ def test_a_run_in_three_launches_finds_its_scale_and_skips_on_the_way_do_not_end
 
 # ---- the numbers
 
-@pytest.mark.parametrize("dtype, world_size, layout", [
-    ("bfloat16", 1, dict(micro_batch_size=12)), ("float32", 4, BOX),
-    pytest.param("float64", 4, BOX, marks=pytest.mark.exhaustive)])
-def test_a_power_of_two_changes_no_bit(pool, dtype, world_size, layout):
-    """As long as nothing over- or underflows. A scale of 3 rounds differently; otherwise this would show nothing."""
-    weights, data = weights_and_data(tiny(1), 2)
-    plain, power, three = (pool.run(train_rank, tiny(world_size, dtype=dtype, loss_scale=scale, **layout), weights,
-                                    data, 2, world_size=world_size)[0] for scale in (None, 2.0**12, 3.0))
-    assert (power.losses, power.norms) == (plain.losses, plain.norms) and three.norms != plain.norms
-    assert all(torch.equal(power.weights[name][0], plain.weights[name][0]) for name in plain.weights)
-
-
 RMS_NORM = dict(normalization="RMSNorm", fp16_lm_cross_entropy=True)           # the latter is for float16 alone
 DROPOUT = dict(hidden_dropout=0.1, attention_dropout=0.1)
 CUT = dict(tensor_model_parallel_size=2, slices=2, sequence_parallel=True, micro_batch_size=12)
@@ -179,7 +131,8 @@ ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}      
 
 @pytest.mark.parametrize("world_size, layout, options", [
     (1, dict(micro_batch_size=12), RMS_NORM), (2, CUT, DROPOUT),
-    pytest.param(8, BOX | dict(data_parallel_size=2, micro_batch_size=6), RMS_NORM, marks=pytest.mark.exhaustive)])
+    pytest.param(8, dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2, micro_batch_size=6),
+                 RMS_NORM, marks=pytest.mark.exhaustive)])
 def test_16_bit_training_deviates_from_float64_in_proportion_to_its_rounding(pool, world_size, layout, options):
     """Small errors add up linearly. fp16 rounds 2^13 times as coarsely as fp32 (bfloat16: 2^16), so it deviates from
     float64 2^13 times as far as the measured fp32. Errors are random, so three times that is allowed."""

@@ -66,6 +66,11 @@ def test_each_optimizer_has_its_formula_above():
     assert {*FORMULAS, "muon"} == OPTIMIZERS.keys(), "write the new optimizer's formula, and add it to FORMULAS"
 
 
+@pytest.mark.table
+def test_the_default_rate_of_muon_is_twice_that_of_adamw():
+    assert tiny(1, lr=None, optimizer="muon").lr == 2 * tiny(1, lr=None).lr
+
+
 @pytest.mark.parametrize("name, formula", FORMULAS.items())
 def test_each_step_follows_the_formulas_when_no_setting_has_its_default(name, formula):
     """A setting that never reaches the optimizer would show, even if both sides read their numbers from one config."""

@@ -11,7 +11,6 @@ import train
 from nanodomino.comm.trace import Trace
 from nanodomino.comm.device import StandIn, standing_for
 from nanodomino.domino import run_to_end
-from nanodomino.errors import UserError
 from nanodomino.model import meta_stage
 from nanodomino.options import experts
 
@@ -108,11 +107,3 @@ def test_an_experts_second_matrix_is_drawn_like_a_row_parallel_one():
     config = tiny(1, num_experts=2, disable_bias_linear=True, num_layers=8, moe_shared_expert_intermediate_size=8)
     found = {weight.spec.std for name, weight in meta_stage(config).named_parameters() if "4h_to_h" in name}
     assert found == {config.init_method_std / 4}
-
-
-@pytest.mark.table
-def test_ranks_that_share_samples_may_own_different_experts():
-    shared = dict(context_parallel_size=2, expert_model_parallel_size=2, disable_bias_linear=True)
-    assert (tiny(2, num_experts=4, **shared).ep, tiny(2, num_experts=4, **shared).dp) == (2, 1)
-    with pytest.raises(UserError, match="data x context parallel size 1 x 2; try --ep 1"):
-        tiny(2, num_experts=3, **shared)

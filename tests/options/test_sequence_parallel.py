@@ -1,5 +1,5 @@
-"""A sharded residual stream: what its two operations compute, and what hides them. test_layouts.py compares whole
-training steps."""
+"""What a sharded residual stream keeps, and what hides its collectives. test_layouts.py compares whole training steps,
+comm/test_collectives.py the two operations."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -11,59 +11,23 @@ from support.harness import build, random_data, tiny
 
 from nanodomino.comm.trace import Trace
 from nanodomino.domino import run_to_end
-from nanodomino.mesh import make_mesh
-from nanodomino.options.sequence_parallel import ShardedResidual
 
-SHAPE = (3, 8, 6)                    # three samples of eight tokens, so that a rank holds rows of two samples
-
-
-def numbers(seed, dtype):
-    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+# three layers
+FOUR = dict(tensor_model_parallel_size=2, micro_batch_size=4, global_batch_size=4, sequence_parallel=True)
+EXPERTS = dict(num_experts=2, disable_bias_linear=True)
 
 
-def arrive(flight):
-    if flight.collective:
-        flight.launch()
-        flight.work.wait()
-    return flight.result()
-
-
-def rows_rank(dtype):
-    """Return this rank's rows of a tensor; all rows gathered, in one piece and in two chunks of features; and the
-    reduce of a tensor that each rank has of its own."""
-    mesh = make_mesh(1, 1, torch.distributed.get_world_size(), torch.device("cpu"))
-    stream = ShardedResidual(mesh.tp_group)
-    rows = stream.own_rows(numbers(99, dtype))
-    assert rows.untyped_storage().nbytes() == rows.nbytes, "a view would keep all rows in memory"
-    chunks, addend = [arrive(stream.gather(part)) for part in rows.chunk(2, dim=-1)], numbers(mesh.tp_rank, dtype)
-    reduce = stream.reduce(addend)
-    place = addend.flatten().chunk(stream.shards)[mesh.tp_rank]
-    assert reduce.tensor.data_ptr() == place.data_ptr(), "where a GPU's reduce-scatter leaves this rank's sums"
-    return rows, arrive(stream.gather(rows)), chunks, arrive(reduce)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_gather_returns_all_rows_and_reduce_the_sum_of_this_ranks_rows(pool, ranks, dtype):
-    """The sum has torch.sum's bits."""
-    whole = numbers(99, dtype)
-    total = torch.stack([numbers(rank, dtype) for rank in range(ranks)]).sum(dim=0)
-    for rank, (own, gathered, chunks, reduced) in enumerate(pool.run(rows_rank, dtype, world_size=ranks)):
-        for found, expected in ((own, whole), (reduced, total)):
-            assert found.shape == (3, 8 // ranks, 6)
-            assert torch.equal(found.flatten(0, 1), expected.flatten(0, 1).chunk(ranks)[rank])
-        assert torch.equal(gathered, whole) and torch.equal(torch.cat(chunks, dim=-1), whole)
-
-
-def test_the_tape_keeps_only_this_ranks_rows_of_the_word_embeddings():
+def test_a_rank_keeps_its_own_rows_without_the_memory_of_the_others():
     """Without learned positions and dropout, the reduced words are the residual stream itself. Their reduce leaves them
     in a tensor of all rows, of which a view would keep every row."""
     config = tiny(2, **FOUR, position_embedding_type="rope", slices=1)
     with fake_world(0, 2):
         _, _, _, stage = build(config)
         (piece,) = run_to_end(stage.forward(random_data(config, 1).batch(0, 0, 0, 1, 4, 4)))[1]
-    x = piece.tape[0].norm.x
-    assert x.shape == (4, config.seq_length // 2, config.hidden_size) and x.untyped_storage().nbytes() == x.nbytes
+        own = stage.ops.stream.own_rows(torch.ones(4, config.seq_length, config.hidden_size))
+    for x in (piece.tape[0].norm.x, own):
+        assert x.shape == (4, config.seq_length // 2, config.hidden_size)
+        assert x.untyped_storage().nbytes() == x.nbytes
 
 
 # ---- what runs between a launch and its wait
@@ -97,11 +61,6 @@ def windows_of(config):
         run_to_end(stage.backward(tape, batch.loss_mask.to(losses.dtype)))
     assert not launched
     return forward, found
-
-
-# three layers
-FOUR = dict(tensor_model_parallel_size=2, micro_batch_size=4, global_batch_size=4, sequence_parallel=True)
-EXPERTS = dict(num_experts=2, disable_bias_linear=True)
 
 
 def exposed(windows):

@@ -3,19 +3,17 @@
 import json
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from support import ROOT, needs
+from support import needs
 from support.harness import report_without_a_run
-from support.runs import make_corpus, train_in_pool
+from support.runs import PATIENCE, make_corpus, train_in_pool
 
 import nanodomino.run.report
-from nanodomino.pictures.drawing import loss_curve, mean_around, read_metrics, svg
+from nanodomino.pictures.drawing import loss_curve, read_metrics, svg
 
 FIGURE = needs("matplotlib.figure").Figure
 ENTROPIES = dict(step=0, unigram_entropy=3.2, bigram_entropy=2.4)
@@ -71,65 +69,51 @@ def test_a_run_leaves_its_curve(pool, tmp_path):
     assert (run_dir / "metrics.jsonl").read_text().count("unigram_entropy") == 1
 
 
-def test_a_failure_to_draw_is_a_warning(tmp_path, capsys, monkeypatch):
-    """Neither an unwritable file nor a bug."""
+def test_a_failure_to_draw_is_a_warning_and_without_matplotlib_the_end_says_which_command_draws(
+        tmp_path, capsys, monkeypatch):
+    """Neither an unwritable file nor a bug nor a missing package ends a run."""
+    def said(act, *arguments):
+        act(*arguments)
+        return capsys.readouterr().out
+
     report = report_without_a_run(tmp_path)
     (tmp_path / "loss.svg").mkdir()
-    report.draw_curve()
-    assert "warning: loss.svg can't be written ([Errno 21] Is a directory" in capsys.readouterr().out
+    assert "warning: loss.svg can't be written ([Errno 21] Is a directory" in said(report.draw_curve)
     (tmp_path / "loss.svg").rmdir()
-    monkeypatch.setattr(nanodomino.run.report, "svg", lambda *drawing: 1 / 0)
-    report.draw_curve()
-    assert "warning: loss.svg can't be written (division by zero); training continues" in capsys.readouterr().out
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(nanodomino.run.report, "svg", lambda *drawing: 1 / 0)
+        assert "warning: loss.svg can't be written (division by zero); training continues" in said(report.draw_curve)
+        patch.setattr(nanodomino.run.report, "find_spec", lambda name: None)
+        assert "matplotlib" not in said(report.draw_curve) and not (tmp_path / "loss.svg").exists()
+        assert ("the loss curve is not drawn, because matplotlib is not installed; after pip install matplotlib, "
+                f"python -m nanodomino.pictures {tmp_path} draws it\n") in said(report.end, 3, 1.0)
     report.losses(3, "valid", 2.4, 8, 1)
-    report.end(3, 1.0)
-    assert "warning" not in capsys.readouterr().out
+    assert "warning" not in said(report.end, 3, 1.0)
     assert "validation 2.400, bits per byte 1.731" in "".join(texts((tmp_path / "loss.svg").read_text()))
 
 
-def test_without_matplotlib_the_end_says_once_which_command_draws_the_curve(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(nanodomino.run.report, "find_spec", lambda name: None)
-    report = report_without_a_run(tmp_path)
-    report.draw_curve()
-    assert "matplotlib is" not in capsys.readouterr().out and not (tmp_path / "loss.svg").exists()
-    report.end(3, 1.0)
-    assert ("the loss curve is not drawn, because matplotlib is not installed; after pip install matplotlib, python -m "
-            f"nanodomino.pictures {tmp_path} draws it\n") in capsys.readouterr().out
-
-
-def test_training_starts_without_matplotlib_and_a_picture_needs_no_screen(tmp_path):
+def test_the_command_draws_several_runs_without_a_screen_and_training_starts_without_matplotlib(fork_server, tmp_path):
     """Drawing changes no signal's handler. The same run always becomes the same file."""
-    code = ("import signal, sys, train\n"
-            "from pathlib import Path\n"
-            "from nanodomino.pictures.drawing import loss_curve, svg\n"
-            "assert 'matplotlib' not in sys.modules\n"
-            "handlers = [signal.getsignal(number) for number in signal.valid_signals()]\n"
-            "print(svg(loss_curve, [Path(sys.argv[1])]), end='')\n"
-            "assert handlers == [signal.getsignal(number) for number in signal.valid_signals()]\n"
-            "assert 'matplotlib.pyplot' not in sys.modules\n")
-    run = run_of(tmp_path / "run", *fall(120), dict(step=120, valid_loss=2.5))
-    python = subprocess.run([sys.executable, "-c", code, run], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert python.stdout == svg(loss_curve, [run])
-
-
-def test_the_command_draws_one_run_or_several(tmp_path):
-    runs = [run_of(tmp_path / name, *fall(5)) for name in ("a", "b")]
-    for given, path, names in ((runs[:1], runs[0] / "loss.svg", ["a"]), (runs, tmp_path / "loss.svg", runs),
-                               ([*runs, "--output", "c.svg"], tmp_path / "c.svg", runs)):
-        subprocess.run([sys.executable, "-m", "nanodomino.pictures", *given], cwd=tmp_path, check=True,
-                       env={"PYTHONPATH": str(ROOT)})
-        assert {*map(str, names)} <= {*texts(path.read_text())}
+    (tmp_path / "script.py").write_text(
+        "import signal, sys, train\n"
+        "assert 'matplotlib' not in sys.modules\n"
+        "handlers = [signal.getsignal(number) for number in signal.valid_signals()]\n"
+        "from nanodomino.pictures.__main__ import main\n"
+        "main()\n"
+        "assert handlers == [signal.getsignal(number) for number in signal.valid_signals()]\n"
+        "assert 'matplotlib.pyplot' not in sys.modules\n")
+    for name in ("a", "b"):
+        run_of(tmp_path / name, *fall(120), dict(step=120, valid_loss=2.5))
+    command, output = "nanodomino.pictures", ["--output", "c.svg"]
+    for program, runs, flags, path in ((str(tmp_path / "script.py"), ["a"], [], "a/loss.svg"),
+                                       (command, ["a", "b"], [], "loss.svg"), (command, ["a", "b"], output, "c.svg")):
+        ended = fork_server.launch(program, [(runs + flags, {})], tmp_path, PATIENCE)
+        assert ended.code == 0 and ended.output.endswith(f"drawn in {path}\n"), ended.output
+        assert {f"{name}, validation 2.500" for name in runs} <= {*texts((tmp_path / path).read_text())}
+    assert (tmp_path / "a/loss.svg").read_text() == svg(loss_curve, [tmp_path / "a"])
 
 
 # ---- from metrics.jsonl to points
-
-def test_the_mean_is_over_the_finite_neighbours():
-    values = np.array([1.0, np.nan, 4.0, 2.0, np.nan, np.nan, np.nan, 7.0])
-    around = [1.0, 2.5, 3.0, 3.0, 2.0, np.nan, 7.0, 7.0]
-    with np.errstate(all="raise"):
-        assert mean_around(values, 1) == pytest.approx(around, nan_ok=True)
-
 
 def test_half_a_line_and_a_number_of_400_digits_are_read(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 5, "loss": 1%s}\n{"step": 6, "loss": 2}\n{"ste' % (400 * b"0"))
@@ -145,7 +129,9 @@ def test_the_picture_shows_each_value(tmp_path):
                                               dict(step=90, test_loss=2.9), dict(step=400, test_loss=2.6)))
     pale, strong, valid, test, skipped, *levels = loss.lines
     assert points(pale)[0] == (1, 4.0) and math.isnan(points(pale)[19][1]) and len(points(pale)) == 400
-    assert points(strong)[49][1] == pytest.approx(sum(2 + 4 / (1 + step) for step in range(46, 55)) / 9)
+    for step, around in ((1, range(1, 6)), (50, range(46, 55)), (20, [*range(16, 20), *range(21, 25)])):
+        mean = sum(2 + 4 / (1 + number) for number in around) / len(around)
+        assert points(strong)[step - 1] == (step, pytest.approx(mean)), "the centred mean of finite neighbours"
     assert points(valid) == [(400, 2.5)] and points(test) == [(90, 2.9), (400, 2.6)] and points(skipped)[0][0] == 20
     assert sorted(line.get_ydata()[0] for line in levels) == [2.4, 3.2]
     assert points(rate.lines[0]) == [(step, math.nan if step == 20.5 else 1e-3) for step in range(1, 401)]
@@ -160,21 +146,6 @@ def test_spikes_do_not_flatten_an_axis_that_shows_all_losses_of_validation(tmp_p
     assert 1.5 < low < 2.01 and 9 < high < 10
 
 
-def test_a_long_run_has_a_small_picture(tmp_path):
-    generator = np.random.default_rng(0)
-    run = run_of(tmp_path / "run", *(step_line(step, 2 + generator.normal()) for step in range(1, 30_001)))
-    assert len(svg(loss_curve, [run])) < 400_000
-
-
-def test_the_picture_in_docs_has_the_words_that_the_code_draws_today(tmp_path):
-    """`python train.py` draws it again."""
-    results = {f"{split}_{name}": 2.5 for split in ("valid", "test") for name in ("loss", "bits_per_byte")}
-    run = run_of(tmp_path / "nano-001", *fall(200), dict(results, step=200))
-    words, published = ([re.sub(r"[\d.,]+", "", word) for word in texts(picture)] for picture in (
-        svg(loss_curve, [run]), (ROOT / "docs" / "loss.svg").read_text()))
-    assert {*words} == {*published}
-
-
 ODD = {"one step": [ENTROPIES, step_line(1, 5.5)],
        "nothing finite": [ENTROPIES] + [step_line(step, None, None, skipped=True) for step in range(1, 9)],
        "constant": [step_line(step, 0.0, 0.5, 0.0) for step in range(1, 300)],
@@ -182,10 +153,13 @@ ODD = {"one step": [ENTROPIES, step_line(1, 5.5)],
                             step_line(2, math.inf, -math.inf), step_line(3, -2.0), dict(step=3, valid_loss=math.inf)],
        "up to 1e299": [step_line(step, 10.0 ** (step % 300), 10.0 ** -(step % 300)) for step in range(1, 700)],
        "few steps of many": [step_line(step, 2.0) for step in (3, 70_000, 2**31 - 1)],
+       "a long run": [step_line(step, 2 + math.sin(step * step)) for step in range(1, 30_001)],
        "steps twice": [step_line(step, 3.0 + step) for step in (*range(1, 400), *range(200, 500))],
        "only a test": [ENTROPIES, dict(step=0, test_loss=2.0)], "nothing": [], "other words": [dict(step=1, more=[])]}
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_odd_runs_have_a_valid_picture(tmp_path, name):
-    texts(svg(loss_curve, [run_of(tmp_path / "$a_b\x1b", *ODD[name])]))
+def test_odd_runs_have_a_valid_and_small_picture(tmp_path, name):
+    picture = svg(loss_curve, [run_of(tmp_path / "$a_b\x1b", *ODD[name])])
+    texts(picture)
+    assert len(picture) < 400_000

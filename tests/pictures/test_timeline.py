@@ -5,17 +5,13 @@
 """
 
 import json
-import random
 from collections import Counter, defaultdict
-from dataclasses import replace
 
 import pytest
-import torch
-from support import ROOT, needs
+from support import needs
 from support.harness import build, random_data, tiny
 
 import train
-from benchmarks.timeline import PICTURES
 from nanodomino.comm.trace import Event, Trace
 from nanodomino.estimate.rank import dry_run
 from nanodomino.schedules.definitions import SCHEDULES
@@ -26,21 +22,17 @@ from nanodomino.pictures.merged_trace import (COLLECTIVES, MOMENTS, PASSES, Reco
                                               difference, gather, parts, set_ready_times, union)
 
 
-def traced(config, data, steps, recording=True):
-    """Train `steps` steps in a worker; return (the recording on rank 0, losses, this rank's weights)."""
+def traced(config, data, recording=True):
+    """Train on the steps of `data` in a worker; return (the recording on rank 0, or this rank's events, losses)."""
     trace = Trace(recording=recording)
-    mesh, model, optimizer, stage = build(config, trace=trace, warm=False)
+    mesh, _, optimizer, stage = build(config, trace=trace, warm=False)
     optimizer.trace = trace
-    losses = [train.train_step(step, stage, optimizer, data, config, mesh).loss for step in range(1, steps + 1)]
-    weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    if not recording:
-        return trace.events, losses, weights
-    return gather(trace, mesh), losses, weights
+    losses = [train.train_step(1 + step, stage, optimizer, data, config, mesh).loss for step in range(len(data.tokens))]
+    return gather(trace, mesh) if recording else trace.events, losses
 
 
-def record(pool, world_size, steps=1, **changes) -> Recording:
-    config = tiny(world_size, **changes)
-    return pool.run(traced, config, random_data(config, steps), steps, world_size=world_size)[0][0]
+def record(pool, config, steps=1) -> Recording:
+    return pool.run(traced, config, random_data(config, steps), world_size=config.world_size)[0][0]
 
 
 def of(events, *kinds):
@@ -57,9 +49,8 @@ def totals(events) -> dict[str, int]:
 def test_spans_and_messages_follow_the_schedule(pool, schedule):
     """Actions in order, pairs in turns; a message for each link to another stage; totals that add up."""
     config = tiny(3, pipeline_model_parallel_size=3, schedule=schedule, num_layers=6, global_batch_size=12)
-    recording = pool.run(traced, config, random_data(config, 1), 1, world_size=3)[0][0]
     placement = config.placement
-    for stage, (events, row) in enumerate(zip(recording.ranks, config.timetable.rows)):
+    for stage, (events, row) in enumerate(zip(record(pool, config).ranks, config.timetable.rows)):
         found = actions(events)
         assert [{(one.kind, one.args["microbatch"], one.args["chunk"]) for one in spans} for spans in found] == [
             {(half.kind, half.microbatch, half.chunk) for half in action.halves} for action in row]
@@ -80,78 +71,51 @@ def test_spans_and_messages_follow_the_schedule(pool, schedule):
         assert totals(events)["compute"] == sum(end - begin for begin, end in worked)
 
 
-@pytest.mark.parametrize("slices, columns", [(2, 1), (1, 2)])
-def test_collectives_of_tensor_parallelism(pool, slices, columns):
-    """The number of collectives at each site is Domino's, and each is waited for."""
-    recording = record(pool, 2, tensor_model_parallel_size=2, slices=slices, columns=columns, micro_batch_size=4,
-                       global_batch_size=8, num_layers=2)
-    microbatches, names = 2, ("group", "slice", "site")
-    for events in recording.ranks:
-        sums = [event for event in of(events, *COLLECTIVES) if event.args["group"] == "tp"]
-        sites = {"embedding": 1, "cross_entropy": 2, "head": columns}
-        sites |= {f"layers.{i}.{name}": 2 * columns for i in range(2) for name in ("attention", "mlp")}
-        assert Counter(event.args["site"] for event in sums) == {
-            site: count * slices * microbatches for site, count in sites.items()}
+@pytest.mark.parametrize("slices, columns, cut", [(2, 1, False), (1, 2, False), (2, 1, True)])
+def test_collectives_and_bytes_are_those_of_a_dry_run_and_each_is_waited_for(pool, slices, columns, cut):
+    """The bytes of a reduce-scatter are those of the whole tensor, of which a rank keeps only its part."""
+    config = tiny(2, tensor_model_parallel_size=2, slices=slices, columns=columns, micro_batch_size=4,
+                  global_batch_size=8, num_layers=2, device="cpu", sequence_parallel=cut)
+    names, traffic = ("group", "slice", "site"), dry_run(train, config).traffic
+    for events in record(pool, config).ranks:
+        calls, sizes = Counter(), Counter()
         waits = [[event.args.get(name) for name in names] for event in of(events, "wait")]
-        assert all([event.args[name] for name in names] in waits for event in sums)
-        assert all(event.begin < event.end and event.args["bytes"] > 0 for event in sums)
-
-
-def test_the_bytes_of_a_traced_step_are_those_of_a_dry_run(pool):
-    """Also those of a reduce-scatter, of which a rank keeps only its part."""
-    options = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True,
-                   slices=2, micro_batch_size=4, global_batch_size=8, device="cpu")
-    recording, config = record(pool, 4, **options), tiny(4, **options)
-    for rank, events in enumerate(recording.ranks):
-        found = Counter()
         for event in of(events, *COLLECTIVES):
-            found[event.args["group"], event.kind] += event.args["bytes"]
-        expected = dry_run(train, config, rank).traffic
-        assert found == {key: size for key, (_, size) in expected.items() if key[1] in COLLECTIVES}
+            calls[event.args["group"], event.kind] += 1
+            sizes[event.args["group"], event.kind] += event.args["bytes"]
+            assert event.begin < event.end
+            assert "site" not in event.args or [event.args[name] for name in names] in waits
+        assert {key: (calls[key], sizes[key]) for key in calls} == {
+            key: count for key, count in traffic.items() if key[1] in COLLECTIVES}
 
 
-EVERYTHING = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2, micro_batch_size=2,
-                  global_batch_size=8)
+def test_recording_changes_no_number_and_without_it_no_event_is_kept(pool):
+    config = tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2, bucket_size=500)
+    (on, losses), (off, others) = (zip(*pool.run(traced, config, random_data(config, 2), recording))
+                                   for recording in (True, False))
+    assert losses == others and on[0] and not any(off)
 
 
 @pytest.fixture(scope="module")
 def recording(pool):
-    """Two steps with tp 2, pp 2, dp 2 and two slices."""
-    return record(pool, 8, steps=2, **EVERYTHING)
+    return record(pool, tiny(8, num_experts=4, disable_bias_linear=True, pipeline_model_parallel_size=2, slices=2,
+                             data_parallel_size=4, expert_model_parallel_size=2), steps=2)
 
 
-def test_every_step_is_the_sum_of_its_parts(recording):
-    assert recording.caption.endswith("step 1, 2") and len(recording.ranks) == 8
+def test_a_recording_has_one_clock_on_which_collectives_meet_within_their_group(recording):
+    """Each rank records as many collectives of a group as the ranks it meets. A wait ends when the last has joined."""
+    assert recording.caption == "pp 2, dp 4, ep 2, step 1, 2" and recording.places[3] == "stage 0, dp 3"
     assert min(event.begin for events in recording.ranks for event in events) == 0
-    for events in recording.ranks:
-        sums = totals(events)
-        assert min(sums.values()) >= 0 and sums["compute"] > 0 and sums["optimizer"] > 0 and sums["exposed"] > 0
-        assert sums["step"] == sum(event.end - event.begin for event in of(events, "step"))
-        assert sums["step"] == sum(sums[name] for name in ("compute", "optimizer", "exposed", "idle", "other"))
-
-
-def test_recording_changes_no_number(pool):
-    """And with recording off, no events are kept."""
-    config = tiny(8, **EVERYTHING, bucket_size=500)
-    data = random_data(config, 2)
-    on = pool.run(traced, config, data, 2)
-    off = pool.run(traced, config, data, 2, False)
-    for (_, losses, weights), (events, other_losses, other_weights) in zip(on, off):
-        assert events == [] and losses == other_losses
-        assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+    for rank, events in enumerate(recording.ranks):
+        assert {event.args["group"] for event in of(events, "all_to_all")} == {"ep"}
+        for group, other in (("ep", rank ^ 1), ("expert_dp", rank ^ 2)):
+            met = [[event for event in of(found, *COLLECTIVES) if event.args["group"] == group]
+                   for found in (events, recording.ranks[other])]
+            assert met[0] and [event.args["ready"] for event in met[0]] == [
+                max(own.begin, others.begin) for own, others in zip(*met, strict=True)]
 
 
 # ---- arithmetic, by hand
-
-def test_spans_are_sets_of_times():
-    generator = random.Random(0)
-    for _ in range(200):
-        one, other = ([sorted(generator.sample(range(40), 2)) for _ in range(generator.randrange(6))] for _ in range(2))
-        a, b, *sets = [{point for begin, end in spans for point in range(begin, end)} for spans in
-                       (one, other, union(map(tuple, one)), difference(one, other))]
-        assert sets == [a, a - b]
-    assert union([(4, 6), (0, 1), (1, 3), (5, 5)]) == [(0, 3), (4, 6)]
-
 
 def two_stages() -> Recording:
     """One step in ms: stage 0 runs F0, F1, waits, B0, B1; stage 1 F0, B0, F1, B1 with all-reduces over tp in flight."""
@@ -241,16 +205,6 @@ def test_the_picture_numbers_every_microbatch_and_shows_messages_and_totals():
     assert arrows[0][1] == arrows[1][1] < arrows[2][1] == arrows[3][1], "they leave between the rows"
 
 
-@pytest.mark.parametrize("name", [path.stem.partition("-")[2] for path in (ROOT / "docs").glob("timeline-*.svg")])
-def test_a_picture_in_docs_has_the_words_that_the_code_draws_today(pool, name):
-    """`bench.py timeline` draws it again."""
-    published = (ROOT / "docs" / f"timeline-{name}.svg").read_text()
-    recordings = [replace(record(pool, 2, **settings | dict(hidden_size=16, seq_length=8)), caption=caption)
-                  for caption, settings in PICTURES[name].items()]
-    words, _, legend = drawn(*recordings)
-    assert not [text for text in (*legend, *(recording.caption for recording in recordings)) if text not in published]
-
-
 def test_a_pair_is_one_frame_with_two_colours_and_both_names():
     """Its turns have no room for numbers; the next action is not taken for a part of it."""
     turns = [("forward" if i % 2 else "backward", 20 + i, 21 + i, dict(microbatch=3 if i % 2 else 0))
@@ -284,20 +238,6 @@ def test_a_bar_is_pale_until_the_last_rank_has_joined():
         assert widths[PURPOSES[name][1]] == [20, 30]
 
 
-def test_all_to_alls_meet_within_ep_and_gradients_of_experts_over_expert_dp(pool):
-    """Each rank records as many collectives of a group as the ranks it meets. A wait ends when the last has joined."""
-    recording = record(pool, 4, num_experts=4, disable_bias_linear=True, data_parallel_size=4, num_layers=2,
-                       expert_model_parallel_size=2, slices=2, zero_stage=1)
-    assert recording.caption == "dp 4, ep 2, step 1" and recording.places[3] == "dp 3"
-    for rank, events in enumerate(recording.ranks):
-        assert {event.args["group"] for event in of(events, "all_to_all")} == {"ep"}
-        for group, other in (("ep", rank ^ 1), ("expert_dp", rank ^ 2)):
-            met = [[event for event in found if event.args.get("group") == group and event.kind in COLLECTIVES]
-                   for found in (events, recording.ranks[other])]
-            assert met[0] and [event.args["ready"] for event in met[0]] == [
-                max(own.begin, others.begin) for own, others in zip(*met, strict=True)]
-
-
 def test_chrome_trace_holds_everything(recording):
     """On a thread, events lie within or after each other. Each message is a flow."""
     trace = json.loads(json.dumps(chrome_trace(recording)))
@@ -306,17 +246,14 @@ def test_chrome_trace_holds_everything(recording):
         (rank, event.kind, event.begin, event.args) for rank, events in enumerate(recording.ranks) for event in events]
     assert all(round(row["dur"] * 1e3) == event.end - event.begin or event.kind in MOMENTS
                for row, event in zip(complete, sum(recording.ranks, [])))
-    open_until = {}
+    ends = {}
     for row in complete:
-        assert row["name"]
-        ends = open_until.setdefault((row["pid"], row["tid"]), [])
-        while ends and ends[-1] <= row["ts"] + 1e-3:
-            ends.pop()
-        assert not ends or row["ts"] + row["dur"] <= ends[-1] + 1e-3, f"{row} ends after what it lies in"
-        ends.append(row["ts"] + row["dur"])
+        inside = [end for end in ends.get((row["pid"], row["tid"]), []) if end > row["ts"] + 1e-3]
+        assert not inside or row["ts"] + row["dur"] <= min(inside) + 1e-3, f"{row} ends after what it lies in"
+        ends[row["pid"], row["tid"]] = [*inside, row["ts"] + row["dur"]]
     threads = {(row["pid"], row["tid"]): row["args"]["name"] for row in trace["traceEvents"]
                if row["name"] == "thread_name"}
-    assert set(open_until) <= set(threads) and threads[0, 0] == "compute" and threads[0, 1] == "communication 0"
+    assert {*ends} <= {*threads} and threads[0, 0] == "compute" and threads[0, 1] == "communication 0"
     for kind, end in zip(MOMENTS, "sf"):
         assert {(row["pid"], row["ts"]) for row in trace["traceEvents"] if row["ph"] == end} == {
             (row["pid"], row["ts"]) for row in complete if row["cat"] == kind}

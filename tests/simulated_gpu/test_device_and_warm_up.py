@@ -2,7 +2,6 @@
 used."""
 
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,14 +10,12 @@ from support.fake_cuda import show_gpus
 from support.harness import build, random_data, tiny
 
 import train
-from nanodomino.comm import collectives
 from nanodomino.comm.device import find_device
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.errors import UserError
 from nanodomino.estimate.accounts import Accounts
 from nanodomino.estimate.rank import groups_of
 from nanodomino.layers.attention import fused_attention
-from nanodomino.options.sequence_parallel import ShardedResidual
 from nanodomino.settings.config import Config
 from nanodomino.zero import sum_of_squares
 
@@ -121,22 +118,6 @@ def test_the_gradient_norm_of_a_large_model_takes_few_launches(monkeypatch):
     monkeypatch.setattr(torch, "_foreach_norm", lambda tensors: blocks.extend(tensors) or [torch.ones(())])
     sum_of_squares(torch.empty(1_557_611_200, device="meta").as_subclass(OnCuda))
     assert len(blocks) < 100 and sum(block.numel() for block in blocks) == 1_557_611_200
-
-
-@pytest.mark.parametrize("columns", [1, 2])
-def test_nccl_gathers_from_the_rows_where_they_are(monkeypatch, columns):
-    """The rank's own rows are not copied into the result first, unless a column of them is not contiguous."""
-    given = []
-    monkeypatch.setattr(collectives, "native_all_gather",
-                        lambda whole, own, group, async_op: given.append((whole, own)))
-    stream = ShardedResidual(SimpleNamespace(size=lambda: 2, rank=lambda: 1))
-    x = torch.randn(2, 3, 8).as_subclass(OnCuda)
-    flight = stream.gather(x.chunk(columns, -1)[0])
-    flight.launch()
-    (whole, own), = given
-    assert own.is_contiguous() and torch.equal(own, x.chunk(columns, -1)[0].flatten())
-    assert (own.data_ptr() == x.data_ptr()) == (columns == 1)
-    assert whole.numel() == 2 * own.numel() and flight.tensor.shape == (2, 6, 8 // columns)
 
 
 def test_no_backend_of_the_compiler_hands_memory_out_twice():

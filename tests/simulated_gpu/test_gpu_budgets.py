@@ -42,7 +42,6 @@ LOGITS = 16 * 1024 * 50264 * 2                                             # byt
 CROSS_ENTROPY_PEAK = 0.34 * LOGITS                                         # with an fp32 softmax it was 4
 # of one layer: operations and bytes in forward and backward, and what its weights and tapes add to the peak
 LAYER = (87, 1.25 * GB, 196, 3.51 * GB, 0.51 * GB)
-ONE_WAIT = {"_to_copy": 1}                                                 # a tolist() by the host
 
 
 @cache
@@ -58,13 +57,14 @@ def cases(*names):
         pytest.param(name, marks=pytest.mark.exhaustive if name in SELDOM else []) for name in names])
 
 
-@cases("gpt2", "first stage", "last stage", "uneven slices", "sequence parallel", "fp16")
+@cases(*CASES)
 def test_the_host_waits_once_a_step_and_copies_a_microbatch_at_once(case):
     """It waits for the four numbers of the whole world, of which it must know whether to update. A microbatch comes in
     one copy from pinned memory, for which the host does not wait. Nothing else mixes devices."""
     counts = counted(case)
-    assert not counts.mixed and counts.waits == ONE_WAIT
-    assert counts.copies == {"from the host": counts.microbatches}
+    assert not counts.mixed and counts.waits == {"_to_copy": 1}                    # a tolist() by the host
+    if case not in ("documents", "shared samples", "on the host", "llama, 1 layer", "llama, 2 layers"):
+        assert counts.copies == {"from the host": counts.microbatches}
 
 
 @cases("gpt2", "first stage", "last stage", "uneven slices", "sequence parallel", "fp16")
@@ -85,12 +85,11 @@ def test_copies_of_a_parameter_are_added_to_in_one_order_on_every_rank(case):
 
 
 @pytest.mark.parametrize("case", ["fp8 tensorwise", "fp8 rowwise"])
-def test_fp8_multiplies_what_cuda_can_and_the_host_never_waits(case):
+def test_fp8_multiplies_what_cuda_can(case):
     """Torch checks the operands as on a GPU: row-major times column-major, multiples of 16, shapes of scales. Each
     layer has four matrices, each in three matmuls. With columns and a sharded stream, the forward of a matrix is two
     matmuls, and so is its input gradient."""
     counts = counted(case)
-    assert counts.waits == ONE_WAIT and not counts.mixed
     pieces = 2 * counts.microbatches
     matmuls = 4 * 3 if case == "fp8 tensorwise" else 4 * 3 + 4 * 2
     assert counts.called["aten._scaled_mm.default"] == matmuls * pieces * (counts.sublayers // 2)
@@ -99,34 +98,31 @@ def test_fp8_multiplies_what_cuda_can_and_the_host_never_waits(case):
 X = 4 * 128 * 96 * 2                                                       # bytes of a microbatch's x in nano
 
 
-def test_offload_frees_memory_and_the_host_never_waits_for_its_copies():
+def test_offload_frees_memory():
     """Each sublayer input x of 4 sublayers, two slices and each microbatch is copied out. All come back except the last
     sublayer's, which backward needs before they have left. At the peak the host holds x of all sublayers of the one
     microbatch that is alive, and only the last sublayer's and the residual stream are on the GPU."""
     kept, away = counted("kept"), counted("on the host")
-    assert away.waits == kept.waits == ONE_WAIT and not away.mixed
     assert away.copies - kept.copies == {"to the host": 4 * 2 * away.microbatches,
                                          "from the host": 3 * 2 * away.microbatches}
     assert away.run.host - kept.run.host == 4 * X and kept.run.peak - away.run.peak >= 2 * X
 
 
-def test_a_layer_of_a_llama_keeps_to_its_budget_and_waits_for_nothing():
+def test_a_layer_of_a_llama_keeps_to_its_budget():
     """With documents, sequence parallelism, and full recomputation of two sublayers from inputs on the host, which each
     slice copies out and back."""
     one, two = counted("llama, 1 layer"), counted("llama, 2 layers")
     found = [getattr(two, what)[part] - getattr(one, what)[part] for part in ("forward", "backward")
              for what in ("operations", "moved")] + [two.run.peak - one.run.peak]
     assert all(cost <= budget for cost, budget in zip(found, LAYER, strict=True)), found
-    assert one.waits == two.waits == ONE_WAIT and not two.mixed
     assert two.copies - one.copies == {"from the host": 2 * 2, "to the host": 2 * 2}
 
 
-def test_documents_need_no_bias_no_memory_and_no_wait():
+def test_documents_need_no_bias_and_no_memory():
     """Each slice copies where its documents start. Attention by document then only adds its random numbers' state of
     two zeros in forward and in the kernel."""
     without, within = counted("grouped"), counted("documents")
     attentions = within.sublayers // 2 * 2 * within.microbatches
-    assert within.waits == ONE_WAIT and not within.mixed
     assert within.copies - without.copies == {"from the host": 2 * within.microbatches}
     more = {name: within.called.get(name, 0) - without.called.get(name, 0)
             for name in within.called.keys() | without.called.keys()}
@@ -145,7 +141,6 @@ def test_with_context_parallelism_a_gpu_needs_no_bias_either():
     attentions = found.sublayers // 2 * 2 * found.microbatches
     assert {name: count for name, count in found.called.items() if "atten" in name or "attn" in name} == {
         "torch_attn._varlen_attn.default": attentions, "torch_attn._varlen_attn_backward.default": attentions}
-    assert found.waits == ONE_WAIT and not found.mixed
     assert found.copies == {"from the host": (1 + 2 * 3) * found.microbatches}
 
 
@@ -159,14 +154,10 @@ def test_sequence_parallelism_uses_nccls_own_reduce_scatter_and_all_gather():
     assert not {name for name in found.called if name.startswith(("c10d.alltoall", "c10d.broadcast"))}
 
 
-def test_traffic_and_operations_of_gpt2():
-    """Each operation is a kernel launch, which costs the host time."""
+def test_traffic_operations_and_memory_of_gpt2():
+    """Each operation is a kernel launch, which costs the host time. Beside the logits, cross entropy needs less memory
+    than they do."""
     found = counted("gpt2")
     assert all(found.moved[part] <= budget for part, budget in TRAFFIC.items()), found.moved
     assert all(found.operations[part] <= budget for part, budget in OPERATIONS.items()), found.operations
-
-
-def test_memory_of_gpt2():
-    """Beside the logits, cross entropy needs less memory than they do."""
-    found = counted("gpt2")
     assert found.run.peak <= PEAK and found.most["cross entropy"] <= CROSS_ENTROPY_PEAK

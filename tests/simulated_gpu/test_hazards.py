@@ -114,9 +114,10 @@ def test_nothing_is_touched_in_flight(rank, kind, options):
     assert {kind, "send", "receive"} <= flights.started.keys()
 
 
-def test_no_copy_to_or_from_the_host_is_touched_in_flight():
+@pytest.mark.parametrize("schedule", ["paired", "gpipe", "zb-v"])
+def test_no_copy_to_or_from_the_host_is_touched_in_flight(schedule):
     """At the end, the last sublayer's copies to the host are in flight."""
-    flights = two_steps(0, tiny(8, **EIGHT | OFFLOAD | dict(schedule="paired")))
+    flights = two_steps(0, tiny(8, **EIGHT | OFFLOAD | dict(schedule=schedule)))
     assert not flights.touched
     assert {kind for used in flights.in_flight.values() for kind, *_ in used} == {"to host"}
 
