@@ -37,8 +37,9 @@ def program(minimal, world=None, wrong=None):
         actions = [(None, 0), *minimal.one_f_one_b(rank, STAGES, MICROBATCHES), (None, 0)]
         for (action, i), (following, j) in zip(actions, actions[1:]):
             output = None if action is None else torch.full((2, 3, 4), 100.0 * rank + 10 * (action == "B") + i)
-            right = {("isend", {"F": grid.next, "B": grid.previous}.get(action)),
-                     ("irecv", {"F": grid.previous, "B": grid.next}.get(following))} - {("isend", None), ("irecv", None)}
+            target, source = ({"F": one, "B": other}.get(name) for name, one, other in (
+                (action, grid.next, grid.previous), (following, grid.previous, grid.next)))
+            right = {(kind, peer) for kind, peer in (("isend", target), ("irecv", source)) if peer is not None}
             before, ended = len(world.posted[rank]), False
             try:
                 found[f"What {following}{j} receives"] = minimal.exchange(model, action, output, following)
