@@ -18,7 +18,6 @@ HINTS = (
     "Neighbours exchange F and B at the same time. If both wait for their send first, who posts the receives?",
     "Call wait() on each of the works, and only then return the received tensor.")
 STAGES, MICROBATCHES = 3, 4
-ENDS = {"isend": "to", "irecv": "from"}
 RULES = {"isend": "F sends to the next stage and B to the previous one",
          "irecv": "it must receive what the following action needs: F from the previous stage, B from the next"}
 
@@ -50,8 +49,8 @@ def program(minimal, world=None, wrong=None):
                     missing = (kind, peer) in right
                     wrong.append(
                         f"On stage {rank} of {STAGES}, between {action or 'start'} and {following or 'end'}, "
-                        f"exchange posts {'no ' * missing}{kind} {ENDS[kind]} stage {peer}, but {RULES[kind]}"
-                        + "; 0 is a rank, too, so write `is not None` in the condition" * (missing > peer) + ".")
+                        f"exchange posts {'no ' * missing}{kind} with stage {peer}, but {RULES[kind]}"
+                        + "; 0 is a rank, too, so write `is not None` in the condition" * (missing and peer == 0) + ".")
         return found
 
     return world.run(rank_program)
