@@ -284,6 +284,7 @@ class Accounts(TorchDispatchMode):
             found = self.traffic[group_name, kind]
             found[0], found[1] = found[0] + calls, found[1] + bytes_
         if group_name == "pp" and kind in ("send", "receive"):
+            self.allocate(tensors[0])
             self.message_bytes[storage(tensors[0])] = tensors[0].nbytes
         self.launch(group_name, kind, bytes_)
         if not tensors[0].is_meta:
