@@ -5,10 +5,9 @@ import json
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
-from nanodomino.errors import run_command
+from nanodomino.errors import import_optional, run_command
 
 from . import workbook
 from .grade import grade
@@ -49,12 +48,9 @@ def start(number):
         text = workbook.replace_answer(text, number, workbook.blanks(number))
         work.parent.mkdir(exist_ok=True)
         work.write_text(text, "utf-8")
-    print(f"Exercise {number}: fill the blank in {shown(work)}, line {line_of(text, number)}. "
+    line, _ = workbook.parts(text)[workbook.names_in(number)[0]]
+    print(f"Exercise {number}: fill the blank in {shown(work)}, line {line + 1}. "
           f"Then run: python -m exercises check {number}")
-
-
-def line_of(text, number):
-    return workbook.parts(text)[workbook.names_in(number)[0]][0] + 1
 
 
 def hint(number):
@@ -64,7 +60,7 @@ def hint(number):
     count = seen[str(number)] = seen.get(str(number), 0) % len(hints) + 1
     seen_file.parent.mkdir(exist_ok=True)
     seen_file.write_text(json.dumps(seen))
-    last = f"\nThis was the last hint. The reference: python -m exercises show {number}" * (count == len(hints))
+    last = f"\nThis was the last hint. The reference: {shown(workbook.source_of(number))}" * (count == len(hints))
     print(f"Hint {count} of {len(hints)}: {hints[count - 1]}{last}")
 
 
@@ -76,14 +72,6 @@ def check(number):
     if wrong := workbook.check(number, text, workbook.work_of(number)):
         sys.exit(f"Exercise {number}: {wrong}")
     print(f"Exercise {number} is solved. Now read: {row_of(number)[-1]}")
-
-
-def show(number):
-    """Print the reference."""
-    source = workbook.source_of(number)
-    text = source.read_text()
-    print(f"# {shown(source)}, line {line_of(text, number)}\n")
-    print("\n\n".join(workbook.answer_in(text, number)))
 
 
 def status():
@@ -99,15 +87,14 @@ def status():
 
 def play():
     """Open the playground in a browser."""
-    if find_spec("marimo") is None:
-        sys.exit("The playground needs marimo, which is not installed; run: pip install -r requirements-extra.txt")
+    import_optional("marimo", "the playground")
     sys.exit(subprocess.call([sys.executable, "-m", "marimo", "run", FOLDER / "playground.py"]))
 
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m exercises", description="Sixteen blanks.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for function in (start, hint, check, show, status, play, predict, grade):
+    for function in (start, hint, check, status, play, predict, grade):
         command = commands.add_parser(function.__name__, help=function.__doc__.split("\n")[0])
         if function is grade:
             command.add_argument("folder", type=Path, help="holds, under each student's name, a copy of exercises/work")

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from benchmarks import plan
 from benchmarks.ideal_wire import IdealStage, MatmulClock, log_of, pipeline_step
-from benchmarks.runner import bytes_text, parse, progress, seconds_text
+from benchmarks.runner import bytes_text, parse, seconds_text
 from nanodomino.comm.trace import Event, Trace
 from nanodomino.domino import Domino
 from nanodomino.errors import counted
@@ -46,11 +46,10 @@ MEMORY = dict(zip(plan.MEMORY_TERMS, ("#9bd1f4", "#4fae8b", "#f3df6b", "#e69f00"
 
 @dataclass(frozen=True)
 class Figure:
-    """Holds a picture, the numbers that it shows, words about them in Markdown, and a table with the heading first."""
+    """Holds a picture, the numbers that it shows, and words about them in Markdown."""
     svg: str
     numbers: dict
     words: str
-    table: tuple = ()
 
 
 def remembered(function):
@@ -129,11 +128,10 @@ def schedule(name="1f1b", stages=4, microbatches=8, chunks=None, F=1.0, I=1.0, W
     found = {"step": simulation.step_time(rows), "bubble": simulation.bubble(rows), "held": held}
     words = (f"A step takes **{found['step']:g}** units of time. The bubble is **{found['bubble']:.1%}** of the "
              "busiest stage's computing time. The docstring of `schedules/definitions.py` has formulas for the bubble "
-             "and for the microbatches held.")
+             f"and for the microbatches held: {', '.join(f'{number:.3g}' for number in held)} on stages 0, 1 ...")
     caption = f"{name}: {counted(stages, 'stage')}, {counted(microbatches, 'microbatch')}; 1 ms is a unit of time"
     places, events = [f"stage {stage}" for stage in range(stages)], events_of(table, rows, takes, message)
-    return Figure(svg(timeline, [Recording(caption, places, events)]), found, words, (
-        ("stage", "microbatches held"), *((str(stage), f"{number:.3g}") for stage, number in enumerate(held))))
+    return Figure(svg(timeline, [Recording(caption, places, events)]), found, words)
 
 
 def events_of(table, rows, takes, message) -> list[list[Event]]:
@@ -244,19 +242,19 @@ def memory(model="gpt3-13b", gpus=64, gpu="H100", tp=8, pp=4, zero_stage=1, reco
     return Figure(svg(stacked_bars, bars, MEMORY, usable, f"usable: {bytes_text(usable)}"),
                   {"stages": needs, "usable": usable, "fits": fits, "state": state},
                   f"dp is **{config.dp}**, and the model state takes **{state:g}** bytes per parameter. The layout "
-                  f"{verdict}.", (("", *MEMORY, "total"), *((label, *map(bytes_text, need.values()), total)
-                                                           for label, need, total in bars)))
+                  f"{verdict}.\n\n```\n" + plan.table(["", *MEMORY, "total"], [
+                      [label, *map(bytes_text, need.values()), total] for label, need, total in bars]) + "\n```")
 
 
 # ---- plan
 
 @remembered
-def search(model="gpt2-xl", gpus=8, gpu="H100", gpus_per_host=8, progress=progress) -> Figure:
-    """Search for the fastest layouts. numbers: the record of bench.py plan --search. progress: see Search.run()"""
+def search(model="gpt2-xl", gpus=8, gpu="H100", gpus_per_host=8) -> Figure:
+    """Search for the fastest layouts. numbers: the record of bench.py plan --search."""
     command = f"plan --search --model {model} --gpus {gpus} --gpu {gpu} --gpus-per-host {gpus_per_host}"
     flags = parse(plan, command.split())
     plan.processes(flags)
-    answer, record = plan.answer(flags, None, progress=progress)
+    answer, record = plan.answer(flags, None)
     layouts = record["layouts"]
     if not layouts:
         return Figure("", record, answer)
@@ -266,9 +264,8 @@ def search(model="gpt2-xl", gpus=8, gpu="H100", gpus_per_host=8, progress=progre
     bars = [(name, {"step": one["step_s"]}, end) for name, one, end in zip(names, layouts, ends)]
     return Figure(
         svg(stacked_bars, bars, {"step": "#4fae8b"}), record,
-        f"The fastest layout of **{model}** takes **{layouts[0]['step_s']:.3f} s** per step. This command trains with "
-        f"it:\n\n```sh\n{layouts[0]['command']}\n```\n",
-        (("layout", "command"), *((name, one["command"]) for name, one in zip(names, layouts))))
+        f"The fastest layout of **{model}** takes **{layouts[0]['step_s']:.3f} s** per step. The commands that train "
+        "with these layouts:\n\n```sh\n" + "\n".join(one["command"] for one in layouts) + "\n```\n")
 
 
 def stacked_bars(figure, bars, colours: dict, limit=0.0, words=""):

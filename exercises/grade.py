@@ -1,8 +1,8 @@
 """Grades many students' files: `python -m exercises grade FOLDER`.
 
 FOLDER holds, under each student's name, a copy of exercises/work or a single Python file. Each answer runs in a process
-of its own, which works in a temporary folder with a copy of the file. The table goes to the screen and to
-FOLDER/grades.txt; the results also to FOLDER/grades.json.
+of its own, which works in a temporary folder with a copy of the file. Only the first process imports torch; the others
+are its forks. The table goes to the screen and to FOLDER/grades.txt; the results also to FOLDER/grades.json.
 
 What is enforced is only LIMIT, the seconds for each answer. The code can read and change what you can, take all memory,
 leave a process behind, and forge its result, because it runs in the process that judges it. So grade in a container
@@ -10,10 +10,10 @@ what you do not trust, and read the code.
 """
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -22,10 +22,8 @@ from pathlib import Path
 
 from . import workbook
 
-FOLDER = Path(__file__).resolve().parent
-LIMIT = 60.0                                                              # seconds, with the import of torch
+LIMIT = 60.0                                                              # seconds
 SIGNS = {"solved": "+", "wrong": "x", "time limit": "t"}                  # all else: "."
-
 
 def grade(folder: Path):
     """Print a line for each student, then the table of all, and write it into the folder."""
@@ -77,32 +75,30 @@ def results_of(path: Path):
 
 def run(path: Path, number):
     """Check one exercise in a process of its own; return its record."""
-    with (tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place,
-          tempfile.TemporaryFile("w+", errors="replace") as out):
-        shutil.copy(path, place)
-        child = subprocess.Popen(
-            [sys.executable, "-m", "exercises.grade", path.name, str(number)], cwd=place, start_new_session=True,
-            env=os.environ | {"PYTHONPATH": str(FOLDER.parent), "TMPDIR": place, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.DEVNULL)
-        with suppress(subprocess.TimeoutExpired):
-            child.wait(LIMIT)
-        ended = child.poll() is not None
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload([f"{__package__}.judge"])
+    reader, writer = processes.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
+        child = processes.Process(target=answer, args=(Path(shutil.copy(path, place)), number, writer), daemon=True)
+        child.start()
+        writer.close()
+        ended = reader.poll(LIMIT)
+        try:
+            sentence = reader.recv() if ended else f"It ran for {LIMIT:g} seconds."
+        except EOFError:
+            sentence = "The process ended."
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)                          # also the processes that the code started
-        child.wait()
-        out.seek(0)
-        lines = out.read(10**6).splitlines()
-    try:
-        result, sentence = ("wrong", str(json.loads(lines[0]))) if lines[0] != "null" else ("solved", None)
-    except (ValueError, IndexError):                                      # no sentence, or the code wrote lines
-        result, sentence = "wrong", "The process ended."
-    if not ended:
-        result, sentence = "time limit", f"It ran for {LIMIT:g} seconds."
-    return {"result": result, "sentence": sentence}
+        child.join()
+    return {"result": "time limit" if not ended else "wrong" if sentence else "solved", "sentence": sentence}
 
 
-if __name__ == "__main__":
-    # A child: it prints a sentence or null, as a line of JSON. What the answer prints goes nowhere.
-    file, out = Path(sys.argv[1]), os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    print(json.dumps(workbook.check(int(sys.argv[2]), workbook.read(file), file)), file=out)
+def answer(file, number, writer):
+    """Send what is wrong, or None. The child of run(): what the answer prints goes nowhere."""
+    os.setsid()
+    os.chdir(file.parent)
+    tempfile.tempdir = str(file.parent)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    writer.send(workbook.check(number, workbook.read(file), file))

@@ -10,7 +10,6 @@ again, run: marimo export html exercises/playground.py --no-include-code -o docs
 
 import marimo
 
-
 __generated_with = "0.25.2"
 app = marimo.App(width="medium", app_title="nanodomino's playground", css_file="playground.css")
 
@@ -19,7 +18,6 @@ with app.setup:
     import html
     import re
     import sys
-    from contextlib import contextmanager
     from pathlib import Path
     from types import SimpleNamespace
 
@@ -31,10 +29,9 @@ with app.setup:
     from exercises import figures
     from nanodomino.estimate.formulas import GPUS
     from nanodomino.schedules.definitions import SCHEDULES
-    from nanodomino.settings.presets import PRESETS
     from nanodomino.errors import UserError
     from nanodomino.options.recompute import GRANULARITIES
-    from nanodomino.settings.presets import DTYPES
+    from nanodomino.settings.presets import DTYPES, PRESETS
 
 
 @app.function
@@ -66,17 +63,18 @@ def shown(page, form, controls):
     if controls.value is None and running:
         return mo.vstack(parts)
     try:
-        figure = page.draw(**controls.value or {})
+        with mo.status.spinner("Computing", remove_on_exit=True):
+            figure = page.draw(**controls.value or {})
     except UserError as error:
         words = f"**This combination breaks a rule:** {html.escape(str(error))}"
         return mo.vstack([*parts, mo.callout(mo.md(words), "warn")])
-    return mo.vstack([*parts, mo.md(figure.words), picture(figure), table(figure.table)])
+    return mo.vstack([*parts, mo.md(figure.words), picture(figure)])
 
 
 @app.function
 def picture(figure):
     """Show a picture, which keeps its own light background. On a narrow screen it scrolls sideways."""
-    words = html.escape(re.sub("[*`]", "", figure.words))
+    words = html.escape(re.sub("[*`]", "", figure.words.partition("```")[0]))
     data = base64.b64encode(figure.svg.encode()).decode()
     return mo.Html(f'<div style="overflow-x:auto" tabindex="0" role="group" aria-label="{words}"><img alt="{words}" '
                    f'src="data:image/svg+xml;base64,{data}" style="display:block;width:100%;min-width:720px;'
@@ -84,26 +82,8 @@ def picture(figure):
 
 
 @app.function
-def table(rows):
-    """Show rows of text, the heading first."""
-    style = 'style="padding:2px 14px 2px 0;text-align:left;white-space:nowrap"'
-    lines = ["".join(f"<t{'d' if i else 'h'} {style}>{html.escape(cell)}" for cell in row)
-             for i, row in enumerate(rows)]
-    return mo.Html(f'<div style="overflow-x:auto" tabindex="0"><table><tr>{"<tr>".join(lines)}</table></div>')
-
-
-@app.function
 def slider(label, values, value):
     return mo.ui.slider(steps=[*values], value=value, label=label, show_value=True)
-
-
-@app.function
-@contextmanager
-def progress(total):
-    """Show the search's progress in the browser."""
-    with mo.status.progress_bar(total=total, title="Searching", remove_on_exit=True) as bar:
-        yield SimpleNamespace(set_description_str=lambda words: bar.update(increment=0, subtitle=words),
-                              update=lambda count: bar.update(increment=int(count)))
 
 
 @app.cell(hide_code=True)
@@ -159,7 +139,7 @@ def _():
             "the fastest?", ("dp 8", "tp 8", "pp 8"), lambda: "dp 8",
             "The model and its optimizer state fit into one GPU, so replicas need no communication within a layer and "
             "have no bubble: they only reduce gradients, and backward hides that.",
-            lambda **values: figures.search(**values, progress=progress), "Search (up to two minutes)",
+            figures.search, "Search (up to two minutes)",
             model=mo.ui.dropdown([*PRESETS], value="gpt2-xl", label="model"),
             gpus=slider("GPUs", [1, 2, 4, 8, 16, 32, 64], 8), gpu=mo.ui.dropdown([*GPUS], value="H100", label="GPU"),
             gpus_per_host=slider("GPUs per host", [1, 2, 4, 8], 8))}
@@ -181,7 +161,3 @@ def _(tab):
 def _(controls, forms, pages, tab):
     mo.vstack([shown(page, forms[name], controls[name]) for name, page in pages.items()
                if name == tab.value or mo.app_meta().mode != "run"])
-
-
-if __name__ == "__main__":
-    sys.exit("Start the playground with: marimo run exercises/playground.py")

@@ -6,7 +6,6 @@ import sys
 
 from .workbook import MINIMAL
 
-
 # name -> (question, arguments of bench.py, what reads the number from its record, tolerance, reason)
 TASKS = {
     "bytes": (

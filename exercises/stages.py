@@ -20,8 +20,8 @@ def make_model(minimal, tp, pp=1, dp=1, vocab=100, **sizes):
 
 
 def shard(minimal, model, name, whole):
-    """Cut this rank's shard of a parameter, or of its gradient, from the whole tensor."""
-    cut = minimal.declare(model.sizes, model.grid, model.sites, model.vocab)[name][1]
+    """Cut this rank's shard of a parameter, or of its gradient, from the whole tensor. Other tensors are not cut."""
+    _, cut = minimal.declare(model.sizes, model.grid, model.sites, model.vocab).get(name, (None, None))
     return whole if cut is None else whole.chunk(model.grid.tp, cut)[model.grid.tp_rank]
 
 

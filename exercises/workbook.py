@@ -156,11 +156,11 @@ def names_of(node):
 
 def check(number, text, path):
     """Check an exercise's answer in a work file's text. Return None if it passes, or what is wrong."""
-    names, verb = " and ".join(names_in(number)), "are" if len(names_in(number)) > 1 else "is"
+    names = " and ".join(names_in(number))
     try:
         state = state_of(text, number)
         if state in ("blank", "missing"):
-            return f"{names} {verb} still blank." if state == "blank" else f"{names} {verb} missing from the file."
+            return f"still blank: {names}." if state == "blank" else f"missing from the file: {names}."
         from .judge import judge                                          # here, because it imports this file
 
         its, answer = check_of(number), load(text, number, path)
@@ -172,7 +172,7 @@ def check(number, text, path):
     except RankError as error:
         return f"On fake ranks, {error}." + where(error, path)
     except NotImplementedError as error:
-        return f"{names} {verb} not finished: {error}." + where(error, path)
+        return f"not finished: {names}: {error}." + where(error, path)
     except BaseException as error:                           # also exit()
         if isinstance(error, KeyboardInterrupt) and not hasattr(error, "rank"):
             raise                                            # Ctrl-C

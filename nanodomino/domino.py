@@ -120,6 +120,7 @@ class Domino:
         self.ends = EmbeddingAndHead(model, self.ops, self.residual_norm, compiled if config.fuses else None)
         self.tape_policy = config.tape_policy(self.mesh.device, slices, self.residual_norm)
         self.behind_head = config.behind_head.runner(self)
+        self.message_buffers = {}                              # see pipeline.P2PCommunicator
         self.branches = {chunk: [config.branch(sublayer, layer.number, self.mesh, self.ops, fused)
                                  for layer in chunk.layers for sublayer in layer.children()]
                          for chunk in [*model.chunks, *model.chunks_behind_head]}

@@ -30,8 +30,8 @@ Proof. Suppose that some messages are never delivered, and that M, sent at time 
 
 Hence M is delivered: a contradiction.
 
-docs/pipeline-messages.md covers four special cases: a pair that sends its gradient early, receives that occupy the GPU,
-ZeRO-2, and the first message between two ranks. A test runs every schedule under NCCL's rules.
+docs/pipeline-messages.md covers five special cases: a pair that sends its gradient early, receives that occupy the GPU,
+ZeRO-2, the first message between two ranks, and memory. A test runs every schedule under NCCL's rules.
 
 gloo itself has no such rules. So on CPUs a stage posts its receives one action earlier, and the input of the next
 forward is in flight while the stage runs a backward.
@@ -54,13 +54,18 @@ ACTIONS_AHEAD = {"cuda": 0, "cpu": 1}        # a receive is posted this many act
 
 
 class P2PCommunicator:
-    """Sends and receives one stage's messages during one step. All messages have the same shape."""
+    """Sends and receives one stage's messages during one step. All have the same shape. They are copied into and out of
+    buffers that are kept over steps, {(shape, dtype): free buffers}; docs/pipeline-messages.md says why."""
 
-    def __init__(self, mesh: Mesh, table: Timetable, shape, dtype, trace=NO_TRACE):
+    def __init__(self, mesh: Mesh, table: Timetable, shape, dtype, buffers: dict, trace=NO_TRACE):
         self.mesh, self.shape, self.dtype, self.trace = mesh, shape, dtype, trace
         self.placement, self.stage = table.placement, mesh.pp_rank
         self.receives = [*receives_to_post(table, ACTIONS_AHEAD[kind_of(mesh.device)])[self.stage], []]
         self.outbox, self.inbox, self.sends_in_flight = [], {}, deque()
+        self.free = buffers.setdefault((shape, dtype), [])
+
+    def buffer(self) -> torch.Tensor:
+        return self.free.pop() if self.free else torch.empty(self.shape, dtype=self.dtype, device=self.mesh.device)
 
     def send_later(self, action: Action, output):
         """Queue an action's output for the next batch. If another chunk of this stage is the receiver, just keep it."""
@@ -69,15 +74,13 @@ class P2PCommunicator:
             if receiver == self.stage:
                 self.inbox[message] = (None, output)
             else:
-                self.outbox.append((dist.isend, receiver, message, output.contiguous()))
+                self.outbox.append((dist.isend, receiver, message, self.buffer().copy_(output)))
 
     def post(self, actions_done: int | None = None):
         """Post one batch: the queued sends, and the receives that are due after `actions_done` actions of this stage.
-        If actions_done is None, post only the sends. A send in flight keeps its tensor in memory. So if more than p
-        sends are then in flight, wait for the oldest ones."""
+        If actions_done is None, post only the sends. If more than p sends are then in flight, wait for the oldest."""
         receives = [] if actions_done is None else [
-            (dist.irecv, self.placement.source(self.stage, message)[0], message,
-             torch.empty(self.shape, dtype=self.dtype, device=self.mesh.device))
+            (dist.irecv, self.placement.source(self.stage, message)[0], message, self.buffer())
             for message in self.receives[actions_done]]
         batch, self.outbox = receives + self.outbox, []            # receives first: collectives.py says why
         if not batch:
@@ -107,11 +110,15 @@ class P2PCommunicator:
         if work:
             self.wait(work, microbatch=action.microbatch)
             self.trace.moment("receive", message=str(message), peer=self.mesh.rank_of(pp=source[0]))
+            self.free.append(tensor)
+            return tensor.clone()
         return tensor
 
     def wait_for_sends(self, max_in_flight=0):
         while len(self.sends_in_flight) > max_in_flight:
-            self.wait(self.sends_in_flight.popleft()[0])
+            work, buffer = self.sends_in_flight.popleft()
+            self.wait(work)
+            self.free.append(buffer)
 
     def wait(self, work, **details):
         with self.trace.span("wait", group="pp", **details):
@@ -160,7 +167,7 @@ def run(table: Timetable, domino, mesh: Mesh, get_batch, forward_step, residual_
     the scale and by the number of tokens in the global batch.
     """
     actions, placement = table.rows[mesh.pp_rank], table.placement
-    messages = P2PCommunicator(mesh, table, residual_shape, dtype, trace)
+    messages = P2PCommunicator(mesh, table, residual_shape, dtype, domino.message_buffers, trace)
     totals = Totals(*torch.zeros(2, dtype=torch.float64, device=mesh.device))
     training = any(half.kind != "forward" for action in actions for half in action.halves)
     tapes = {}                           # (microbatch, chunk) -> (tape, (loss sum, output) on the last chunk or None)
@@ -213,16 +220,10 @@ def run_halves(running: deque, messages: P2PCommunicator, trace):
     while running:
         half, generator = running.popleft()
         with torch.no_grad(), trace.span(half.kind, microbatch=half.microbatch, chunk=half.chunk):
-            ended = resume(generator, to_the_end=not running)
+            ended = next(generator, "ended") == "ended"
+            while not (ended or running):
+                ended = next(generator, "ended") == "ended"
         if not ended:
             running.append((half, generator))
         elif running and half.kind == "backward":
             messages.post()                              # the previous stage waits for this gradient
-
-
-def resume(generator, to_the_end: bool) -> bool:
-    """Resume a generator once or, if `to_the_end`, until it ends. Return whether it has ended."""
-    while next(generator, "ended") != "ended":
-        if not to_the_end:
-            return False
-    return True

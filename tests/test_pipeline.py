@@ -14,7 +14,7 @@ import train
 from nanodomino import pipeline
 from nanodomino.mesh import meta_mesh
 from nanodomino.schedules.definitions import SCHEDULES
-from nanodomino.schedules.simulation import Timetable, peak_microbatches, timetable
+from nanodomino.schedules.simulation import Timetable, message_received, peak_microbatches, timetable
 
 
 def sent_and_received(monkeypatch, stage: int, table: Timetable, works_per_batch):
@@ -32,14 +32,16 @@ def sent_and_received(monkeypatch, stage: int, table: Timetable, works_per_batch
     monkeypatch.setattr(pipeline, "dist", SimpleNamespace(
         isend="isend", irecv="irecv", batch_isend_irecv=post,
         P2POp=lambda op, tensor, peer, group, tag: SimpleNamespace(op=op, tensor=tensor, peer=peer, tag=tag)))
-    messages = pipeline.P2PCommunicator(mesh, table, (2, 3), torch.float32)
+    messages = pipeline.P2PCommunicator(mesh, table, (2, 3), torch.float32, {})
     messages.post(0)
     for done, action in enumerate(table.rows[stage], start=1):
         for half in action.halves:
-            received, before = messages.receive(half), list(waited)
+            messages.receive(half)
+            before = list(waited)
             if (source := table.placement.source(stage, half)) and source[0] != stage:
                 batch, index = next((batch, index) for batch, ops in enumerate(posted, start=1)
-                                    for index, op in enumerate(ops) if op.tensor is received)
+                                    for index, op in enumerate(ops)
+                                    if (op.op, op.tag) == ("irecv", messages.tag(message_received(half))))
                 assert before[-1:] == [(batch, 0 if works_per_batch else index)], "it waited for this message"
             messages.send_later(half, torch.full((3, 2), float(done)).t())
         count = len(waited)

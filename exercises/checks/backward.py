@@ -36,42 +36,26 @@ MISTAKES = {
         ("a.backward(gradient @ w2) ", "a.backward(2 * gradient @ w2) "),
     "The returned gradient is only the skip path: add x.grad, which h.backward(grad_h) fills.":
         (RETURN, "return gradient"),
-    "The gradient of b2 holds only the last slice: add to it (+=), because slices and microbatches share it.":
-        ("b2.grad += gradient.sum((0, 1))", "b2.grad.copy_(gradient.sum((0, 1)))"),
-    "The gradient of b1 holds only the last slice: add to it (+=), because slices and microbatches share it.":
-        ("b1.grad += c.grad.sum((0, 1))", "b1.grad.copy_(c.grad.sum((0, 1)))"),
-    "The gradient of b2 is missing: it is the gradient of y, summed over all tokens.":
-        ("b2.grad += gradient.sum((0, 1))", "pass"),
-    "The gradient of b1 is missing: it is the gradient of c, summed over all tokens.":
-        ("b1.grad += c.grad.sum((0, 1))", "pass"),
     "The gradient of W1 is missing: defer (w1, c.grad, h).": (REDUCE, REDUCE.replace(", (w1, c.grad, h)", "")),
     "The gradient of W2 is missing: defer (w2, gradient, a).": (REDUCE, REDUCE.replace("(w2, gradient, a), ", "")),
-}
-
-
-def through(model, minimal, slice, sites, gradient=None):
-    """Run a slice forward or, if a gradient is given, backward. A generator."""
-    value = slice.x if gradient is None else gradient
-    for site in sites if gradient is None else reversed(sites):
-        if gradient is None:
-            value = yield from minimal.forward_sublayer(model, slice, site, value)
-        else:
-            value = yield from expect_generator(minimal.backward_sublayer(model, slice, site, value),
-                                                "backward_sublayer")
-    slice.output = value
+} | {
+    f"The gradient of {bias} {what}": (f"{bias}.grad += {total}", patch.format(f"{bias}.grad", total))
+    for bias, total in (("b1", "c.grad.sum((0, 1))"), ("b2", "gradient.sum((0, 1))")) for what, patch in (
+        ("holds only the last slice: add to it (+=), because slices and microbatches share it.", "{}.copy_({})"),
+        ("is missing: it is the gradient of its output, c or y, summed over all tokens.", "pass"))}
 
 
 @torch.no_grad()
 def backward(minimal, sites, slices):
     """Run forward; return (model, slices, generators that run the slices' backward)."""
-    model = make_model(minimal, tp=2)
-    parts = [SimpleNamespace(tape=[], output=None, x=draw(None, f"x {i}", (2, 3, model.sizes.hidden)))
-             for i in range(slices)]
+    model, answer = make_model(minimal, tp=2), minimal.backward_sublayer
+    minimal.backward_sublayer = lambda *arguments: expect_generator(answer(*arguments), "backward_sublayer")
+    model.sites, model.grid.is_first, model.grid.is_last = sites, False, False       # a stage in the middle
+    parts = [SimpleNamespace(tape=[], x=draw(None, f"x {i}", (2, 3, model.sizes.hidden))) for i in range(slices)]
     for part in parts:
-        run_to_end(through(model, minimal, part, sites), "forward")
-    generators = [through(model, minimal, part, sites, draw(None, f"gradient {i}", (2, 3, 8)))
-                  for i, part in enumerate(parts)]
-    return model, parts, generators
+        run_to_end(minimal.forward_slice(model, part), "forward")
+    return model, parts, [minimal.backward_slice(model, part, draw(None, f"gradient {i}", (2, 3, 8)))
+                          for i, part in enumerate(parts)]
 
 
 @on_ranks(2)
@@ -85,7 +69,7 @@ def program(minimal):
             for generator in generators:
                 run_to_end(generator, "backward_sublayer")
         for i, part in enumerate(parts):
-            found[f"The gradient that slice {i} of {what} returns"] = part.output
+            found[f"The gradient that slice {i} of {what} returns"] = part.gradient
         low, high = model.grad.data_ptr(), model.grad.data_ptr() + model.grad.nbytes
         for name, weight in model.weights.items():
             expect(low <= weight.grad.data_ptr() < high,
@@ -118,10 +102,10 @@ def hidden_share(minimal, slices, matmuls):
 def check(answer, reference):
     with torch.no_grad():
         judge(program, answer, MISTAKES)
-    share = hidden_share(answer, slices=1, matmuls=2)
-    expect(share >= 0.8, f"The gradients are right, but with one slice only {share:.0%} of the all-reduce time is "
-           "hidden where 80 % is required: launch grad_h's all-reduce before the matmuls of W1's and W2's gradients, "
-           "for which no other rank waits, and wait() after them.")
-    share = hidden_share(answer, slices=2, matmuls=3)
-    expect(share >= 0.8, f"The gradients are right, but with two slices only {share:.0%} of the all-reduce time is "
-           "hidden where 80 % is required: yield between the launch and wait(), so that the other slice computes.")
+    for slices, matmuls, advice in (
+            (1, 2, "one slice only {}: launch grad_h's all-reduce before the matmuls of W1's and W2's gradients, for "
+                   "which no other rank waits, and wait() after them."),
+            (2, 3, "two slices only {}: yield between the launch and wait(), so that the other slice computes.")):
+        share = hidden_share(answer, slices, matmuls)
+        expect(share >= 0.8, "The gradients are right, but with " + advice.format(
+            f"{share:.0%} of the all-reduce time is hidden where 80 % is required"))

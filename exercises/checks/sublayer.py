@@ -54,17 +54,12 @@ def program(minimal, tp=2):
     return World(tp).run(rank_program)
 
 
-def one_process(minimal):
-    """Return what one process computes with the whole matrices, with gradients cut into the two ranks' shards."""
-    def cut():
-        model = make_model(minimal, tp=2)
-        prefix = "The gradient of "
-        return {name: shard(minimal, model, name.removeprefix(prefix), value)
-                if name.removeprefix(prefix) in model.weights else value for name, value in whole.items()}
-
-    whole, = program(minimal, tp=1)
-    return World(2).run(cut)
-
-
 def check(answer, reference):
-    judge(program, answer, MISTAKES, right=one_process(reference))
+    """Judge by what one process computes with the whole matrices, with gradients cut into the two ranks' shards."""
+    def cut():
+        model = make_model(reference, tp=2)
+        return {name: shard(reference, model, name.removeprefix("The gradient of "), value)
+                for name, value in whole.items()}
+
+    whole, = program(reference, tp=1)
+    judge(program, answer, MISTAKES, right=World(2).run(cut))

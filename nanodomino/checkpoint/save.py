@@ -18,6 +18,7 @@ folder to step-00000100. Renaming is atomic. So whenever a process is killed, ea
 import dataclasses
 import os
 import threading
+import weakref
 from datetime import timedelta
 from pathlib import Path
 
@@ -46,15 +47,32 @@ def range_to_save(bucket: Bucket, mesh: Mesh) -> tuple[int, int]:
     return size * index // holders, size * (index + 1) // holders
 
 
+def allocate_copies(optimizer: ZeroOptimizer, mesh: Mesh) -> dict:
+    """Return {(bucket, state): zeros} in the host's memory for this rank's share, parts of one buffer. For a GPU, CUDA
+    pins the buffer as it is: torch's allocator of pinned memory would round its size up to a power of two."""
+    sizes, end = {}, 0
+    for bucket in optimizer.buckets:
+        first, last = range_to_save(bucket, mesh)
+        for state in optimizer.states_of(bucket):
+            begin = -(-end // 8) * 8                           # a multiple of each type's size
+            end = begin + (last - first) * bucket.own_grad.dtype.itemsize
+            sizes[bucket, state] = slice(begin, end)
+    buffer = torch.zeros(end, dtype=torch.uint8)
+    if mesh.device.type == "cuda" and end:
+        runtime = torch.cuda.cudart()
+        torch.cuda.check_error(runtime.cudaHostRegister(buffer.data_ptr(), end, 0))
+        weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, buffer.data_ptr())
+    return {(bucket, state): buffer[place].view(bucket.own_grad.dtype) for (bucket, state), place in sizes.items()}
+
+
 def copy_to_host(optimizer: ZeroOptimizer, mesh: Mesh, copies: dict):
     """Copy this rank's share to host memory, copies[bucket, state], which the first call allocates. Waits for the copy,
     because the writing thread makes no CUDA calls."""
+    if not copies:
+        copies.update(allocate_copies(optimizer, mesh))
     for bucket in optimizer.buckets:
         start, end = range_to_save(bucket, mesh)
         for state in optimizer.states_of(bucket):
-            if (bucket, state) not in copies:
-                copies[bucket, state] = torch.zeros(end - start, dtype=bucket.own_grad.dtype,
-                                                    pin_memory=bucket.own_grad.is_cuda)
             if (own := optimizer.own_state(bucket, state)) is not None:        # no moments before the first update
                 copies[bucket, state].copy_(own[start - bucket.own_offset:][:end - start], non_blocking=True)
     if mesh.device.type == "cuda":

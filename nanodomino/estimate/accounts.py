@@ -177,6 +177,7 @@ class Accounts(TorchDispatchMode):
     def restart(self):
         """Forget everything except the storages that are alive."""
         self.peak, self.host_peak, self.traffic, self.events = self.now, self.host_now, defaultdict(lambda: [0, 0]), []
+        self.message_bytes = {}                                # {key of a buffer of messages between stages: bytes}
 
     @classmethod
     def _should_skip_dynamo(cls):                              # so that torch does not import its compiler
@@ -282,6 +283,9 @@ class Accounts(TorchDispatchMode):
         if group_name == "pp" or kind != "receive":
             found = self.traffic[group_name, kind]
             found[0], found[1] = found[0] + calls, found[1] + bytes_
+        if group_name == "pp" and kind in ("send", "receive"):
+            self.allocate(tensors[0])
+            self.message_bytes[storage(tensors[0])] = tensors[0].nbytes
         self.launch(group_name, kind, bytes_)
         if not tensors[0].is_meta:
             return function(*args)

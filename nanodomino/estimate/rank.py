@@ -126,22 +126,25 @@ def measured_step(program, domino, optimizer, dataset, config: Config, accounts:
         accounts.allocate(tensor)
     base = accounts.now                                        # the state, and what was alive before this step
     actions = config.timetable.rows[mesh.pp_rank]
-    alive, peaks, row = [0], [], tuple(map(kinds_of, actions))
+    # alive, peaks: without the buffers of messages, which a first step creates one by one and later steps have already
+    alive, peaks, buffers, row = [0], [], [0], tuple(map(kinds_of, actions))
 
     def on_action(done, count):
-        peaks.append(accounts.peak - base)
-        alive.append(accounts.now - base)
+        buffers.append(sum(accounts.message_bytes.values()))
+        peaks.append(accounts.peak - base - buffers[-2])
+        alive.append(accounts.now - base - buffers[-1])
         accounts.peak = accounts.now
         accounts.events.append(ActionEnd(row[done - 1]))
 
     accounts.restart()
     program.train_step(1, domino, optimizer, dataset, config, mesh, on_action=on_action)
-    last_peak, kept, extra = max(peaks[-1], accounts.peak - base), defaultdict(list), defaultdict(list)
+    last_peak, kept, extra = max(peaks[-1], accounts.peak - base - buffers[-1]), defaultdict(list), defaultdict(list)
     for kinds, before, peak, after in zip(row, alive, peaks, alive[1:]):
         kept[kinds].append(after - before)
         extra[kinds].append(peak - before)
     return RankRun(
-        state, activations=max(alive), peak=sum(state.values()) + max(*peaks, last_peak), host=accounts.host_peak,
+        state, activations=max(alive) + buffers[-1], host=accounts.host_peak,
+        peak=sum(state.values()) + max(*peaks, last_peak) + buffers[-1],
         traffic={key: (round(calls), round(bytes_)) for key, (calls, bytes_) in accounts.traffic.items()},
         events=accounts.events, layers=tuple(len(chunk.layers) for chunk in domino.model.chunks),
         ranks_of={name: tuple(dist.get_process_group_ranks(group)) for name, group in groups_of(mesh).items() if group},
@@ -149,7 +152,7 @@ def measured_step(program, domino, optimizer, dataset, config: Config, accounts:
         # the first action of a kind may also leave what all later ones use, so of two numbers `kept` takes the lower
         kept={kinds: statistics.median_low(found) for kinds, found in kept.items()},
         peaks={kinds: statistics.median(found) for kinds, found in extra.items()},
-        first_peak=max(peaks[:-1], default=0), last_peak=last_peak)
+        first_peak=max(peaks[:-1], default=0) + buffers[-1], last_peak=last_peak + buffers[-1])
 
 
 def state_tensors(model, optimizer) -> dict:

@@ -119,7 +119,7 @@ class Fp8Recipe:
     def __init__(self, name: str, recipe: str, dtype: torch.dtype, compiled, wgrad=True):
         """name, recipe: the values of --fp8-format and --fp8-recipe. compiled: see Domino."""
         operand, gradient = FORMATS[name]
-        # one lambda each, because torch.compile keeps only 8 versions of a function
+        # one lambda each, because torch.compile keeps a limited number of versions of a function
         self.weight = compiled(lambda x, dim, transposed: to_8_bits(x, operand, dim, transposed))
         self.activation = compiled(lambda x, dim, transposed: to_8_bits(x, operand, dim, transposed))
         self.gradient = compiled(lambda x, dim, transposed: to_8_bits(x, gradient, dim, transposed))

@@ -252,11 +252,20 @@ class Config(Choices):
     tied = property(lambda self: not self.untie_embeddings_and_output_weights)
     rope = property(lambda self: self.position_embedding_type == "rope")
     activation = property(lambda self: "swiglu" if self.swiglu else "gelu")
-    compiler = property(lambda self: partial(torch.compile, backend=self.compile_backend) if self.compile else None)
     fuses = property(lambda self: self.compile_backend == "inductor")      # whether --compile saves temporaries
     microbatches = property(lambda self: self.global_batch_size // (self.micro_batch_size * self.dp))    # per replica
     # the output size of attention's first matmul over all ranks: q for each head, k and v for each query group
     qkv_size = property(lambda self: (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels)
+
+    @property
+    def compiler(self):
+        """torch.compile, or None. Each shape gets kernels of its own: for the second shape of a function torch would by
+        default make kernels for any shape, which do not know that rows are divisible by 16. The limit covers fp8's
+        conversions, which meet each shape of a layer's matrices, also transposed, and of slices."""
+        if not self.compile:
+            return None
+        torch._dynamo.config.recompile_limit = 64
+        return partial(torch.compile, backend=self.compile_backend, dynamic=False)
 
     @property
     def residual_shape(self) -> tuple[int, int, int]:

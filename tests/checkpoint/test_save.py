@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -150,6 +151,23 @@ def test_the_only_checkpoint_is_not_deleted_for_one_that_holds_other_bytes(pool,
 
 
 # ---- in the background
+
+def test_all_copies_of_a_gpu_are_one_pinned_buffer_that_is_not_rounded_up(monkeypatch):
+    """torch's allocator of pinned memory would round each of the four up to a power of two."""
+    pinned, buckets = [], [Mock(size=1027, own_grad=torch.zeros(1)),
+                           Mock(size=5, own_grad=torch.zeros(1, dtype=torch.float64))]
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Mock(cudaHostRegister=lambda *given: pinned.append(given)))
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    monkeypatch.setattr(save_module, "range_to_save", lambda bucket, mesh: (0, bucket.size))
+    copies = save_module.allocate_copies(
+        Mock(buckets=buckets, states_of=lambda bucket: ("weight", "exp_avg")), Mock(device=torch.device("cuda")))
+    ((start, size, _),) = pinned
+    assert size == 2 * (1027 * 4 + 4) + 2 * 5 * 8 and len(copies) == 4
+    for number, values in enumerate(copies.values()):
+        values.fill_(number)
+        assert start <= values.data_ptr() and values.data_ptr() + values.nbytes <= start + size
+    assert [(len(values), *values.unique()) for values in copies.values()] == [(1027, 0), (1027, 1), (5, 2), (5, 3)]
+
 
 def save_twice_on_a_slow_disk(config, folder):
     """Save weights that are all 1 as step 1, which is written only after a second, then weights that are all 2. Return

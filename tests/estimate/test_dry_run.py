@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.fake_cuda import run_under
 from support.harness import FAMILIES, build, tiny
 from support.published_sizes import machine
 
@@ -115,6 +116,23 @@ def test_experts_need_as_much_on_average(pool, world_size, changes):
     assert [run.state for run in real] == [run.state for run in dry]
     assert comparable([run.traffic for run in real]) == comparable([run.traffic for run in dry])
     assert sum(run.peak for run in real) == pytest.approx(sum(run.peak for run in dry), rel=0.03)
+
+
+class SecondStep(Accounts):
+    """Counts a second step, in which the buffers of messages exist from the start."""
+
+    def train_step(self, step, *given, on_action):
+        train.train_step(step, *given)
+        self.peak = self.now
+        train.train_step(step, *given, on_action=on_action)
+
+
+@pytest.mark.parametrize("schedule, rank", [("1f1b", 0), ("gpipe", 3), ("interleaved", 3)])
+def test_a_first_step_needs_what_later_steps_need(schedule, rank):
+    """GPipe's last stage sends nothing before its peak."""
+    config = tiny(4, **PP4, schedule=schedule, num_layers=8, device="cuda", compile=False)
+    first, second = dry_run(train, config, rank), run_under(SecondStep, config, rank)[1]
+    assert (second.peak, second.activations) == (first.peak, first.activations)
 
 
 # ---- pipelines of any size, from small runs

@@ -2,14 +2,18 @@
 
 import json
 import re
+import subprocess
 from types import SimpleNamespace
 
 import pytest
 import torch
 from answers import ANSWERS
 
+from benchmarks import memory
+from benchmarks.runner import parse
 from exercises import __main__ as command_line, beyond, fake_ranks, grade, workbook
 from exercises.predict import TASKS
+from nanodomino.comm.world import LaunchInfo
 from nanodomino.options.router import Router
 from nanodomino.schedules.definitions import SCHEDULES
 
@@ -36,7 +40,7 @@ def check(number, text, tmp_path):
 def test_a_check_refuses_the_blank_and_accepts_the_reference(number, tmp_path):
     text = workbook.source_of(number).read_text()
     blank = workbook.replace_answer(text, number, workbook.blanks(number))
-    assert re.search("(is|are) still blank", check(number, blank, tmp_path))
+    assert check(number, blank, tmp_path).startswith("still blank: ")
     assert check(number, text, tmp_path) is None
     assert max(map(len, blank.splitlines())) <= 120
 
@@ -73,7 +77,7 @@ def test_the_command_line_keeps_answers(tmp_path, monkeypatch, capsys):
 
     assert run("check", "7") == "Exercise 7 has not been started. Run: python -m exercises start 7\n"
     assert f"fill the blank in {work}, line" in run("start", "7")
-    assert run("check", "7") == "Exercise 7: interleave is still blank.\n"
+    assert run("check", "7") == "Exercise 7: still blank: interleave.\n"
     hints = workbook.check_of(7).HINTS
     for count, sentence in enumerate([*hints, hints[0]]):
         assert run("hint", "7").startswith(f"Hint {count % len(hints) + 1} of {len(hints)}: {sentence}")
@@ -95,7 +99,6 @@ def test_the_command_line_keeps_answers(tmp_path, monkeypatch, capsys):
         assert f"minimal.{copy}.py. To go back, copy it over {work}." in run("start", "5")
         answer(5, "    return unknown")
         assert f"return {answered}" in work.with_suffix(f".{copy}.py").read_text()
-    assert "def optimizer_step(" in run("show", "9")
     assert f"fill the blank in {tmp_path / 'beyond.py'}, line" in run("start", "11")
     assert re.search("(?m)^11 .* blank$", run("status"))
     work.write_bytes(b"# \xe9\n" + work.read_bytes())
@@ -134,8 +137,7 @@ def test_the_balance_loss_of_beyond_is_that_of_the_system():
 
 def test_rows_of_beyond_are_parts_of_an_all_reduce():
     """Both embeddings and both ways to sum addends give what one process computes."""
-    module, words = workbook.load(), torch.randn(8, 3, dtype=torch.float64)
-    tokens = torch.tensor([[0, 5, 5, 7], [2, 5, 1, 1]])
+    module, words, tokens = workbook.load(), torch.randn(8, 3), torch.tensor([[0, 5, 5, 7], [2, 5, 1, 1]])
 
     def rank_program():
         group, rank = module.dist.new_group([0, 1]), module.dist.get_rank()
@@ -145,44 +147,55 @@ def test_rows_of_beyond_are_parts_of_an_all_reduce():
         return output.detach(), torch.autograd.grad(output.sin().sum(), own)[0], sums
 
     outputs, gradients, sums = zip(*fake_ranks.World(2).run(rank_program))
-    whole = words.clone().requires_grad_()
-    right = whole[tokens]
-    (gradient,) = torch.autograd.grad(right.sin().sum(), whole)
-    torch.testing.assert_close([*outputs, torch.cat(gradients), *sums],
-                               [right.detach()] * 2 + [gradient] + [3 * words] * 2)
+    right = (whole := words.clone().requires_grad_())[tokens]
+    right.sin().sum().backward()
+    torch.testing.assert_close([*outputs, torch.cat(gradients), *sums], [right] * 2 + [whole.grad] + [3 * words] * 2)
 
 
 def test_a_folder_of_answers_is_graded(tmp_path, monkeypatch, capsys):
     """Right, wrong, crashing and endless answers."""
     blank = "def interleave(generators):\n"
-    for name, body in {"ann": ANSWERS[7][0][0], "bob": "    1 / 0", "cat": "    __import__('os')._exit(0)",
-                       "fay": "    exit()", "gil": "    raise KeyboardInterrupt"}.items():
+    for name, body in {"ann": ANSWERS[7][0][0], "bob": "    1 / 0", "cat": "    __import__('os')._exit(0)"}.items():
         (tmp_path / f"{name}.py").write_text(blank + body.lstrip("\n"))
     (tmp_path / "hal").mkdir()
     (tmp_path / "ida.py").write_bytes(b"# \xe9")
     command_line.main(["grade", str(tmp_path)])
     graded = json.loads((tmp_path / "grades.json").read_text())
     assert {name: {number: record["result"] for number, record in found.items()} for name, found in graded.items()} == {
-        "ann": {"7": "solved"}, **dict.fromkeys(("bob", "cat", "fay", "gil"), {"7": "wrong"}), "hal": {},
+        "ann": {"7": "solved"}, "bob": {"7": "wrong"}, "cat": {"7": "wrong"}, "hal": {},
         "ida": dict.fromkeys(map(str, workbook.CHECKS), "wrong")}
     printed = capsys.readouterr().out
     assert re.search(r"(?m)^bob +(\. +){6}x +(\. +){9}0 solved$", printed) and "\nhal, no file: neither " in printed
     assert printed.startswith("ann: 1 solved\nbob: 0 solved\n") and "ida.py: 'utf-8' codec can't decode" in printed
-    assert "SystemExit" in graded["fay"]["7"]["sentence"] and "KeyboardInterrupt" in graded["gil"]["7"]["sentence"]
     assert "ZeroDivisionError" in graded["bob"]["7"]["sentence"]
     (tmp_path / "dan.py").write_text(f"{blank}    __import__('time').sleep(600)")
-    monkeypatch.setattr(grade, "LIMIT", 1.0)
+    monkeypatch.setattr(grade, "LIMIT", 0.5)
     assert grade.results_of(tmp_path / "dan.py")[7]["result"] == "time limit"
 
 
-def test_a_prediction_is_positive():
+def dry_bench(command, **options):
+    """Stand in for bench.py memory: return the dry run's counts, to which test_bench.py proves a real step's equal."""
+    launch = LaunchInfo(world_size=2)
+    config = memory.config_for(parse(memory, command[2:]), launch)
+    runs = memory.dry_runs(config, launch)
+    return subprocess.CompletedProcess(command, 0, json.dumps(memory.report(config, runs, runs)[1]), "")
+
+
+def test_a_prediction_is_compared_with_the_reason(capsys, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", dry_bench)
     with pytest.raises(SystemExit, match="must be a positive number, but is nan; correct it"):
         command_line.main(["predict", "bytes", "nan"])
+    command_line.main(["predict", "bytes"])
+    command_line.main(["predict", "bytes", "1e7"])
+    command_line.main(["predict", "bytes", f"{18 * 16384 * 8}"])
+    question, _, *_, reason = TASKS["bytes"]
+    assert re.search(f"{re.escape(question)}(?s:.*)You are not right(?s:.*)You are right.*\n{re.escape(reason)}\n",
+                     capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("name, number", [("bytes", 18 * 16384 * 8)] + [
-    pytest.param(*case, marks=pytest.mark.exhaustive)
-    for case in (("bubble", 0.2), ("exposed", 1.67), ("memory", 1e7))])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name, number", [
+    ("bytes", 18 * 16384 * 8), ("bubble", 0.2), ("exposed", 1.67), ("memory", 12 * 834304)])
 def test_the_reason_predicts_what_is_measured(name, number, capsys, monkeypatch):
     """Bytes and memory are exact. The others are times, which other programs on this machine can change by any amount:
     then only the verdict must fit the number measured on a tiny model."""
@@ -190,15 +203,13 @@ def test_the_reason_predicts_what_is_measured(name, number, capsys, monkeypatch)
     tiny = {"bubble": "--num-layers 4 --hidden-size 32 --seq-length 16 --repeats 1",
             "exposed": "--num-layers 1 --hidden-size 32 --seq-length 16 --microbatches 2 --repeats 1"}.get(name, "")
     monkeypatch.setitem(TASKS, name, (question, f"{command} {tiny}", *rest))
-    command_line.main(["predict", name])
-    assert TASKS[name][0] in capsys.readouterr().out
     try:
         command_line.main(["predict", name, str(number)])
     except SystemExit as end:
         assert name in ("bubble", "exposed") and "too noisy" in str(end)
         return
     output = capsys.readouterr().out
-    measured, tolerance = float(re.search("measured: ([0-9.,e+-]+)[.] You", output)[1].replace(",", "")), TASKS[name][3]
-    right = abs(number / measured - 1) <= tolerance
+    measured = float(re.search("measured: ([0-9.,e+-]+)[.] You", output)[1].replace(",", ""))
+    right = abs(number / measured - 1) <= TASKS[name][3]
     assert right or name in ("bubble", "exposed")
     assert ("You are right" in output and TASKS[name][-1] in output) == right

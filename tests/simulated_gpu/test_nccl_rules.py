@@ -37,7 +37,7 @@ class PaperStage:
     """A stage that computes nothing; its forward and backward yield the given numbers of times."""
 
     def __init__(self, forward, backward):
-        self.turns = dict(forward=forward, backward=backward)
+        self.turns, self.message_buffers = dict(forward=forward, backward=backward), {}
 
     def forward_step(self, batch, stage, hidden, chunk, training):
         yield from [None] * self.turns["forward"]
