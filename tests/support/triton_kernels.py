@@ -33,8 +33,8 @@ from nanodomino.settings.config import Config                   # noqa: E402
 from support.harness import EXPERTS                             # noqa: E402
 
 SHARED_MEMORY = {75: 64 * 1024, 80: 163 * 1024, 90: 227 * 1024}     # bytes that a thread block can have
-SIZES = dict(num_layers=2, hidden_size=1024, num_attention_heads=16, seq_length=1024, global_batch_size=8,
-             micro_batch_size=4, slices=2, tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
+SIZES = dict(num_layers=2, hidden_size=1024, num_attention_heads=16, seq_length=1024, global_batch_size=16,
+             micro_batch_size=16, slices=2, tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
 LLAMA = dict(normalization="RMSNorm", swiglu=True, position_embedding_type="rope", num_query_groups=4,
              qk_layernorm=True, disable_bias_linear=True)
 FAMILIES = {"gpt2": {}, "llama": LLAMA, "dropout": dict(hidden_dropout=0.1),
