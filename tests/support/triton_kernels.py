@@ -59,6 +59,11 @@ def form_of(value):
 
 def graphs_of(config: Config):
     """Yield (name, graph, its inputs) for each graph that a training step compiles."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch import config as functorch
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._inductor.decomposition import select_decomp_table
+
     calls, fuse = {}, Accounts.fuse
 
     def recording(accounts, function):
@@ -66,24 +71,26 @@ def graphs_of(config: Config):
 
         def record(*args):
             if accounts.in_kernel is None:
-                calls.setdefault((id(function), form_of(args)), (function, args))
+                needs_grad = torch.is_grad_enabled()
+                calls.setdefault((id(function), form_of(args)), (function, args, needs_grad))
             return kernel(*args)
         return record
 
     with mock.patch.object(Accounts, "fuse", recording):
         dry_run.dry_run(train, config)
-    for function, args in calls.values():
+    for function, args, needs_grad in calls.values():
         found = []
 
         def keep(graph, inputs, found=found):
             found.append((graph, inputs))
-            return graph.forward
+            return make_boxed_func(graph.forward)
 
         torch._dynamo.reset()
-        with torch.no_grad():
-            torch.compile(function, backend=keep, dynamic=False)(*args)
-        for graph, inputs in found:
-            yield name_of(function), graph, inputs
+        backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, decompositions=select_decomp_table())
+        with torch.set_grad_enabled(needs_grad), functorch.patch(force_non_lazy_backward_lowering=True):
+            torch.compile(function, backend=backend, dynamic=False)(*args)
+        for (graph, inputs), suffix in zip(found, ("", "_gradient")):
+            yield name_of(function) + suffix, graph, inputs
 
 
 # ---- generate
@@ -129,34 +136,24 @@ def gpu(capability: int):
 
 
 def sources_of(graph, inputs) -> list[tuple[str, str]]:
-    """Return (name, source) of each Triton kernel of a graph, whose inputs are meta tensors and other values."""
+    """Return (name, source) of each Triton kernel of a graph, whose inputs are meta tensors."""
     from torch._inductor import config as inductor
     from torch._inductor.debug import DebugContext
-    from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-
-    def of_tensors(*given):
-        left = iter(given)
-        return graph(*(next(left) if isinstance(value, torch.Tensor) else value for value in inputs))
-
-    with torch.no_grad():
-        plain = make_fx(torch.func.functionalize(of_tensors, remove="mutations_and_views"), tracing_mode="fake",
-                        decomposition_table=select_decomp_table())(*tensors)
-    for node in plain.graph.nodes:
+    for node in graph.graph.nodes:
         if "device" in node.kwargs:
             node.kwargs = {**node.kwargs, "device": torch.device("cuda", 0)}
-    plain.recompile()
+    graph.recompile()
     mode = FakeTensorMode()
     with mode:
         there = [torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
-                 for value in tensors]
+                 for value in inputs]
     with torch.no_grad():
-        lowered = make_fx(plain, tracing_mode="fake")(*there)
+        lowered = make_fx(graph, tracing_mode="fake")(*there)
     there = [node.meta["val"] for node in lowered.graph.nodes if node.op == "placeholder"]
     lowering = GraphLowering(lowered, example_inputs=there, shape_env=mode.shape_env)
     with (inductor.patch(deterministic=True), V.set_graph_handler(lowering), V.set_fake_mode(mode), DebugContext()):
