@@ -1,6 +1,6 @@
 """Compile a run's kernels for GPUs that are not there.
 
-    python tests/support/triton_kernels.py 90        # a line of JSON for each graph, for compute capability 9.0
+    python tests/support/triton_kernels.py 80 90        # a line of JSON for each graph and compute capability
 
 Triton's wheel brings its own compiler and NVIDIA's assembler, and neither needs a GPU. So three steps suffice:
 
@@ -135,8 +135,9 @@ def gpu(capability: int):
         yield
 
 
-def sources_of(graph, inputs) -> list[tuple[str, str]]:
-    """Return (name, source) of each Triton kernel of a graph, whose inputs are meta tensors."""
+def sources_of(graph, inputs) -> tuple[int, list[tuple[str, str]]]:
+    """Return how many kernels a graph launches, and (name, source) of each Triton kernel. inputs: meta tensors. A
+    kernel can be launched more than once, and torch itself sorts, and adds up the rows of partial sums."""
     from torch._inductor import config as inductor
     from torch._inductor.debug import DebugContext
     from torch._inductor.graph import GraphLowering
@@ -161,7 +162,8 @@ def sources_of(graph, inputs) -> list[tuple[str, str]]:
         code = lowering.codegen()[0]
     code = getattr(code, "value", code)
     assert "extern_kernels." not in code
-    return re.findall(r"async_compile.triton\('(\w+)', '''(.*?)''', device_str='cuda'\)", code, re.DOTALL)
+    launches = re.findall(r"^ *triton_\w+\.run\(|^ *buf.*\.sum\(dim=0\)|^ *buf\d+ = torch\.ops\.", code, re.MULTILINE)
+    return len(launches), re.findall(r"async_compile.triton\('(\w+)', '''(.*?)''', device_str='cuda'\)", code, re.DOTALL)
 
 
 # ---- assemble
@@ -194,24 +196,26 @@ def assemble(name: str, source: str, capability: int) -> dict:
                 odd=[one for index, one in enumerate(arguments) if index not in divisible])
 
 
-def main(capability: int):
-    known = {}
-    for family, settings in FAMILIES.items():
-        for dtype in ("bfloat16", "float16", "float32"):
-            if (dtype == "bfloat16" and capability < 80) or ("fp8_format" in settings
-                                                             and (dtype, capability) != ("bfloat16", 90)):
-                continue
+def main(capabilities: list[int]):
+    """Print a line for each graph and compute capability."""
+    done, made = set(), {}
+    for settings in FAMILIES.values():
+        for dtype in ("bfloat16",) if "fp8_format" in settings else ("bfloat16", "float16", "float32"):
             config = Config(**SIZES | settings, dtype=dtype, device="cuda", compile=True)
-            graphs = [*graphs_of(config.resolve(1).with_vocabulary(50257))]
-            with gpu(capability):
-                for function, graph, inputs in graphs:
-                    kernels = []
-                    for name, source in sources_of(graph, inputs):
-                        if source not in known:
-                            known[source] = assemble(name, source, capability)
-                        kernels.append(known[source])
-                    print(json.dumps(dict(family=family, dtype=dtype, function=function, kernels=kernels)), flush=True)
+            for function, graph, inputs in graphs_of(config.resolve(1).with_vocabulary(50257)):
+                key = graph.code, form_of(inputs)
+                for capability in capabilities if key not in done else ():
+                    if capability < (90 if "fp8_format" in settings else 80 if dtype == "bfloat16" else 75):
+                        continue
+                    with gpu(capability):
+                        launches, sources = sources_of(graph, inputs)
+                        for name, source in sources:
+                            if source not in made:
+                                made[source] = assemble(name, source, capability)
+                    print(json.dumps(dict(function=function, dtype=dtype, capability=capability, launches=launches,
+                                          kernels=[made[source] for _, source in sources])), flush=True)
+                done.add(key)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main([*map(int, sys.argv[1:])])
