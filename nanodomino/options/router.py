@@ -120,7 +120,6 @@ class Router(nn.Module):
         """Return auxiliary loss + z-loss of a slice: a sum over its samples, each weighted by its s tokens.
         choices: the result of the flight that choices() has prepared"""
         (_, s, count), config, log_sum = logits.shape, self.config, logits.logsumexp(dim=-1, keepdim=True)
-        # both losses read log_sum, so a compiler computes it once
         probabilities = (logits - log_sum).exp() if self.softmax else divide_by_sum(self.scores(logits))
         balance = count * (choices / (self.sample_parts * s * self.topk) * probabilities.mean(dim=1)).sum()
         return (config.moe_aux_loss_coeff * s * balance

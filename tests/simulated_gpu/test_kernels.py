@@ -1,16 +1,15 @@
 """Every function that a run compiles is assembled for three generations of GPUs, which needs none.
 
-The table shows what the compiler makes of each function. A launch costs the host some microseconds, and each kernel reads
-its inputs from the GPU's memory. So one launch is best. These things need more:
+The table shows what the compiler makes of each function. A launch costs the host some microseconds, and each kernel
+reads its inputs from the GPU's memory, so one launch is best. Some functions need more:
 
-    the gradient of a weight   is a sum over all rows. One kernel computes the gradient of x, row by row, and partial sums
-                               over rows; a second kernel adds these up, for each weight and bias
-    a row-parallel bias        its gradient is a sum over the gradient of x, which must be complete: two kernels more
-    too few elements           below 5 Mi elements, as in k's norm here, the first kernel reads x once for the gradient of
-                               x and once for the partial sums
-    q, k and v                 have different sizes, so each has its kernels
-    a sort                     is torch's own kernel, not the compiler's
-    fp8, tensorwise            the largest number must be known before the first is converted
+    the gradient of a weight   is a sum over all rows. One kernel computes the gradient of x, row by row, and partial
+                               sums over rows; for each weight and bias another kernel adds these up
+    a row-parallel bias        its gradient sums the gradient of x, which must be complete: two kernels more
+    fewer than 5 Mi elements   as in k's norm here: partial sums are then computed in a kernel of their own
+    q, k and v                 have different sizes, so each has its own kernels
+    a sort                     is torch's kernel, not the compiler's
+    tensorwise fp8             finds the largest number first, in two kernels
 """
 
 import json

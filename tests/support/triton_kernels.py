@@ -163,7 +163,8 @@ def sources_of(graph, inputs) -> tuple[int, list[tuple[str, str]]]:
     code = getattr(code, "value", code)
     assert "extern_kernels." not in code
     launches = re.findall(r"^ *triton_\w+\.run\(|^ *buf.*\.sum\(dim=0\)|^ *buf\d+ = torch\.ops\.", code, re.MULTILINE)
-    return len(launches), re.findall(r"async_compile.triton\('(\w+)', '''(.*?)''', device_str='cuda'\)", code, re.DOTALL)
+    kernels = re.findall(r"async_compile.triton\('(\w+)', '''(.*?)''', device_str='cuda'\)", code, re.DOTALL)
+    return len(launches), kernels
 
 
 # ---- assemble
