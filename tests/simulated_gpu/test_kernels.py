@@ -34,7 +34,7 @@ KERNELS = {
     "scaled_exp_of_rows": ({1}, 64, 0),
     "choose": ({5}, 64, 0),
     "weights": ({2}, 64, 0),
-    "weights_gradient": ({2}, 64, 0),
+    "weights_gradient": ({2}, 64, 2048),
     "loss": ({5}, 64, 64),
     "loss_gradient": ({2}, 64, 0),
     "to_8_bits": ({1, 3}, 64, 8192),
