@@ -35,7 +35,7 @@ KERNELS = {
     "choose": ({5}, 64, 0),
     "weights": ({2}, 64, 0),
     "weights_gradient": ({2}, 64, 2048),
-    "loss": ({5}, 64, 64),
+    "loss": ({5}, 64, 512),
     "loss_gradient": ({2}, 64, 0),
     "to_8_bits": ({1, 3}, 64, 8192),
     "t": ({1}, 64, 1024),                                      # tensorwise fp8's transpose
