@@ -22,7 +22,7 @@ import pytest
 from support import needs
 from support.triton_kernels import SHARED_MEMORY
 
-# function: (launches of its graphs, most registers of a thread, most bytes of shared memory of a thread block)
+# function: (launches of its graphs, limits of the registers of a thread and of the shared bytes of a thread block)
 KERNELS = {
     "residual_norm": ({1}, 128, 0),
     "residual_norm_backward": ({2, 3, 5}, 128, 40_000),        # RMSNorm; LayerNorm; with a row-parallel bias, too
