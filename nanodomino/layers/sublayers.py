@@ -69,12 +69,14 @@ def rms_norm_forward(x, weight, bias, epsilon):
 
 
 def rms_norm_backward(gradient, x, statistics, weight, bias):
-    """Return dx = r (w g - n mean(n w g)) and dw = sum(n g). r = 1 / rms, n = x r, w is the weight, g the gradient."""
+    """Return dx = r (w g - n mean(n w g)) and dw = sum(n g). r = 1 / rms, n = x r, w is the weight, g the gradient.
+    Compiled, the mean is no matmul: after one, the compiler would compute dx in a second kernel, not in dw's."""
     (inverse,) = statistics
     gradient, weight = gradient.to(inverse.dtype), weight.to(inverse.dtype)
     normed = x * inverse
     product = normed * gradient
-    mean = (product @ weight).unsqueeze(-1) / x.size(-1)
+    total = (product * weight).sum(dim=-1) if torch.compiler.is_compiling() else product @ weight
+    mean = total.unsqueeze(-1) / x.size(-1)
     grad_x = (gradient * weight).addcmul_(normed, mean, value=-1).mul_(inverse)
     return grad_x.to(x.dtype), product.flatten(0, -2).sum(dim=0), None
 

@@ -93,10 +93,10 @@ class Router(nn.Module):
             scores = scores + self.expert_bias
         experts = scores.sort(dim=-1, descending=True, stable=True).indices[..., :self.topk].contiguous()
         ordered, permutation = experts.flatten().short().sort(stable=True)     # 16 bits: a quarter of 64 bits' passes
-        # the number of rows up to each expert's last; bincount would make the host wait for a GPU
-        ends = torch.searchsorted(ordered, torch.arange(
-            self.num_experts, dtype=torch.int16, device=logits.device), right=True)
-        return experts, ends.diff(prepend=ends.new_zeros(1)), permutation
+        # the rows up to each expert's last, minus those before its first; bincount would make the host wait for a GPU
+        numbers = torch.arange(self.num_experts, dtype=torch.int16, device=logits.device)
+        first, end = (torch.searchsorted(ordered, numbers, right=after) for after in (False, True))
+        return experts, end - first, permutation
 
     def weights(self, logits, experts):
         """Return the weights [b, s, k] of the chosen experts."""
@@ -119,11 +119,11 @@ class Router(nn.Module):
     def loss(self, logits, choices):
         """Return auxiliary loss + z-loss of a slice: a sum over its samples, each weighted by its s tokens.
         choices: the result of the flight that choices() has prepared"""
-        (_, s, count), config, scores = logits.shape, self.config, self.scores(logits)
-        probabilities = scores if self.softmax else divide_by_sum(scores)
+        (_, s, count), config, log_sum = logits.shape, self.config, logits.logsumexp(dim=-1, keepdim=True)
+        probabilities = (logits - log_sum).exp() if self.softmax else divide_by_sum(self.scores(logits))
         balance = count * (choices / (self.sample_parts * s * self.topk) * probabilities.mean(dim=1)).sum()
         return (config.moe_aux_loss_coeff * s * balance
-                + config.moe_z_loss_coeff * logits.logsumexp(dim=-1).square().sum())
+                + config.moe_z_loss_coeff * log_sum.square().sum())
 
     def backward(self, routing: Routing, grad_weights, h, loss_scale: float):
         """Return this rank's addend of the gradient of h, and add the gradients of Wr and of the expert bias.

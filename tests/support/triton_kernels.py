@@ -1,6 +1,6 @@
 """Compile a run's kernels for GPUs that are not there.
 
-    python tests/support/triton_kernels.py 90        # a line of JSON for each graph, for compute capability 9.0
+    python tests/support/triton_kernels.py 80 90        # a line of JSON for each graph and compute capability
 
 Triton's wheel brings its own compiler and NVIDIA's assembler, and neither needs a GPU. So three steps suffice:
 
@@ -33,8 +33,8 @@ from nanodomino.settings.config import Config                   # noqa: E402
 from support.harness import EXPERTS                             # noqa: E402
 
 SHARED_MEMORY = {75: 64 * 1024, 80: 163 * 1024, 90: 227 * 1024}     # bytes that a thread block can have
-SIZES = dict(num_layers=2, hidden_size=1024, num_attention_heads=16, seq_length=1024, global_batch_size=8,
-             micro_batch_size=4, slices=2, tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
+SIZES = dict(num_layers=2, hidden_size=1024, num_attention_heads=16, seq_length=1024, global_batch_size=16,
+             micro_batch_size=16, slices=2, tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
 LLAMA = dict(normalization="RMSNorm", swiglu=True, position_embedding_type="rope", num_query_groups=4,
              qk_layernorm=True, disable_bias_linear=True)
 FAMILIES = {"gpt2": {}, "llama": LLAMA, "dropout": dict(hidden_dropout=0.1),
@@ -59,6 +59,11 @@ def form_of(value):
 
 def graphs_of(config: Config):
     """Yield (name, graph, its inputs) for each graph that a training step compiles."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch import config as functorch
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._inductor.decomposition import select_decomp_table
+
     calls, fuse = {}, Accounts.fuse
 
     def recording(accounts, function):
@@ -66,24 +71,26 @@ def graphs_of(config: Config):
 
         def record(*args):
             if accounts.in_kernel is None:
-                calls.setdefault((id(function), form_of(args)), (function, args))
+                needs_grad = torch.is_grad_enabled()
+                calls.setdefault((id(function), form_of(args)), (function, args, needs_grad))
             return kernel(*args)
         return record
 
     with mock.patch.object(Accounts, "fuse", recording):
         dry_run.dry_run(train, config)
-    for function, args in calls.values():
+    for function, args, needs_grad in calls.values():
         found = []
 
         def keep(graph, inputs, found=found):
             found.append((graph, inputs))
-            return graph.forward
+            return make_boxed_func(graph.forward)
 
         torch._dynamo.reset()
-        with torch.no_grad():
-            torch.compile(function, backend=keep, dynamic=False)(*args)
-        for graph, inputs in found:
-            yield name_of(function), graph, inputs
+        backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, decompositions=select_decomp_table())
+        with torch.set_grad_enabled(needs_grad), functorch.patch(force_non_lazy_backward_lowering=True):
+            torch.compile(function, backend=backend, dynamic=False)(*args)
+        for (graph, inputs), suffix in zip(found, ("", "_gradient")):
+            yield name_of(function) + suffix, graph, inputs
 
 
 # ---- generate
@@ -128,35 +135,26 @@ def gpu(capability: int):
         yield
 
 
-def sources_of(graph, inputs) -> list[tuple[str, str]]:
-    """Return (name, source) of each Triton kernel of a graph, whose inputs are meta tensors and other values."""
+def sources_of(graph, inputs) -> tuple[int, list[tuple[str, str]]]:
+    """Return how many kernels a graph launches, and (name, source) of each Triton kernel. inputs: meta tensors. A
+    kernel can be launched more than once, and torch itself sorts, and adds up the rows of partial sums."""
     from torch._inductor import config as inductor
     from torch._inductor.debug import DebugContext
-    from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-
-    def of_tensors(*given):
-        left = iter(given)
-        return graph(*(next(left) if isinstance(value, torch.Tensor) else value for value in inputs))
-
-    with torch.no_grad():
-        plain = make_fx(torch.func.functionalize(of_tensors, remove="mutations_and_views"), tracing_mode="fake",
-                        decomposition_table=select_decomp_table())(*tensors)
-    for node in plain.graph.nodes:
+    for node in graph.graph.nodes:
         if "device" in node.kwargs:
             node.kwargs = {**node.kwargs, "device": torch.device("cuda", 0)}
-    plain.recompile()
+    graph.recompile()
     mode = FakeTensorMode()
     with mode:
         there = [torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
-                 for value in tensors]
+                 for value in inputs]
     with torch.no_grad():
-        lowered = make_fx(plain, tracing_mode="fake")(*there)
+        lowered = make_fx(graph, tracing_mode="fake")(*there)
     there = [node.meta["val"] for node in lowered.graph.nodes if node.op == "placeholder"]
     lowering = GraphLowering(lowered, example_inputs=there, shape_env=mode.shape_env)
     with (inductor.patch(deterministic=True), V.set_graph_handler(lowering), V.set_fake_mode(mode), DebugContext()):
@@ -164,7 +162,9 @@ def sources_of(graph, inputs) -> list[tuple[str, str]]:
         code = lowering.codegen()[0]
     code = getattr(code, "value", code)
     assert "extern_kernels." not in code
-    return re.findall(r"async_compile.triton\('(\w+)', '''(.*?)''', device_str='cuda'\)", code, re.DOTALL)
+    launches = re.findall(r"^ *triton_\w+\.run\(|^ *buf.*\.sum\(dim=0\)|^ *buf\d+ = torch\.ops\.", code, re.MULTILINE)
+    kernels = re.findall(r"async_compile.triton\('(\w+)', '''(.*?)''', device_str='cuda'\)", code, re.DOTALL)
+    return len(launches), kernels
 
 
 # ---- assemble
@@ -197,24 +197,26 @@ def assemble(name: str, source: str, capability: int) -> dict:
                 odd=[one for index, one in enumerate(arguments) if index not in divisible])
 
 
-def main(capability: int):
-    known = {}
-    for family, settings in FAMILIES.items():
-        for dtype in ("bfloat16", "float16", "float32"):
-            if (dtype == "bfloat16" and capability < 80) or ("fp8_format" in settings
-                                                             and (dtype, capability) != ("bfloat16", 90)):
-                continue
+def main(capabilities: list[int]):
+    """Print a line for each graph and compute capability."""
+    done, made = set(), {}
+    for settings in FAMILIES.values():
+        for dtype in ("bfloat16",) if "fp8_format" in settings else ("bfloat16", "float16", "float32"):
             config = Config(**SIZES | settings, dtype=dtype, device="cuda", compile=True)
-            graphs = [*graphs_of(config.resolve(1).with_vocabulary(50257))]
-            with gpu(capability):
-                for function, graph, inputs in graphs:
-                    kernels = []
-                    for name, source in sources_of(graph, inputs):
-                        if source not in known:
-                            known[source] = assemble(name, source, capability)
-                        kernels.append(known[source])
-                    print(json.dumps(dict(family=family, dtype=dtype, function=function, kernels=kernels)), flush=True)
+            for function, graph, inputs in graphs_of(config.resolve(1).with_vocabulary(50257)):
+                key = graph.code, form_of(inputs)
+                for capability in capabilities if key not in done else ():
+                    if capability < (90 if "fp8_format" in settings else 80 if dtype == "bfloat16" else 75):
+                        continue
+                    with gpu(capability):
+                        launches, sources = sources_of(graph, inputs)
+                        for name, source in sources:
+                            if source not in made:
+                                made[source] = assemble(name, source, capability)
+                    print(json.dumps(dict(function=function, dtype=dtype, capability=capability, launches=launches,
+                                          kernels=[made[source] for _, source in sources])), flush=True)
+                done.add(key)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main([*map(int, sys.argv[1:])])
