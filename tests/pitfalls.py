@@ -58,10 +58,10 @@ from nanodomino.overlap.slices import Flight, SliceOps, result_of
 from nanodomino.comm.world import from_rank_0
 from nanodomino.zero import ZeroOptimizer, sum_of_squares
 from support import ROOT, harness
-from support.checkpoints import save_steps, train_from
+from support.checkpoints import save_steps
 from support.delayed_collectives import delayed_collectives
 from support.fp8_checks import check_matmuls, check_near_fp32, check_new_weights
-from support.harness import tiny
+from support.harness import build, tiny, train_steps
 from support.pitfall_runner import (CHECKED, END, LONG, Pitfall, Side, TABLE, TOLERANCE, check, instead, judge, measure,
                                     pitfall, worst)
 from support.pool import Pool
@@ -109,8 +109,15 @@ def stopped_and_resumed(config, weights, data, steps):
     half = (steps + 1) // 2
     with tempfile.TemporaryDirectory() if dist.get_rank() == 0 else ExitStack() as folder:
         folder = Path(from_rank_0(folder))
-        before = train_from(config, weights, data, 0, half, save_to=folder)
-        after = train_from(config, None, data, half, steps, load=newest_intact_checkpoint(folder))
+        built = build(config, weights)
+        before = train_steps(built, config, data, range(1, half + 1))
+        saver = save.Saver(folder, built[0], keep_last=1)
+        saver.save(half, built[1], built[2], config)
+        saver.wait()
+        assert saver.failure() is None
+        built = build(config)
+        load.restore(newest_intact_checkpoint(folder), built[1], built[2], built[0])
+        after = train_steps(built, config, data, range(half + 1, steps + 1))
         dist.barrier()
     return dataclasses.replace(after, losses=before.losses + after.losses, norms=before.norms + after.norms,
                                gradients=before.gradients + after.gradients)

@@ -204,10 +204,13 @@ def main(capabilities: list[int]):
         for dtype in ("bfloat16",) if "fp8_format" in settings else ("bfloat16", "float16", "float32"):
             config = Config(**SIZES | settings, dtype=dtype, device="cuda", compile=True)
             for function, graph, inputs in graphs_of(config.resolve(1).with_vocabulary(50257)):
-                key = graph.code, form_of(inputs)
-                for capability in capabilities if key not in done else ():
-                    if capability < (90 if "fp8_format" in settings else 80 if dtype == "bfloat16" else 75):
+                code = graph.code
+                for capability in capabilities:
+                    key = code, form_of(inputs), capability
+                    if key in done or capability < (
+                            90 if "fp8_format" in settings else 80 if dtype == "bfloat16" else 75):
                         continue
+                    done.add(key)
                     with gpu(capability):
                         launches, sources = sources_of(graph, inputs)
                         for name, source in sources:
@@ -215,7 +218,6 @@ def main(capabilities: list[int]):
                                 made[source] = assemble(name, source, capability)
                     print(json.dumps(dict(function=function, dtype=dtype, capability=capability, launches=launches,
                                           kernels=[made[source] for _, source in sources])), flush=True)
-                done.add(key)
 
 
 if __name__ == "__main__":
