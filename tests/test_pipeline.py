@@ -36,13 +36,15 @@ def sent_and_received(monkeypatch, stage: int, table: Timetable, works_per_batch
     messages.post(0)
     for done, action in enumerate(table.rows[stage], start=1):
         for half in action.halves:
-            messages.receive(half)
+            received = messages.receive(half)
             before = list(waited)
             if (source := table.placement.source(stage, half)) and source[0] != stage:
                 batch, index = next((batch, index) for batch, ops in enumerate(posted, start=1)
                                     for index, op in enumerate(ops)
                                     if (op.op, op.tag) == ("irecv", messages.tag(message_received(half))))
                 assert before[-1:] == [(batch, 0 if works_per_batch else index)], "it waited for this message"
+                buffers = {op.tensor.data_ptr() for ops in posted for op in ops}
+                assert received.data_ptr() not in buffers, "backward keeps it, and a buffer is used again"
             messages.send_later(half, torch.full((3, 2), float(done)).t())
         count = len(waited)
         messages.post(done)

@@ -140,7 +140,7 @@ def test_a_first_step_needs_what_later_steps_need(schedule, rank):
 @pytest.mark.parametrize("schedule", [name if name in ("zb-h1", "eager-1f1b") else pytest.param(
     name, marks=pytest.mark.exhaustive) for name in SCHEDULES])
 def test_small_runs_tell_what_all_layers_and_microbatches_of_four_stages_need(schedule):
-    """The state is exact. The ends of a stage are a large part of its two or four layers here."""
+    """The state is exact. The ends of a stage, and the copies of its messages, are much beside its few thin layers."""
     chunks = SCHEDULES[schedule].chunks[0]
     config = tiny(4, **PP4, num_layers=8 * chunks, hidden_size=32, global_batch_size=48, device="cpu",
                   virtual_stages=chunks, schedule=schedule)
@@ -151,7 +151,7 @@ def test_small_runs_tell_what_all_layers_and_microbatches_of_four_stages_need(sc
         assert sum(found.values()) == pytest.approx(whole.peak, rel=0.025)
         actions, _ = Stage(train, config, pp_rank, quick=True).seconds(one)
         for kinds, parts in clock_of(whole, one).actions.items():
-            assert sum(actions[kinds].values()) == pytest.approx(sum(parts.values()), rel=0.03)
+            assert sum(actions[kinds].values()) == pytest.approx(sum(parts.values()), rel=0.04)
 
 
 @pytest.mark.parametrize("schedule, least, most", [
