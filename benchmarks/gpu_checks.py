@@ -220,8 +220,9 @@ def steps(run: Run, model: str, *variants: str):
         found = record(config, run.mesh, variant, repeats=5)
         if found:                                              # on rank 0, whose numbers are in the report
             run.numbers[f"step of {words}"] = "\n".join([
-                f"{seconds_text((found.end - found.begin) / 1e9)}, {bytes_text(peak_memory(run.device))}; planned "
-                f"{seconds_text(planned['step_s'])}, {bytes_text(sum(planned['memory'][0].values()))}", *table(found)])
+                f"{seconds_text(max(event.end for event in sum(found.ranks, [])) / 1e9)}, "
+                f"{bytes_text(peak_memory(run.device))}; planned {seconds_text(planned['step_s'])}, "
+                f"{bytes_text(sum(planned['memory'][0].values()))}", *table(found)])
 
 
 def launched(run: Run, ranks: int, *flags: str, **variables: str) -> list[dict]:
