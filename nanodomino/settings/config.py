@@ -264,8 +264,7 @@ class Config(Choices):
         conversions, which meet each shape of a layer's matrices, also transposed, and of slices."""
         if not self.compile:
             return None
-        torch._dynamo.config.recompile_limit = 64
-        return partial(torch.compile, backend=self.compile_backend, dynamic=False)
+        return partial(torch.compile, backend=self.compile_backend, dynamic=False, recompile_limit=64)
 
     @property
     def residual_shape(self) -> tuple[int, int, int]:
