@@ -47,6 +47,11 @@ def small_run(program, config: Config, depth: int, stage: int, stages: int) -> R
     return run_of(program, small, stage * small.world_size // stages)
 
 
+def message_bytes(config: Config) -> int:
+    """Return the bytes that a stage sends to the next one: a rank's part of a microbatch's residual stream."""
+    return math.prod(config.residual_shape) * config.params_dtype.itemsize
+
+
 def add_up(row, kept: dict, peaks: dict) -> tuple[float, float]:
     """Return (peak bytes between a row's actions, peak bytes at any time). kept, peaks: as in RankRun."""
     alive = most = peak = 0.0
@@ -70,8 +75,9 @@ class Stage:
         self.layers = [len(stage_layers(config.num_layers, place.virtual_stage(stage, chunk), place.last + 1,
                                         config.behind_head.layers)) for chunk in range(place.chunks)]
         between = 0 < stage < config.pp - 1 and not place.folded
+        borrowed = between and quick and config.num_layers * config.microbatches > SMALL
         # factors of what does not grow with the layers, in the stage's state and in each chunk's actions
-        self.heads, self.chunk_heads = 1.0, [not (between and quick)] * len(self.layers)
+        self.heads, self.chunk_heads = 1.0, [not borrowed] * len(self.layers)
         self.sides = self.small_runs(between, quick)
 
     def small_runs(self, between: bool, quick: bool) -> list[list[RankRun]]:
@@ -111,6 +117,7 @@ class Stage:
 
     def memory(self) -> dict[str, float]:
         """Return {name: bytes} of a rank at its peak: RankRun.state, activations, working, CUDA and NCCL, host."""
+        config = self.config
         kept, peaks = ({kinds: self.of_action(action, lambda run, kinds, name=name: getattr(run, name)[kinds])
                         for kinds, action in self.actions.items()} for name in ("kept", "peaks"))
         most, peak = add_up(self.row, kept, peaks)
@@ -118,9 +125,12 @@ class Stage:
         most += self.linear(lambda run: run.activations - add_up(run.row, run.kept, run.peaks)[0])
         peak += self.linear(lambda run: run.first_peak - add_up(run.row[:-1], run.kept, run.peaks)[1])
         peak = max(peak, self.linear(lambda run: run.last_peak))
+        # Up to p sends are in flight, each with its own buffer, but small runs have fewer stages.
+        further = min(config.pp, config.microbatches) - len(self.sides[0][0].ranks_of["pp"])
+        most, peak = (bytes_ + max(0, further) * message_bytes(config) for bytes_ in (most, peak))
         host = self.linear(lambda run: run.host / run.held) * simulation.peak_microbatches(self.all_actions)
         return {**self.linear(lambda run: run.state), "activations": most, "working": peak - most,
-                "CUDA and NCCL": bytes_outside_torch(self.config, self.stage), "host": host}
+                "CUDA and NCCL": bytes_outside_torch(config, self.stage), "host": host}
 
     def seconds(self, machine) -> tuple[dict, dict]:
         """Return ({kinds of action: {part: seconds}}, {part: seconds after the last action})."""
@@ -141,8 +151,7 @@ def step_seconds(program, config: Config, machine, make_stage=Stage) -> dict[str
     stages = [make_stage(program, config, stage, quick=True) for stage in range(config.pp)]
     costs = [stage.seconds(machine) for stage in stages]
     lengths = [{kinds: sum(parts.values()) for kinds, parts in actions.items()} for actions, _ in costs]
-    sent = math.prod(config.residual_shape) * config.params_dtype.itemsize        # from a stage to the next
-    message = machine.collective_seconds("send", sent, (0, config.world_size // config.pp))
+    message = machine.collective_seconds("send", message_bytes(config), (0, config.world_size // config.pp))
     rows = {delay: simulation.simulate(config.timetable, lambda stage, action: lengths[stage][kinds_of(action)], delay)
             for delay in {0.0, message}}
     free, real = rows[0.0], rows[message]

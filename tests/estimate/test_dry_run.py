@@ -15,7 +15,8 @@ from benchmarks.runner import RandomTokens
 from nanodomino.errors import UserError
 from nanodomino.estimate.accounts import Accounts, ActionEnd, Launch, Operation, Wait, operation_of, workspace
 from nanodomino.estimate.rank import Clock, clock_of, dry_run, kinds_of
-from nanodomino.estimate.stages import Stage, fullest_rank_bytes, require_memory, step_seconds
+from nanodomino.estimate.formulas import bytes_outside_torch
+from nanodomino.estimate.stages import Stage, fullest_rank_bytes, message_bytes, require_memory, step_seconds
 from nanodomino.schedules.definitions import SCHEDULES
 
 
@@ -163,6 +164,21 @@ def test_with_free_communication_there_is_only_the_bubble(schedule, least, most)
     ideal = parts["matmuls"] + parts["attention"]
     assert least <= parts["bubble"] / ideal / (3 / 16) <= most
     assert sum(parts.values()) == pytest.approx(ideal + parts["bubble"])
+
+
+def test_each_stage_of_a_small_model_takes_time():
+    """The whole model runs dry. So a stage between the ends has no layers of others to scale."""
+    config = tiny(4, **PP4, num_layers=4, global_batch_size=24, device="cpu")
+    times = [Stage(train, config, stage, quick=True).seconds(machine(matmul_rate=1e9))[0] for stage in range(4)]
+    forward = [sum(actions[(("forward", 0),)].values()) for actions in times]
+    assert forward[1] == pytest.approx(forward[2]) and 0.5 * forward[0] < forward[1] < 1.5 * forward[0]
+
+
+def test_more_stages_have_more_sends_in_flight():
+    config = tiny(8, pipeline_model_parallel_size=8, num_layers=8, seq_length=64, global_batch_size=48, device="cuda",
+                  compile=False)
+    needed = sum(Stage(train, config, 0).memory().values()) - bytes_outside_torch(config, 0)
+    assert needed == pytest.approx(dry_run(train, config).peak, abs=message_bytes(config) / 2)
 
 
 def test_the_fullest_rank_is_found_without_the_memory_of_the_host():
