@@ -76,6 +76,8 @@ def find_device(config, launch: LaunchInfo) -> torch.device:
     if config.device == "cpu" or (config.device == "auto" and gpus == 0):
         return torch.device("cpu")
     require(gpus > 0, "--device cuda needs a GPU that torch can see, and there is none; try --device cpu")
+    require(not (config.trace and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"), "--trace would slow down what "
+            "it measures, because CUDA_DEVICE_MAX_CONNECTIONS is 1; unset the variable")
     sees_only_its_own = gpus == 1 and os.environ.get("CUDA_VISIBLE_DEVICES")   # as SLURM does with one GPU per task
     require(launch.local_world_size <= gpus or sees_only_its_own, f"{launch.local_world_size} processes on this host "
             f"need as many GPUs, and there are {gpus}; try torchrun --nproc_per_node {gpus}, or --device cpu")
@@ -87,13 +89,13 @@ def find_device(config, launch: LaunchInfo) -> torch.device:
 
 def require_cuda(device: torch.device):
     """Raise UserError if this torch can't use a GPU that the driver lists: because the driver is older than torch's
-    CUDA (a driver for 12.0 runs any 12), or because the GPU is older than all for which torch was compiled."""
+    CUDA (a driver for 12.0 runs any 12), or because torch was compiled only for newer GPUs."""
     try:
         torch.cuda.init()
     except RuntimeError as error:
         reason = re.sub(r"version (\d+)0(\d)0", r"CUDA \1.\2", str(error).partition(". Please")[0])
-        raise UserError(f"torch for CUDA {torch.version.cuda} can't use the GPUs ({reason}); update the driver, or for "
-                        f"one of CUDA 12 {FOR_OLDER}, or try --device cpu") from None
+        raise UserError(f"torch for CUDA {torch.version.cuda} can't use the GPUs ({reason}); update the driver, or "
+                        f"keep one of CUDA 12 and {FOR_OLDER}, or try --device cpu") from None
     (major, minor), names = capability_of(device), " ".join(torch.cuda.get_arch_list())
     require(10 * major + minor >= min(map(int, re.findall(r"sm_(\d+)", names)), default=0),
             f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}, but torch for CUDA "
@@ -104,7 +106,7 @@ def can_compile(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether inductor, torch.compile's default backend, works on a GPU. If not, each host prints why."""
     reason = "torch.compile needs compute capability 7.0, or for bfloat16 8.0; instead of --bf16 try --fp16"
     try:
-        from triton.runtime import driver                      # asked for `active`, it compiles and links a file of C
+        from triton.runtime import driver                      # whose `active` compiles and links a file of C
 
         if capability_of(device) >= ((8, 0) if dtype == torch.bfloat16 else (7, 0)) and driver.active:
             return True

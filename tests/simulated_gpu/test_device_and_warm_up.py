@@ -46,6 +46,15 @@ def test_too_few_gpus_are_refused(monkeypatch):
         find_device(Config(), place(5, 8))
 
 
+def test_no_trace_with_one_hardware_queue(monkeypatch):
+    """There the stream that waits for a collective's end holds up all other streams."""
+    show_gpus(monkeypatch, 1)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with pytest.raises(UserError, match="CUDA_DEVICE_MAX_CONNECTIONS is 1; unset"):
+        find_device(Config(trace="1:2"), LaunchInfo())
+    assert find_device(Config(), LaunchInfo()).type == "cuda"
+
+
 def first_loss(config, data, warm):
     """Return (the first step's loss, with or without a warm-up before it, whether the warm-up changed no number)."""
     mesh, model, optimizer, stage = build(config, warm=False)
