@@ -54,8 +54,9 @@ ACTIONS_AHEAD = {"cuda": 0, "cpu": 1}        # a receive is posted this many act
 
 
 class P2PCommunicator:
-    """Sends and receives one stage's messages during one step. All have the same shape. They are copied into and out of
-    buffers that are kept over steps, {(shape, dtype): free buffers}; docs/pipeline-messages.md says why."""
+    """Sends and receives one stage's messages during one step. All messages have the same shape. They are copied into
+    and out of buffers, which stay from step to step; docs/pipeline-messages.md says why.
+    buffers: {(shape, dtype): free buffers}"""
 
     def __init__(self, mesh: Mesh, table: Timetable, shape, dtype, buffers: dict, trace=NO_TRACE):
         self.mesh, self.shape, self.dtype, self.trace = mesh, shape, dtype, trace
@@ -110,7 +111,7 @@ class P2PCommunicator:
         if work:
             self.wait(work, microbatch=action.microbatch)
             self.trace.moment("receive", message=str(message), peer=self.mesh.rank_of(pp=source[0]))
-            self.free.append(tensor)
+            self.free.append(tensor)                       # the next receive waits for the copy
             return tensor.clone()
         return tensor
 

@@ -210,10 +210,11 @@ def bytes_outside_torch(config: Config, stage: int) -> int:
     """Estimate the bytes of a GPU that torch's allocator does not count: the CUDA context and NCCL's buffers.
 
     In a ring each rank receives from one rank and sends to one, however many ranks there are. Messages between stages
-    have a connection for each neighbour. Trees and in-network reduction would need more memory."""
+    have a connection for each neighbour. Not counted: trees, in-network reduction, and all-to-alls, which connect each
+    pair of ranks."""
     if config.device != "cuda":
         return 0
-    few = min(config.pp, 2), min(config.dp, 2 * config.ep), config.tp        # a rank has the same rings
+    few = min(config.pp, 2), min(config.dp, 2 * config.ep), config.tp        # fewer ranks, but the same rings
     rings = meta_mesh(*few, **config.mesh_options).rows | {"world": range(config.world_size)}
     if config.placement.folded or not config.words_at_end or 0 < stage < config.pp - 1:
         rings.pop("embedding", None)                           # it sends nothing

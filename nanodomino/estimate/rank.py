@@ -126,7 +126,7 @@ def measured_step(program, domino, optimizer, dataset, config: Config, accounts:
         accounts.allocate(tensor)
     base = accounts.now                                        # the state, and what was alive before this step
     actions = config.timetable.rows[mesh.pp_rank]
-    # alive, peaks: without the buffers of messages, which a first step creates one by one and later steps have already
+    # alive, peaks: without the buffers of messages. The first step creates them one by one; later steps find them all
     alive, peaks, buffers, row = [0], [], [0], tuple(map(kinds_of, actions))
 
     def on_action(done, count):

@@ -70,7 +70,7 @@ def rms_norm_forward(x, weight, bias, epsilon):
 
 def rms_norm_backward(gradient, x, statistics, weight, bias):
     """Return dx = r (w g - n mean(n w g)) and dw = sum(n g). r = 1 / rms, n = x r, w is the weight, g the gradient.
-    Compiled, the mean is no matmul: after one, the compiler would compute dx in a second kernel, not in dw's."""
+    Compiled code computes the mean without a matmul, which the compiler can't fuse: dx and dw then share one kernel."""
     (inverse,) = statistics
     gradient, weight = gradient.to(inverse.dtype), weight.to(inverse.dtype)
     normed = x * inverse
