@@ -54,9 +54,8 @@ ACTIONS_AHEAD = {"cuda": 0, "cpu": 1}        # a receive is posted this many act
 
 
 class P2PCommunicator:
-    """Sends and receives one stage's messages during one step. All messages have the same shape. They are copied into
-    and out of buffers, which stay from step to step; docs/pipeline-messages.md says why.
-    buffers: {(shape, dtype): free buffers}"""
+    """Sends and receives one stage's messages during one step. All messages have the same shape and are copied into and
+    out of buffers that later steps use again. buffers: {(shape, dtype): free ones}; see docs/pipeline-messages.md."""
 
     def __init__(self, mesh: Mesh, table: Timetable, shape, dtype, buffers: dict, trace=NO_TRACE):
         self.mesh, self.shape, self.dtype, self.trace = mesh, shape, dtype, trace
