@@ -18,8 +18,7 @@ import train
 from nanodomino.comm.trace import Trace
 from nanodomino.domino import run_to_end
 from nanodomino.estimate.rank import dry_run
-from nanodomino.overlap.slices import (Flight, prepare_all_gather, prepare_all_reduce, prepare_all_to_all,
-                                       prepare_reduce_scatter, result_of)
+from nanodomino.overlap.slices import Flight, prepare_all_reduce, result_of
 
 TP2 = dict(tensor_model_parallel_size=2, micro_batch_size=4, global_batch_size=4, num_layers=2)
 DROPOUT = dict(hidden_dropout=0.2, attention_dropout=0.2)
@@ -186,14 +185,6 @@ def test_a_tensors_chunks_are_freed_when_they_are_joined():
     chunks = [weakref.ref(flight.tensor) for flight in flights]
     assert result_of(flights).tolist() == result_of(flights).tolist() == [1, 1, 0]
     assert [chunk() for chunk in chunks] == [None, None]
-
-
-@pytest.mark.table
-def test_a_flight_carries_the_name_of_its_group():
-    group, x = SimpleNamespace(size=lambda: 2, rank=lambda: 1), torch.ones(4)
-    flights = (prepare_all_reduce(x, group, name="cp"), prepare_all_gather(x, (8,), group, "cp"),
-               prepare_reduce_scatter(x, (2,), group, "cp"), prepare_all_to_all(x, [1, 3], [2, 2], group, "cp"))
-    assert [flight.group for flight in flights] == ["cp"] * 4
 
 
 def test_an_all_reduce_may_take_the_largest(monkeypatch):

@@ -12,7 +12,7 @@ from nanodomino.estimate.formulas import flops_per_token, parameter_count
 from nanodomino.layers import cross_entropy
 from nanodomino.model import Embedding, meta_stage
 from nanodomino.settings.config import Config
-from nanodomino.settings.presets import PRESETS, PUBLISHED_VOCABULARIES
+from nanodomino.settings.presets import PUBLISHED_VOCABULARIES
 
 
 def drawn_rank(config):
@@ -171,12 +171,6 @@ def test_a_preset_is_the_published_model(name):
     assert not others or others == [
         config.layernorm_epsilon, config.rotary_base, config.rope_scaling_factor if config.use_rope_scaling else None,
         (config.num_attention_heads, config.num_query_groups, config.kv_channels)]
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_resolves_on_one_node_of_eight(name):
-    config = Config(model=name).resolve(8)
-    assert config.num_query_groups % config.tp == 0 and config.tp * config.pp * config.dp == 8
 
 
 def test_a_flag_overrides_the_preset():

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from support import ROOT
-from support.fake_world import fake_world
 from support.fork_server import launcher_environments
 from support.harness import build, tiny
 from support.reference import random_weights
@@ -27,7 +26,6 @@ from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.domino import run_to_end
 from nanodomino.estimate.formulas import find_peak_flops
 from nanodomino.model import GPT
-from nanodomino.pipeline import Totals
 from nanodomino.run import session
 from nanodomino.run.session import from_command_line
 from nanodomino.settings.config import Config
@@ -69,19 +67,6 @@ def alone(run, tmp_path_factory, corpus):
 def nearly(points):
     """Return the points (step, value) for a comparison up to rounding in float64."""
     return [(step, pytest.approx(value, rel=1e-9)) for step, value in points]
-
-
-@pytest.mark.table
-@pytest.mark.parametrize("windows, batches, most", [(10, 3, 9), (8, 2, 9), (10, 2, 2), (3, 1, 9), (10, 3, None)])
-def test_an_evaluation_covers_the_split_and_its_last_batch_may_be_smaller(monkeypatch, windows, batches, most):
-    """Batches of 4 samples in the split's own order. The loss of the first is 1, of the second 2, of the third 3."""
-    monkeypatch.setattr(train, "run_schedule", lambda table, first, *_, shuffle=True, **__: Totals(
-        *torch.tensor([first / 2 + 2.0 + 9.0 * shuffle, 2.0]).double()))
-    stage, dataset = SimpleNamespace(model=SimpleNamespace(post_process=True)), SimpleNamespace(windows=windows)
-    config = tiny(1, global_batch_size=4, micro_batch_size=4, eval_iters=most or 2)
-    with fake_world(0, 1):
-        assert train.evaluate(stage, dataset, config, build(config)[0], whole=most is None) == (
-            (batches + 1) / 2, 2 * batches, min(4 * batches, windows))
 
 
 @pytest.mark.table

@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 import tiktoken
 import torch
-from support.runs import TINY, make_corpus, needs_proc, train_in_pool, wait_until
+from support.runs import TINY, make_corpus, needs_proc, wait_until
 from support.fake_world import fake_world
 from support.fork_server import launcher_environments
 from support.harness import END_OF_TEXT, FAMILIES, build, plain_text, tiny, weights_and_data
@@ -73,22 +73,6 @@ def test_generated_text_does_not_depend_on_the_layout(pool, schedule):
     assert max(map(max, alone)) < 20, "a model with more words than the tokenizer writes only the tokenizer's"
     several = tiny(4, num_layers=5, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, schedule=schedule)
     assert pool.run(generate_rank, several, weights, world_size=4) == [(alone, shown)] * 4
-
-
-@pytest.mark.parametrize("world_size, layout", [
-    (4, "--tp 1 --ep 4"), (4, "--tp 1 --pp 2 --cp 2 --ep 1"),
-    pytest.param(2, "--tp 1 --cp 2 --ep 1", marks=pytest.mark.exhaustive)])
-def test_the_sample_of_ranks_with_experts_is_what_one_process_generates_from_their_checkpoint(pool, tmp_path,
-                                                                                              world_size, layout):
-    """The ranks of the first replica generate, and those that hold its other experts. With ep 1 and context
-    parallelism, some ranks that share its samples do not."""
-    make_corpus(tmp_path)
-    run = ("--run-dir", tmp_path / "run", "--num-experts", 4, "--disable-bias-linear", "--dtype", "float64",
-           "--train-iters", 2, "--micro-batch-size", 4, "--sample-tokens", 30, "--temperature", 2)
-    trained = train_in_pool(pool, tmp_path, *run, *layout.split(), world_size=world_size)
-    loaded = train_in_pool(pool, tmp_path, *run, "--tp", 1, "--pp", 1, "--cp", 1, "--ep", 1)
-    texts = [ended.output.partition("---- a sample")[2] for ended in (trained, loaded)]
-    assert "has already done 2 steps" in loaded.output and len(texts[0]) > 100 and texts[0] == texts[1]
 
 
 def documents_rank(config, weights, prompts):

@@ -25,7 +25,7 @@ from nanodomino.model import meta_model
 from nanodomino.run.folder import open_run
 from nanodomino.run.session import command_line_parser, from_command_line
 from nanodomino.settings.config import Config
-from nanodomino.settings.flags import EFFECTS, Parser, check_values, flag_name, flag_settings, markdown, setting
+from nanodomino.settings.flags import EFFECTS, Parser, flag_name, flag_settings, markdown
 from nanodomino.settings.records import check_settings, from_record
 from nanodomino.settings.rules import holds
 
@@ -59,27 +59,6 @@ def begun(tmp_path):
         (tmp_path / "run" / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
         return tmp_path / "run", config
     return begin
-
-
-def test_a_range_may_be_open_or_closed_at_either_end():
-    """The message gives both ends."""
-    @dataclasses.dataclass
-    class Settings:
-        part: float = setting("Some", 0.5, "a part", affects="losses", above=0.0, below=1.0)
-        rate: float = setting("Some", 0.5, "a rate", affects="losses", above=0.0)
-        count: int = setting("Some", 5, "a count", affects="losses", at_least=2)
-        share: float = setting("Some", 1.0, "a share", affects="losses", at_most=1.0)
-
-    check_values(Settings())
-    for wrong, words in ((Settings(part=1.0), "--part must be above 0 and below 1, but is 1.0"),
-                         (Settings(part=0.0), "above 0 and below 1"),
-                         (Settings(rate=0.0), "--rate must be above 0 and at most 3.40282e.38, but is 0.0$"),
-                         (Settings(rate=1e39), "at most 3.40282e.38, but is 1e.39"),
-                         (Settings(share=1.01), "--share must be at least 0 and at most 1, but is 1.01"),
-                         (Settings(rate=float("nan")), "above 0"),
-                         (Settings(count=1), "--count must be at least 2 and at most 2147483647, but is 1")):
-        with pytest.raises(UserError, match=words):
-            check_values(wrong)
 
 
 @pytest.mark.table
