@@ -60,12 +60,8 @@ def new_group_calls(monkeypatch, pp, dp, tp, device):
     monkeypatch.setattr(dist, "get_world_size", lambda: len(calls))
     for rank in range(len(calls)):
         monkeypatch.setattr(dist, "get_rank", lambda: rank)
-        monkeypatch.setattr(dist, "new_group", lambda ranks, timeout, **options: calls[rank].append((ranks, options))
-                            or SimpleNamespace(ranks=ranks))
-        made = make_mesh(pp, dp, tp, device, thread_blocks=Config(tp_max_ctas=7).thread_blocks)
-        if pp == dp == tp == 2:
-            assert [made.tp_group.ranks, made.dp_group.ranks, made.pp_group.ranks, made.groups["embedding"].ranks] == [
-                [rank & 6, rank & 6 | 1], [rank & 5, rank & 5 | 2], [rank & 3, rank & 3 | 4], [rank & 3, rank & 3 | 4]]
+        monkeypatch.setattr(dist, "new_group", lambda ranks, timeout, **options: calls[rank].append((ranks, options)))
+        make_mesh(pp, dp, tp, device, thread_blocks=Config(tp_max_ctas=7).thread_blocks)
     return calls
 
 
@@ -170,10 +166,7 @@ def test_groups_are_made_of_the_right_ranks_also_a_second_time(pool):
     for rank, found in enumerate(pool.run(group_rank, 4, 1, 2)):
         assert found == dict(tp=3 << (rank & 6), dp=1 << rank, pp=0b1010101 << (rank & 1), embedding=(
             0b1000001 if rank < 2 or rank > 5 else 0b10100) << (rank & 1))
-
-
-def test_ranks_that_share_a_sample_are_neighbours_and_belong_to_the_dp_group(pool):
-    """Neighbours of the dp group share experts: here those that share a sample."""
+    # ranks that share a sample are neighbours in the dp group, and neighbours in the dp group share experts
     options = Config(context_parallel_size=2, expert_model_parallel_size=2).mesh_options
     for rank, found in enumerate(pool.run(partial(group_rank, **options), 1, 2, 2)):
         neighbours = 5 << (rank & 5)

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from support import ROOT
-from support.fork_server import launcher_environments
 from support.harness import build, tiny
 from support.reference import random_weights
 from support.runs import TINY, main_on_rank, make_corpus, metric_points, metrics, saved_steps, torchrun, train_in_pool
@@ -43,25 +42,18 @@ def corpus(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def run(fork_server):
-    """run(folder, processes, *flags) runs train.py in `folder`, which must succeed, and returns its output. processes
-    None: without a launcher."""
-    def run(folder, processes, *flags):
-        places = launcher_environments(processes) if processes else [{}]
-        ended = fork_server.launch("train.py", [(list(map(str, flags)), place) for place in places], folder, 180)
-        assert ended.code == 0, ended.output
-        return ended.output
-
-    return run
+def run(pool, processes, *flags) -> str:
+    """Run train.py on so many ranks. It must succeed. Return the output of rank 0."""
+    ended = pool.run(main_on_rank, list(map(str, flags)), world_size=processes)[0]
+    assert ended.code == 0, ended.output
+    return ended.output
 
 
 @pytest.fixture(scope="module")
-def alone(run, tmp_path_factory, corpus):
-    folder = tmp_path_factory.mktemp("alone")
-    printed = run(folder, None, *SHALLOW, "--dtype", "float64", "--train-iters", 3, "--run-dir", "B", "--data-path",
-                  corpus, "--eval-interval", 2, "--eval-iters", 1, "--sample-tokens", 20)
-    return folder / "B", printed
+def alone(pool, tmp_path_factory, corpus):
+    folder = tmp_path_factory.mktemp("alone") / "B"
+    return folder, run(pool, 1, *SHALLOW, "--dtype", "float64", "--train-iters", 3, "--run-dir", folder, "--data-path",
+                       corpus, "--eval-interval", 2, "--eval-iters", 1, "--sample-tokens", 20)
 
 
 def nearly(points):
@@ -78,9 +70,9 @@ def test_a_split_without_a_whole_sample_is_left_out(monkeypatch):
 
 
 @pytest.mark.parametrize("processes", [pytest.param(8, marks=pytest.mark.exhaustive), 2])
-def test_the_defaults_give_the_same_numbers_for_any_number_of_processes(run, tmp_path, corpus, alone, processes):
+def test_the_defaults_give_the_same_numbers_for_any_number_of_processes(pool, tmp_path, corpus, alone, processes):
     """The global batch, the order of the data and the initial weights do not depend on the number of processes."""
-    run(tmp_path, processes, *SHALLOW, "--dtype", "float64", "--train-iters", 3, "--run-dir", "A", "--data-path",
+    run(pool, processes, *SHALLOW, "--dtype", "float64", "--train-iters", 3, "--run-dir", tmp_path / "A", "--data-path",
         corpus, "--eval-interval", 2, "--eval-iters", 1, "--sample-tokens", 4)
     for name in ("loss", "grad_norm", "lr", "tokens", "valid_loss", "test_loss"):
         assert metric_points(tmp_path / "A", name) == nearly(metric_points(alone[0], name)), name
