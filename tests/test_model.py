@@ -56,6 +56,9 @@ def test_initial_weights_follow_gpt2(pool):
             assert weight.std() == pytest.approx(std, rel=0.1) and abs(weight.mean()) < 0.1 * std, name
         else:
             assert weight.eq(1 if name.endswith("norm.weight") else 0).all(), name
+    experts = tiny(1, num_experts=2, disable_bias_linear=True, num_layers=8, moe_shared_expert_intermediate_size=8)
+    assert {weight.spec.std for name, weight in meta_stage(experts).named_parameters() if "4h_to_h" in name} == {
+        experts.init_method_std / 4}, "an expert's second matrix is drawn like a row-parallel one"
 
 
 def logits_rank(config, weights, data, parallel_output):

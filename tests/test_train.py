@@ -38,7 +38,7 @@ SHALLOW = "--num-layers", 2             # everything else is the default
 def corpus(tmp_path_factory):
     """A small corpus: this project's own source code."""
     folder = tmp_path_factory.mktemp("corpus") / "prepared"
-    prepare([str(ROOT / "nanodomino"), str(ROOT / "tests")], folder, split=(98, 1, 1))
+    prepare([str(ROOT / "nanodomino")], folder, split=(98, 1, 1))
     return folder
 
 

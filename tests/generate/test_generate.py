@@ -22,7 +22,7 @@ import torch
 from support.runs import TINY, make_corpus, needs_proc, wait_until
 from support.fake_world import fake_world
 from support.fork_server import launcher_environments
-from support.harness import END_OF_TEXT, FAMILIES, build, plain_text, tiny, weights_and_data
+from support.harness import END_OF_TEXT, FAMILIES, build, plain_text, tiny
 from support.reference import random_weights
 
 from nanodomino.corpus.tokenizers import Tokenizer, build_tokenizer
@@ -44,35 +44,14 @@ def test_sample_token_is_greedy_at_zero_and_stays_among_the_top_k():
     assert {sample_token(logits, 50.0, 0, generator) for _ in range(200)} == {0, 1, 2, 3}
 
 
-def generate_rank(config, weights):
-    """Return three texts, and the tokens that were shown."""
-    (mesh, model, _, _), shown = build(config, weights), []
-    return [generate(model, mesh, [1, 2], 12, 20, temperature, 5, seed=3, sample=sample, show=shown.append)
-            for temperature, sample in ((0.0, 0), (1.0, 0), (1.0, 1))], shown
-
-
 def test_generation_never_uses_cudnns_attention_and_a_single_process_sends_no_logits():
     """cuDNN would plan its work anew for each token, because each token has another number of keys. gloo sends from a
     thread of its own, so each token would wait for a second thread."""
-    allowed, during = torch.backends.cuda.cudnn_sdp_enabled, []
+    allowed, shown = torch.backends.cuda.cudnn_sdp_enabled, []
     with fake_world(0, 1), mock.patch("torch.distributed.all_gather", side_effect=AssertionError("to oneself")):
         mesh, model, _, _ = build(tiny(1))
-        generate(model, mesh, [1, 2], 3, 20, show=lambda token: during.append(allowed()))
-    assert during == [False] * 3 and allowed()
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
-def test_generated_text_does_not_depend_on_the_layout(pool, schedule):
-    """Over stages, their chunks and shards, and beyond the context length of 8 tokens. Each sample is another text, and
-    each token is shown on every rank."""
-    config = tiny(1, num_layers=5)
-    weights, _ = weights_and_data(config, 1)
-    ((alone, shown),) = pool.run(generate_rank, config, weights, world_size=1)
-    assert [token for text in alone for token in text[2:]] == shown
-    assert len(alone[0]) == 14 and len(set(map(tuple, alone))) == 3
-    assert max(map(max, alone)) < 20, "a model with more words than the tokenizer writes only the tokenizer's"
-    several = tiny(4, num_layers=5, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, schedule=schedule)
-    assert pool.run(generate_rank, several, weights, world_size=4) == [(alone, shown)] * 4
+        text = generate(model, mesh, [1, 2], 3, 20, show=lambda token: shown.append((token, allowed())))
+    assert shown == [(token, False) for token in text[2:]] and len(shown) == 3 and allowed()
 
 
 def documents_rank(config, weights, prompts):
