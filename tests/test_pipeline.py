@@ -121,7 +121,8 @@ def big_message_rank(config, data):
 
 def test_messages_of_megabytes_do_not_deadlock(pool):
     """gloo completes a send only after its receive is posted, so a blocking order would hang."""
-    config = tiny(4, pipeline_model_parallel_size=4, num_layers=8, hidden_size=64, ffn_hidden_size=8, seq_length=128,
-                  micro_batch_size=32, global_batch_size=128, dtype="float32", schedule="interleaved")
+    config = tiny(4, pipeline_model_parallel_size=4, num_layers=8, hidden_size=64, num_attention_heads=1,
+                  ffn_hidden_size=8, micro_batch_size=512, global_batch_size=2048, dtype="float32",
+                  schedule="interleaved")
     losses = pool.run(big_message_rank, config, random_data(config, 1), world_size=4)
     assert len(set(losses)) == 1
