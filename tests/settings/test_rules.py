@@ -67,7 +67,7 @@ TABLE = [
     (1, "--adam-eps 0", "--adam-eps must be above 0 and at most 3.40282e+38, but is 0.0"),
     (1, "--adam-eps 1e39", "at most 3.40282e+38, but is 1e+39"),
     (1, "--lr-warmup-fraction 1.01", "--lr-warmup-fraction must be at least 0 and at most 1, but is 1.01"),
-    (1, "--num-layers 0", "--num-layers must be at least 1 and at most 4096, but is 0"),
+    (1, "--seq-length 0", "--seq-length must be at least 1 and at most 2147483647, but is 0"),
     (1, "--min-lr 1", "min-lr 1.0 must be at most lr 0.004", "lower --min-lr, or leave it out"),
     (1, "--fp16 --min-loss-scale 65536", "min-loss-scale 65536 must be at most initial-loss-scale 32768",
      "try --min-loss-scale 32768"),
