@@ -53,15 +53,15 @@ def test_freed_memory_serves_the_next_step():
 
 # ---- process groups
 
-def new_group_calls(monkeypatch, pp, dp, tp, device):
-    """Return, for each rank of the grid, make_mesh's calls of dist.new_group as a list of (ranks, options)."""
+def new_group_calls(monkeypatch, pp, dp, tp):
+    """Return, for each rank of a grid of GPUs, make_mesh's calls of dist.new_group as a list of (ranks, options)."""
     calls = [[] for _ in range(pp * dp * tp)]
     monkeypatch.setattr(mesh, "nccl_options", lambda timeout, blocks: dict(backend="nccl", thread_blocks=blocks))
     monkeypatch.setattr(dist, "get_world_size", lambda: len(calls))
     for rank in range(len(calls)):
         monkeypatch.setattr(dist, "get_rank", lambda: rank)
         monkeypatch.setattr(dist, "new_group", lambda ranks, timeout, **options: calls[rank].append((ranks, options)))
-        make_mesh(pp, dp, tp, device, thread_blocks=Config(tp_max_ctas=7).thread_blocks)
+        make_mesh(pp, dp, tp, torch.device("cuda", 0), thread_blocks=Config(tp_max_ctas=7).thread_blocks)
     return calls
 
 
@@ -71,7 +71,7 @@ GRIDS = [(2, 2, 2), (1, 8, 1), (1, 1, 8), (3, 1, 2), (4, 2, 1), (8, 1, 1), (1, 1
 @pytest.mark.parametrize("pp, dp, tp", GRIDS)
 def test_an_axis_costs_one_split_in_which_every_rank_takes_part(monkeypatch, pp, dp, tp):
     """NCCL splits a communicator in one call of all its ranks. An axis of size 1 needs no split, and no GPU memory."""
-    calls = new_group_calls(monkeypatch, pp, dp, tp, torch.device("cuda", 0))
+    calls = new_group_calls(monkeypatch, pp, dp, tp)
     assert all(options.pop("use_local_synchronization") for of_rank in calls
                for _, options in of_rank), "other ranks create other groups"
     axes = [*zip(*calls)]
@@ -105,11 +105,6 @@ def test_nccl_starts_collectives_in_the_order_of_their_launches_unless_the_user_
         with mock.patch.dict(os.environ, given):
             start_world(LaunchInfo(), torch.device("cuda", 0))
     assert found == ["1", "0"]
-
-
-def test_on_cpus_groups_use_the_default_backend(monkeypatch):
-    assert all(options == dict(use_local_synchronization=True)
-               for of_rank in new_group_calls(monkeypatch, 2, 2, 2, torch.device("cpu")) for _, options in of_rank)
 
 
 def test_the_picture_has_every_rank_in_its_column():
