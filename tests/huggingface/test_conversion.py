@@ -191,7 +191,8 @@ def test_tokenizer_files_and_special_tokens_are_copied_both_ways(folder, tmp_pat
     main(["import", str(changed), "--output", str(tmp_path / "imported")])
     main(["export", str(tmp_path / "imported"), str(out), "--dtype", "float32"])
     imported, exported = capsys.readouterr().out.splitlines()
-    assert "GPT2LMHeadModel, 40 tensors in float64" in imported and "with tokenizer.json, merges.txt" in imported
+    for words in ("GPT2LMHeadModel, 40 tensors", "in float64", "with tokenizer.json, merges.txt"):
+        assert words in imported
     assert "in float32" in exported
     assert {"tokenizer.json", "merges.txt", GENERATION} < verify(tmp_path / "imported")["files"].keys()
     assert (out / "merges.txt").read_text() == "merges.txt" and not (out / "training_args.bin").exists()
