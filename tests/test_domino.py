@@ -18,8 +18,8 @@ import train
 from nanodomino.comm.trace import Trace
 from nanodomino.domino import run_to_end
 from nanodomino.estimate.rank import dry_run
-from nanodomino.overlap.slices import (Flight, prepare_all_gather, prepare_all_reduce, prepare_all_to_all,
-                                       prepare_reduce_scatter, result_of)
+from nanodomino.overlap.slices import Flight, prepare_all_reduce, result_of
+from nanodomino.pictures.merged_trace import COLLECTIVES
 
 TP2 = dict(tensor_model_parallel_size=2, micro_batch_size=4, global_batch_size=4, num_layers=2)
 DROPOUT = dict(hidden_dropout=0.2, attention_dropout=0.2)
@@ -44,16 +44,17 @@ def traced(pool, **options):
 
 
 def windows(events):
-    """Return, for each launch, (site, slice, what other slices did before the wait, what the slice itself did)."""
+    """Return (collective, site, slice, what other slices did before the wait, what the slice itself did) of each
+    launch."""
     found = []
     for i, (kind, about) in enumerate(events):
-        if kind == "all_reduce":
+        if kind in COLLECTIVES:
             key = (about["slice"], about["site"])
             j = next(j for j in range(i, len(events)) if events[j][0] == "wait"
                      and (events[j][1]["slice"], events[j][1]["site"]) == key)
             others = Counter(k for k, a in events[i:j] if a["slice"] != about["slice"])
             own = Counter(k for k, a in events[i + 1:j] if a["slice"] == about["slice"])
-            found.append((about["site"], about["slice"], others, own))
+            found.append((kind, about["site"], about["slice"], others, own))
     return found
 
 
@@ -62,16 +63,16 @@ def test_in_every_window_between_launch_and_wait_another_slice_computes(pool, sl
     """A wait that comes too early hides nothing. Every window that can contain a matmul of another slice does. Weight
     gradients run after the launch and before the wait: one of the head, two of any other pair of matmuls."""
     forward, backward = traced(pool, slices=slices)
-    for site, piece, others, _ in windows(forward) + windows(backward):
+    for _, site, piece, others, _ in windows(forward) + windows(backward):
         assert others["resume"] >= slices - 1, f"nobody ran while slice {piece} waited for {site}"
     # No matmul is left for the embedding (the next slices only look words up) and the cross entropy.
-    bare = {(site, piece) for site, piece, others, _ in windows(forward) if not others["matmul"]}
+    bare = {(site, piece) for _, site, piece, others, _ in windows(forward) if not others["matmul"]}
     assert bare <= {("embedding", piece) for piece in range(slices - 1)} | {("cross_entropy", piece)
                                                                             for piece in range(slices)}
     # At the last slice's last all-reduce only its own weight gradients are left, and they run there.
-    bare = [(site, piece) for site, piece, others, _ in windows(backward) if not others["matmul"]]
+    bare = [(site, piece) for _, site, piece, others, _ in windows(backward) if not others["matmul"]]
     assert bare == [("layers.0.attention", slices - 1)]
-    found = [(site == "head", own["weight_gradient"]) for site, _, _, own in windows(backward)]
+    found = [(site == "head", own["weight_gradient"]) for _, site, _, _, own in windows(backward)]
     assert set(found) == {(True, 1), (False, 2)}
     assert sum(kind == "weight_gradient" for kind, _ in backward) == sum(count for _, count in found)
     assert len(windows(forward)) == slices * (1 + 2 * TP2["num_layers"] + 2)
@@ -92,7 +93,7 @@ def test_a_matmul_is_launched_between_a_reduce_scatter_and_the_next_all_gather(p
 def test_with_one_slice_every_launch_is_followed_by_its_wait(pool):
     """--slices 1 is Megatron's blocking tensor parallelism: forward, nothing at all runs in between."""
     forward, _ = traced(pool, slices=1)
-    assert all(set(own) <= {"resume"} and not others for _, _, others, own in windows(forward))
+    assert all(set(own) <= {"resume"} and not others for _, _, _, others, own in windows(forward))
 
 
 def test_with_columns_each_chunk_is_in_flight_while_the_next_is_computed(pool):
@@ -186,14 +187,6 @@ def test_a_tensors_chunks_are_freed_when_they_are_joined():
     chunks = [weakref.ref(flight.tensor) for flight in flights]
     assert result_of(flights).tolist() == result_of(flights).tolist() == [1, 1, 0]
     assert [chunk() for chunk in chunks] == [None, None]
-
-
-@pytest.mark.table
-def test_a_flight_carries_the_name_of_its_group():
-    group, x = SimpleNamespace(size=lambda: 2, rank=lambda: 1), torch.ones(4)
-    flights = (prepare_all_reduce(x, group, name="cp"), prepare_all_gather(x, (8,), group, "cp"),
-               prepare_reduce_scatter(x, (2,), group, "cp"), prepare_all_to_all(x, [1, 3], [2, 2], group, "cp"))
-    assert [flight.group for flight in flights] == ["cp"] * 4
 
 
 def test_an_all_reduce_may_take_the_largest(monkeypatch):

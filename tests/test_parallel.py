@@ -65,14 +65,6 @@ def test_each_rank_owns_its_words_and_computes_a_multiple_of_eight_logits(words,
         assert torch.equal(row, (tokens - shard.first_row) * is_local)
 
 
-@pytest.mark.table
-def test_only_the_matrices_of_a_stacked_linear_are_decayed():
-    linear = parallel.ColumnParallelLinear(16, 32, tiny(2, tensor_model_parallel_size=2), meta_mesh(1, 1, 2),
-                                           partition_stride=2)
-    assert [(weight.shape, weight.spec.kind.update) for weight in (linear.weight, linear.bias)] == [
-        ((16, 16), "decay"), ((16,), "no_decay")]
-
-
 @pytest.mark.exhaustive
 def test_the_table_in_parallels_docstring_is_what_is_measured(pool):
     """A backward of g that also all-reduces, which is one of the pitfalls."""

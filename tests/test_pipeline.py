@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.harness import build, random_data, tiny
+from support.harness import build, random_data, tiny, train_rank
 
 import train
 from nanodomino import pipeline
@@ -116,14 +116,10 @@ def test_activations_are_freed_after_their_last_use(pool, schedule):
         assert (peak, left) == (peak_microbatches(config.timetable.rows[pp_rank]), 0)
 
 
-def big_message_rank(config, data):
-    mesh, _, optimizer, stage = build(config)
-    return train.train_step(1, stage, optimizer, data, config, mesh)
-
-
 def test_messages_of_megabytes_do_not_deadlock(pool):
     """gloo completes a send only after its receive is posted, so a blocking order would hang."""
-    config = tiny(4, pipeline_model_parallel_size=4, num_layers=8, hidden_size=64, ffn_hidden_size=8, seq_length=128,
-                  micro_batch_size=32, global_batch_size=128, dtype="float32", schedule="interleaved")
-    losses = pool.run(big_message_rank, config, random_data(config, 1), world_size=4)
-    assert len(set(losses)) == 1
+    config = tiny(4, pipeline_model_parallel_size=4, num_layers=8, hidden_size=64, num_attention_heads=1,
+                  ffn_hidden_size=8, micro_batch_size=512, global_batch_size=2048, dtype="float32",
+                  schedule="interleaved")
+    outcomes = pool.run(train_rank, config, None, random_data(config, 1), 1, world_size=4)
+    assert len({*outcomes[0].losses, *outcomes[3].losses}) == 1

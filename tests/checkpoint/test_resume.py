@@ -29,7 +29,6 @@ CP2, A2A = dict(context_parallel_size=2), dict(context_parallel_size=2, cp_comm_
 # {name: (a family of models, its layouts with settings of their own)}
 RINGS = {
     "six": ({}, [(layout, {}) for layout in LAYOUTS[::2]]),
-    "three": (LLAMA, [(layout, {}) for layout in LAYOUTS[2::4]]),
     # from an expert on each of four ranks to tensor parallelism, to both, to stages; moments have four dimensions
     "experts": (EXPERTS, [((1, 1, 4, 1, 1, "1f1b"), dict(expert_model_parallel_size=4)), (TP2, {}),
                           ((2, 1, 2, 2, 0, "1f1b"), dict(expert_model_parallel_size=2)),
@@ -39,7 +38,8 @@ RINGS = {
     **{name: (DEPTHS | dict(untie_embeddings_and_output_weights=untied), [
         (layout, {}) for layout in (ONE_RANK, (1, 2, 2, 1, 1, "1f1b"), TP2, (1, 2, 1, 1, 0, "zb-v"))])
        for name, untied in (("depths", False), ("depths-untied", True))},
-    "context parallelism": (LLAMA, [(ONE_RANK, CP2), (ONE_RANK, {}), (DP2, A2A), ((2, 1, 1, 2, 0, "1f1b"), CP2)])}
+    "llama": (LLAMA, [*((layout, {}) for layout in LAYOUTS[2::4]), (ONE_RANK, CP2), (DP2, A2A),
+                      ((2, 1, 1, 2, 0, "1f1b"), CP2)])}
 SELDOM = "depths", "all", "all-llama"
 
 

@@ -19,10 +19,10 @@ from unittest import mock
 import pytest
 import tiktoken
 import torch
-from support.runs import TINY, make_corpus, needs_proc, train_in_pool, wait_until
+from support.runs import TINY, make_corpus, needs_proc, wait_until
 from support.fake_world import fake_world
 from support.fork_server import launcher_environments
-from support.harness import END_OF_TEXT, FAMILIES, build, plain_text, tiny, weights_and_data
+from support.harness import END_OF_TEXT, FAMILIES, build, plain_text, tiny
 from support.reference import random_weights
 
 from nanodomino.corpus.tokenizers import Tokenizer, build_tokenizer
@@ -44,51 +44,14 @@ def test_sample_token_is_greedy_at_zero_and_stays_among_the_top_k():
     assert {sample_token(logits, 50.0, 0, generator) for _ in range(200)} == {0, 1, 2, 3}
 
 
-def generate_rank(config, weights):
-    """Return three texts, and the tokens that were shown."""
-    (mesh, model, _, _), shown = build(config, weights), []
-    return [generate(model, mesh, [1, 2], 12, 20, temperature, 5, seed=3, sample=sample, show=shown.append)
-            for temperature, sample in ((0.0, 0), (1.0, 0), (1.0, 1))], shown
-
-
 def test_generation_never_uses_cudnns_attention_and_a_single_process_sends_no_logits():
     """cuDNN would plan its work anew for each token, because each token has another number of keys. gloo sends from a
     thread of its own, so each token would wait for a second thread."""
-    allowed, during = torch.backends.cuda.cudnn_sdp_enabled, []
+    allowed, shown = torch.backends.cuda.cudnn_sdp_enabled, []
     with fake_world(0, 1), mock.patch("torch.distributed.all_gather", side_effect=AssertionError("to oneself")):
         mesh, model, _, _ = build(tiny(1))
-        generate(model, mesh, [1, 2], 3, 20, show=lambda token: during.append(allowed()))
-    assert during == [False] * 3 and allowed()
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
-def test_generated_text_does_not_depend_on_the_layout(pool, schedule):
-    """Over stages, their chunks and shards, and beyond the context length of 8 tokens. Each sample is another text, and
-    each token is shown on every rank."""
-    config = tiny(1, num_layers=5)
-    weights, _ = weights_and_data(config, 1)
-    ((alone, shown),) = pool.run(generate_rank, config, weights, world_size=1)
-    assert [token for text in alone for token in text[2:]] == shown
-    assert len(alone[0]) == 14 and len(set(map(tuple, alone))) == 3
-    assert max(map(max, alone)) < 20, "a model with more words than the tokenizer writes only the tokenizer's"
-    several = tiny(4, num_layers=5, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, schedule=schedule)
-    assert pool.run(generate_rank, several, weights, world_size=4) == [(alone, shown)] * 4
-
-
-@pytest.mark.parametrize("world_size, layout", [
-    (4, "--tp 1 --ep 4"), (4, "--tp 1 --pp 2 --cp 2 --ep 1"),
-    pytest.param(2, "--tp 1 --cp 2 --ep 1", marks=pytest.mark.exhaustive)])
-def test_the_sample_of_ranks_with_experts_is_what_one_process_generates_from_their_checkpoint(pool, tmp_path,
-                                                                                              world_size, layout):
-    """The ranks of the first replica generate, and those that hold its other experts. With ep 1 and context
-    parallelism, some ranks that share its samples do not."""
-    make_corpus(tmp_path)
-    run = ("--run-dir", tmp_path / "run", "--num-experts", 4, "--disable-bias-linear", "--dtype", "float64",
-           "--train-iters", 2, "--micro-batch-size", 4, "--sample-tokens", 30, "--temperature", 2)
-    trained = train_in_pool(pool, tmp_path, *run, *layout.split(), world_size=world_size)
-    loaded = train_in_pool(pool, tmp_path, *run, "--tp", 1, "--pp", 1, "--cp", 1, "--ep", 1)
-    texts = [ended.output.partition("---- a sample")[2] for ended in (trained, loaded)]
-    assert "has already done 2 steps" in loaded.output and len(texts[0]) > 100 and texts[0] == texts[1]
+        text = generate(model, mesh, [1, 2], 3, 20, show=lambda token: shown.append((token, allowed())))
+    assert shown == [(token, False) for token in text[2:]] and len(shown) == 3 and allowed()
 
 
 def documents_rank(config, weights, prompts):

@@ -179,18 +179,22 @@ def test_a_tied_head_may_be_stored_if_it_equals_the_embedding(saved, folder, tmp
         import_model(changed, tmp_path / "differs")
 
 
-def test_tokenizer_files_and_special_tokens_are_copied_both_ways(folder, tmp_path):
-    """The manifest lists them too; other files are not copied."""
+def test_tokenizer_files_and_special_tokens_are_copied_both_ways(folder, tmp_path, capsys):
+    """By the commands of the README. The manifest lists them too; other files are not copied."""
     changed = folder("gpt2")
     (changed / GENERATION).unlink()
     special = dict(bos_token_id=4, eos_token_id=5, pad_token_id=6)
     change_config(changed, **special)
     for name in ("tokenizer.json", "merges.txt", "training_args.bin"):
         (changed / name).write_text(name)
-    assert "with tokenizer.json, merges.txt" in import_model(changed, tmp_path / "imported")
-    assert {"tokenizer.json", "merges.txt", GENERATION} < verify(tmp_path / "imported")["files"].keys()
     out = tmp_path / "out"
-    export_model(tmp_path / "imported", out)
+    main(["import", str(changed), "--output", str(tmp_path / "imported")])
+    main(["export", str(tmp_path / "imported"), str(out), "--dtype", "float32"])
+    imported, exported = capsys.readouterr().out.splitlines()
+    for words in ("GPT2LMHeadModel, 40 tensors", "in float64", "with tokenizer.json, merges.txt"):
+        assert words in imported
+    assert "in float32" in exported
+    assert {"tokenizer.json", "merges.txt", GENERATION} < verify(tmp_path / "imported")["files"].keys()
     assert (out / "merges.txt").read_text() == "merges.txt" and not (out / "training_args.bin").exists()
     assert special.items() <= read_json(out / "config.json").items()
     (changed / GENERATION).write_text('{"eos_token_id": 3}')
@@ -241,14 +245,6 @@ def test_generate_asks_for_a_tokenizer_if_the_checkpoint_has_none(saved, tmp_pat
     import_model(saved("gpt2")[1], tmp_path / "imported")
     with pytest.raises(UserError, match="was imported from a folder without a tokenizer.json; give a data"):
         generate_main(["--load", str(tmp_path / "imported"), "--device", "cpu"], LaunchInfo())
-
-
-def test_the_commands_of_the_readme_run(saved, tmp_path, capsys):
-    checkpoint, out = str(tmp_path / "imported"), str(tmp_path / "out")
-    main(["import", str(saved("gpt2")[1]), "--output", checkpoint])
-    main(["export", checkpoint, out, "--dtype", "float32"])
-    imported, exported = capsys.readouterr().out.splitlines()
-    assert "GPT2LMHeadModel, 40 tensors" in imported and "in float64" in imported and "in float32" in exported
 
 
 # ---- without tensors

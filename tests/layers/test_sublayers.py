@@ -6,8 +6,7 @@ from support.harness import tiny
 
 from nanodomino.layers.dropout_and_positions import MasksAndPositions
 from nanodomino.layers.gradients import add_weight_gradient
-from nanodomino.layers.sublayers import ACTIVATIONS, NORMALIZATIONS, Norm
-from nanodomino.mesh import meta_mesh
+from nanodomino.layers.sublayers import ACTIVATIONS, NORMALIZATIONS
 from nanodomino.overlap.compute import residual_backward
 
 
@@ -85,9 +84,3 @@ def test_a_mask_of_the_residual_stream_is_kept_until_backward_has_it():
     masks, x = MasksAndPositions(tiny(1, hidden_dropout=0.5), None, [0], keep=True), torch.ones(1, 8, 16)
     drawn = masks.hidden_dropout_mask("site", x)
     assert masks.hidden_dropout_mask("site", x) is drawn and not masks.kept
-
-
-@pytest.mark.table
-def test_a_norms_bias_is_summed_over_the_same_ranks_as_its_weight():
-    norm = Norm(tiny(2, tensor_model_parallel_size=2), meta_mesh(1, 1, 2), 8, addends=("tp",))
-    assert norm.weight.spec.kind == norm.bias.spec.kind and norm.bias.spec.kind.addends == ("tp",)

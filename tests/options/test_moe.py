@@ -1,6 +1,5 @@
 """The parts of an expert layer that other tests do not reach on a CPU."""
 
-
 import pytest
 import torch
 from support.fake_world import fake_world
@@ -11,7 +10,6 @@ import train
 from nanodomino.comm.trace import Trace
 from nanodomino.comm.device import StandIn, standing_for
 from nanodomino.domino import run_to_end
-from nanodomino.model import meta_stage
 from nanodomino.options import experts
 
 
@@ -100,10 +98,3 @@ def test_the_experts_hide_the_sum_of_choices_of_ranks_that_share_samples():
              and event.args.get("group") in (None, "cp")]
     launched = kinds.index("all_reduce")
     assert kinds[launched:kinds.index("wait", launched)].count("matmul") == 2
-
-
-@pytest.mark.table
-def test_an_experts_second_matrix_is_drawn_like_a_row_parallel_one():
-    config = tiny(1, num_experts=2, disable_bias_linear=True, num_layers=8, moe_shared_expert_intermediate_size=8)
-    found = {weight.spec.std for name, weight in meta_stage(config).named_parameters() if "4h_to_h" in name}
-    assert found == {config.init_method_std / 4}

@@ -1,15 +1,14 @@
 """What a sharded residual stream keeps, and what hides its collectives. test_layouts.py compares whole training steps,
 comm/test_collectives.py the two operations."""
 
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
 from support.fake_world import fake_world
 from support.harness import build, random_data, tiny
+from test_domino import trace_rank, windows
 
-from nanodomino.comm.trace import Trace
 from nanodomino.domino import run_to_end
 
 # three layers
@@ -32,40 +31,9 @@ def test_a_rank_keeps_its_own_rows_without_the_memory_of_the_others():
 
 # ---- what runs between a launch and its wait
 
-def windows_of(config):
-    """Return (kind, site, slice, matmuls of other slices while it is in flight) for each collective of a microbatch on
-    rank 0, forward and backward."""
-    found, launched = [], {}
-    with fake_world(0, config.world_size):
-        _, _, _, stage = build(config, trace=Trace())
-        launch, wait, events = stage.ops.launch, stage.ops.wait, stage.trace.events
-
-        def launched_at(piece, site, flight):
-            launch(piece, site, flight)
-            if flight.collective:
-                launched[id(flight)] = flight, len(events)
-            return flight
-
-        def waited_at(piece, site, flights):
-            for flight in flights:
-                if id(flight) in launched:
-                    _, begin = launched.pop(id(flight))
-                    others = Counter(event.kind for event in events[begin:] if event.args.get("slice") != piece.index)
-                    found.append((flight.collective, site, piece.index, others["matmul"]))
-            return wait(piece, site, flights)
-
-        stage.ops.launch, stage.ops.wait = launched_at, waited_at
-        batch = random_data(config, 1).batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
-        losses, tape = run_to_end(stage.forward(batch))
-        forward, found = found, []
-        run_to_end(stage.backward(tape, batch.loss_mask.to(losses.dtype)))
-    assert not launched
-    return forward, found
-
-
-def exposed(windows):
+def exposed(launches):
     """The collectives during which no other slice computes a matmul."""
-    return {(kind, site, piece) for kind, site, piece, products in windows if not products}
+    return {(kind, site, piece) for kind, site, piece, others, _ in launches if not others["matmul"]}
 
 
 @pytest.mark.parametrize("slices, columns, granularity, options", [
@@ -73,8 +41,9 @@ def exposed(windows):
     (2, 1, "none", EXPERTS)])
 def test_another_slices_matmul_hides_every_all_gather_and_reduce_scatter(slices, columns, granularity, options):
     """Except at the model's ends, where no slice has a matmul left."""
-    forward, backward = windows_of(tiny(2, **FOUR, **options, slices=slices, columns=columns,
-                                        recompute_granularity=granularity))
+    config = tiny(2, **FOUR, **options, slices=slices, columns=columns, recompute_granularity=granularity)
+    with fake_world(0, 2):
+        forward, backward = map(windows, trace_rank(config, random_data(config, 1)))
     assert exposed(forward) <= {("reduce_scatter", "embedding", 0), ("all_gather", "layers.0.attention", 0),
                              ("all_gather", "head", slices - 1),
                              *(("all_reduce", "cross_entropy", piece) for piece in range(slices))}

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -13,6 +14,7 @@ from support.harness import report_without_a_run
 from support.runs import PATIENCE, make_corpus, train_in_pool
 
 import nanodomino.run.report
+from nanodomino.pictures.__main__ import main
 from nanodomino.pictures.drawing import loss_curve, read_metrics, svg
 
 FIGURE = needs("matplotlib.figure").Figure
@@ -92,7 +94,8 @@ def test_a_failure_to_draw_is_a_warning_and_without_matplotlib_the_end_says_whic
     assert "validation 2.400, bits per byte 1.731" in "".join(texts((tmp_path / "loss.svg").read_text()))
 
 
-def test_the_command_draws_several_runs_without_a_screen_and_training_starts_without_matplotlib(fork_server, tmp_path):
+def test_the_command_draws_several_runs_without_a_screen_and_training_starts_without_matplotlib(
+        fork_server, tmp_path, monkeypatch, capsys):
     """Drawing changes no signal's handler. The same run always becomes the same file."""
     (tmp_path / "script.py").write_text(
         "import signal, sys, train\n"
@@ -104,12 +107,14 @@ def test_the_command_draws_several_runs_without_a_screen_and_training_starts_wit
         "assert 'matplotlib.pyplot' not in sys.modules\n")
     for name in ("a", "b"):
         run_of(tmp_path / name, *fall(120), dict(step=120, valid_loss=2.5))
-    command, output = "nanodomino.pictures", ["--output", "c.svg"]
-    for program, runs, flags, path in ((str(tmp_path / "script.py"), ["a"], [], "a/loss.svg"),
-                                       (command, ["a", "b"], [], "loss.svg"), (command, ["a", "b"], output, "c.svg")):
-        ended = fork_server.launch(program, [(runs + flags, {})], tmp_path, PATIENCE)
-        assert ended.code == 0 and ended.output.endswith(f"drawn in {path}\n"), ended.output
-        assert {f"{name}, validation 2.500" for name in runs} <= {*texts((tmp_path / path).read_text())}
+    ended = fork_server.launch(str(tmp_path / "script.py"), [(["a"], {})], tmp_path, PATIENCE)
+    assert ended.code == 0 and ended.output.endswith("drawn in a/loss.svg\n"), ended.output
+    monkeypatch.chdir(tmp_path)
+    for flags, path in (([], "loss.svg"), (["--output", "c.svg"], "c.svg")):
+        monkeypatch.setattr(sys, "argv", ["pictures", "a", "b", *flags])
+        main()
+        assert capsys.readouterr().out.endswith(f"drawn in {path}\n")
+        assert {"a, validation 2.500", "b, validation 2.500"} <= {*texts((tmp_path / path).read_text())}
     assert (tmp_path / "a/loss.svg").read_text() == svg(loss_curve, [tmp_path / "a"])
 
 

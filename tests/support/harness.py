@@ -139,7 +139,7 @@ def random_data(config: Config, steps: int, seed=7) -> FixedData:
     by_position, by_attention = config.reset_position_ids, config.reset_attention_mask
     if by_position or by_attention:
         tokens = torch.where(torch.rand(tokens.shape, generator=generator) < 0.25, END_OF_TEXT, tokens)
-    positions, documents = count_documents(tokens[..., :-1])
+    positions, documents = count_documents(tokens[..., :-1]) if by_position or by_attention else (None, None)
     depth_masks = count_depth_masks(tokens, loss_mask, config.mtp_num_layers,
                                     within_documents=by_position or by_attention)
     return FixedData(tokens[..., :-1], tokens[..., 1:], loss_mask, positions if by_position else None,
