@@ -18,7 +18,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from benchmarks.runner import (Times, about, add_config_flags, bytes_text, config_here, gathered, in_turn, join, ratios,
-                               table, timed)
+                               seconds_and_figures, table, timed)
 from nanodomino.checkpoint.format import verify
 from nanodomino.checkpoint.load import checkpoints_of, restore
 from nanodomino.checkpoint.save import Saver
@@ -82,9 +82,8 @@ def answer(flags, launch):
     share = ratios(times["stall"], times["synchronous"], most=1.0)
     text = (f"{parameter_count(config):,} parameters on dp {config.dp} x tp {config.tp}, ZeRO stage "
             f"{config.zero_stage}; checkpoint of {bytes_text(sum(sizes))} in {folder.parent}; the busiest rank copies "
-            f"{bytes_text(copied)}, the largest file has {bytes_text(max(sizes))}\n"
+            f"{bytes_text(copied)}\n"
             + table(["", "median [min .. max]"], [*map(list, times.items())])
             + f"\nstall / synchronous: {share:.1%}")
     return text, dict(parameters=parameter_count(config), **about(config), bytes=sum(sizes), copied_bytes=copied,
-                      largest_file_bytes=max(sizes), **{f"{name}_s": time.median for name, time in times.items()},
-                      **share.record("stall_share"))
+                      **seconds_and_figures(times, {"stall_share": share}))

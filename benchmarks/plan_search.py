@@ -148,9 +148,8 @@ class Search:
         self.broken_rule = None                                # the message of the first layout that was not accepted
         self.simulated = 0                                     # combinations
 
-    def run(self, progress=progress) -> list[tuple[float, float, Config]]:
-        """Return up to RESULTS of (seconds of a step, bytes of the fullest GPU, Config), the fastest first.
-        progress(RESULTS): a context manager that yields a progress bar with tqdm's methods"""
+    def run(self) -> list[tuple[float, float, Config]]:
+        """Return up to RESULTS of (seconds of a step, bytes of the fullest GPU, Config), the fastest first."""
         order, found = itertools.count(), {}                   # order: of equal times, the first wins
         queue = [(0.0, next(order), self.config, lambda config: self.layouts())]
         with progress(RESULTS) as bar:
@@ -283,29 +282,19 @@ def divisors(number: int) -> list[int]:
 
 # ---- the answer
 
-# The columns of the table, and the parts of step_seconds() that each adds up.
-SHARES = {"matmuls": ("matmuls",), "attention": ("attention",), "element-wise": ("element-wise work",),
-          "tp": ("tp exposed", "cp exposed", "ep exposed", "ep counts exposed"), "host": ("host exposed",),
-          "bubble": ("bubble",), "pp": ("pp exposed",)}
-
-
-def answer(flags, machine: Machine, usable: float, peak: float, progress=progress):
-    """Return (text, record) of the search. usable: bytes of a GPU's memory; peak: FLOP/s of a GPU; progress: as in
-    Search.run()."""
+def answer(flags, machine: Machine, usable: float):
+    """Return (text, record) of the search. usable: bytes of a GPU's memory."""
     config = Config(**{name: getattr(flags, name) for name in CONFIG_FLAGS} | {"device": "cuda"})
     search = Search(config, flags.gpus, set(CONFIG_FLAGS) & set(flags.given), machine, usable)
     print(f"searching for layouts of {flags.model} on {flags.gpus} x {flags.gpu}; this may take two minutes",
           file=sys.stderr, flush=True)
     rows, layouts = [], []
-    for rank, (seconds, memory, found) in enumerate(search.run(progress=progress), 1):
-        parts, used = step_seconds(train, found, machine), mfu(found, seconds, peak)
-        shares = {name: sum(parts.get(part, 0.0) for part in summed) / seconds for name, summed in SHARES.items()}
-        shares["end"] = 1 - sum(shares.values())
+    for rank, (seconds, memory, found) in enumerate(search.run(), 1):
+        used = mfu(found, seconds, machine.peak)
         rows.append([rank, found.tp, found.pp, found.cp, found.dp, found.micro_batch_size, seconds_text(seconds),
-                     f"{used:.1%}", bytes_text(memory), *(f"{abs(share):.1%}" for share in shares.values()),
-                     flags_text(differences(found, FURTHER))])
-        layouts.append({**about(found), "step_s": seconds, "mfu": used,
-                        "bytes": memory, "parts_s": parts, "command": command(found, flags.gpus_per_host)})
+                     f"{used:.1%}", bytes_text(memory), flags_text(differences(found, FURTHER))])
+        layouts.append({**about(found), "step_s": seconds, "mfu": used, "bytes": memory,
+                        "command": command(found, flags.gpus_per_host)})
     if not rows:
         require(next(search.accepted_layouts((1,)), None) is not None,
                 f"no layout for --gpus {search.gpus} obeys the rules together with the given flags; "
@@ -313,12 +302,9 @@ def answer(flags, machine: Machine, usable: float, peak: float, progress=progres
     text = "\n".join([
         f"the fastest layouts of {flags.model} ({parameter_count(found):,} parameters, {found.dtype}) on {flags.gpus} "
         f"x {flags.gpu} that fit into {bytes_text(usable)} per GPU:", "",
-        table(["", "tp", "pp", "cp", "dp", "micro batch", "step", "MFU", "memory", *SHARES, "end", "further flags"],
-              rows), "",
-        "The columns from matmuls to end are shares of the step. tp (with cp, ep), host and pp are communication "
-        "that nothing hides; end is all that follows the last backward, such as the optimizer. "
-        f"{search.simulated} combinations were simulated. `bench.py plan` with the flags "
-        "of a row prints its memory and the assumptions.", "", layouts[0]["command"]]) if rows else (
+        table(["", "tp", "pp", "cp", "dp", "micro batch", "step", "MFU", "memory", "further flags"], rows), "",
+        f"{search.simulated} combinations were simulated. `bench.py plan` with the flags of a row prints its memory, "
+        "where its time goes, and the assumptions.", "", layouts[0]["command"]]) if rows else (
         f"nothing fits into the usable {bytes_text(usable)} per GPU, even with full recomputation; try more --gpus, a "
         "--gpu with more memory, or fewer of the given flags")
     return text, {"search": True, "model": flags.model, "gpu": flags.gpu, "gpus": flags.gpus,
