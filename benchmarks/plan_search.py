@@ -12,8 +12,8 @@ So estimate/stages.py composes a combination from two short dry runs of a last s
 depend neither on pp, dp and chunks nor on the schedule, except for whether it splits or pairs its backwards. So many
 combinations share them. The search is best-first: a queue holds combinations, sorted by time.
 
-    1. The first of the queue has chosen only some settings. Replace it by its choices of the next ones, each with a
-       lower bound of its time: the FLOPs at the largest tile's rate, then the schedule without communication.
+    1. At first it holds every layout with every schedule, with a lower bound of its time: without communication.
+       Replace the first of the queue by its choices of slices, columns and sequence parallelism.
     2. The first of the queue is complete. Run its own stages dry, and with 1F1B. If one fits, the faster is the result
        for this tp, pp, cp and micro batch.
 
@@ -28,10 +28,9 @@ import sys
 from functools import lru_cache
 
 import train
-from benchmarks.runner import CONFIG_FLAGS, about, bytes_text, progress, seconds_text, table
+from benchmarks.runner import CONFIG_FLAGS, about, bytes_text, seconds_text, table
 from nanodomino.errors import UserError, require
-from nanodomino.estimate.formulas import (FP8_SPEEDUP, Machine, flops_per_token, mfu, parameter_count,
-                                          state_bytes_per_parameter)
+from nanodomino.estimate.formulas import Machine, mfu, parameter_count, state_bytes_per_parameter
 from nanodomino.estimate.rank import RankRun, clock_of
 from nanodomino.estimate.stages import Stage, fullest_rank_bytes, small_run, step_seconds
 from nanodomino.schedules.definitions import SCHEDULES
@@ -150,19 +149,22 @@ class Search:
 
     def run(self) -> list[tuple[float, float, Config]]:
         """Return up to RESULTS of (seconds of a step, bytes of the fullest GPU, Config), the fastest first."""
-        order, found = itertools.count(), {}                   # order: of equal times, the first wins
-        queue = [(0.0, next(order), self.config, lambda config: self.layouts())]
-        with progress(RESULTS) as bar:
-            while queue and len(found) < RESULTS:
-                _, _, config, choose_next = heapq.heappop(queue)
-                layout = tuple(getattr(config, name) for name in LAYOUT)
-                if layout not in found and choose_next:
-                    for seconds, *choice in choose_next(config):
-                        heapq.heappush(queue, (float(f"{seconds:.9e}"), next(order), *choice))
-                elif layout not in found and (result := self.exact(config)):
-                    found[layout] = result
-                    bar.update(1)
-                bar.set_description_str(f"{self.simulated} combinations")
+        order, found, queue = itertools.count(), {}, []        # order: of equal times, the first wins
+
+        def push(choices):
+            for seconds, config, complete in choices:
+                heapq.heappush(queue, (float(f"{seconds:.9e}"), next(order), config, complete))
+
+        push(self.layouts())
+        while queue and len(found) < RESULTS:
+            _, _, config, complete = heapq.heappop(queue)
+            layout = tuple(getattr(config, name) for name in LAYOUT)
+            if layout in found:
+                continue
+            if not complete:
+                push(self.options(config))
+            elif result := self.exact(config):
+                found[layout] = result
         return sorted(found.values(), key=lambda one: one[0])
 
     def exact(self, config: Config) -> tuple[float, float, Config] | None:
@@ -174,20 +176,15 @@ class Search:
                  if one and (needed := fullest_rank_bytes(train, one)) <= self.usable]
         return min(found, key=lambda one: one[0], default=None)
 
-    # ---- what is chosen, in this order. Each yields (seconds, Config, the method that chooses next)
+    # ---- what is chosen, in this order. Each yields (seconds, Config, whether it is complete)
 
     def layouts(self):
-        parameters = flops = None
+        parameters = None
         for config in self.accepted_layouts(MICRO_BATCHES):
-            if parameters is None:                             # attention and look-ups may take less time
-                looked_up = 0 if config.tied else config.vocab_size * config.hidden_size
-                attention = 2 * config.num_attention_heads * config.kv_channels * config.seq_length
-                parameters, flops = parameter_count(config), config.global_batch_size * config.seq_length * (
-                    flops_per_token(config) - 6 * (looked_up + (config.num_layers + config.mtp_num_layers) * attention))
+            parameters = parameters or parameter_count(config)
             if min(map(state_bytes_per_parameter, self.zero_stages(config))) * parameters <= (
                     self.usable * config.tp * config.pp * config.ep):
-                rate = self.machine.matmul_rate * (FP8_SPEEDUP if config.fp8_format else 1.0)
-                yield flops / (rate * config.world_size), config, self.schedules
+                yield from self.schedules(config)
 
     def schedules(self, config: Config):
         divisor = dataclasses.replace(config, sequence_parallel=config.tp > 1).seq_length_divisor
@@ -202,7 +199,7 @@ class Search:
                     dataclasses.replace(other, **option)) <= self.usable), before)
                 if place < before:                             # or the lower ZeRO stage is as good
                     before, other = place, dataclasses.replace(other, **self.recomputation[place])
-                    yield estimated_seconds(other, self.free)[0], other, self.options
+                    yield estimated_seconds(other, self.free)[0], other, False
 
     def options(self, config: Config):
         too_much = []                                          # the seconds of those that do not fit
@@ -217,7 +214,7 @@ class Search:
                 seconds, exposed = estimated_seconds(other, self.machine)
                 seconds *= 1 + LEAST_GAIN * other.virtual_stages
                 if estimated_bytes(other) <= self.usable:
-                    yield seconds, other, None
+                    yield seconds, other, True
                 else:
                     too_much.append(seconds)
                 if exposed < HIDDEN:
@@ -225,7 +222,7 @@ class Search:
         now = {name: getattr(config, name) for name in self.recomputation[0]}
         more = self.recomputation[1 + self.recomputation.index(now):]
         if too_much and more:                                  # they take longer than now
-            yield min(too_much), dataclasses.replace(config, **more[0]), self.options
+            yield min(too_much), dataclasses.replace(config, **more[0]), False
 
     # ---- rules and memory
 

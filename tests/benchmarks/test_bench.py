@@ -20,7 +20,6 @@ from benchmarks.runner import Figure, Times, compare, require_same_work
 from benchmarks.overlap import figures_of
 from benchmarks.slow_network import LARGEST_PACKET, parse_rate, slow_wire
 from nanodomino.errors import UserError
-from nanodomino.options.recompute import GRANULARITIES
 
 TINY = ["--num-layers", "2", "--hidden-size", "32", "--seq-length", "16"]
 
@@ -113,8 +112,6 @@ def test_memory():
 
 def test_recompute(capsys):
     _, text, record, _ = here(capsys, "recompute", *SMALL, "--hidden-dropout", "0.1", "--repeats", "2")
-    assert record["none_products"] == 1 < record["selective_products"] < record["full_products"] < 1.34
-    assert all(record[f"{one}_activations_error"] <= 1e-3 for one in GRANULARITIES)
     assert record["none_activations"] > record["selective_activations"] > record["full_activations"] > 0
     assert "the gradients are bit-equal" in text
 
@@ -145,11 +142,11 @@ def test_a_count_that_differs_is_found_and_all_to_alls_are_compared_in_total():
     ("pipeline --microbatches 8 1", "--microbatches must be at least --pp 2"),
     ("pipeline --microbatches 7", "--microbatches 7 must be divisible by the 3 rounds"),
     ("zero --dp 1", "--dp must be at least 2"),
-    ("plan --reserve 2", "--reserve must be from 0 to 0.9, but is 2.0"),
+    ("plan --network 0", "--network must be at least 0.001 and at most 1e+06, but is 0.0"),
     ("plan --dtype float32", "--gpu H100 needs --dtype bfloat16 or float16"),
     ("plan --gpu A100 --fp8-format hybrid", "--fp8-format needs a GPU with fp8"),
     ("plan --checkpoint-in-cpu", "--checkpoint-in-cpu needs --recompute-granularity full"),
-    ("plan --published --search --gpus 8", "--published has no use for --gpus, --search; leave that out"),
+    ("plan --published --search --gpus 8", "--published has no use for other flags; leave them out"),
     ("plan --search --gpus 6 --tp 4", "no layout for --gpus 6 obeys the rules together with the given flags; the "
      "first that was tried breaks this one: world size 6 must equal tensor x pipeline x data parallel = 4 x 1 x 1 = 4"),
     ("plan --search --ep 2", "--expert-model-parallel-size 2 needs --num-experts to have an effect")])

@@ -77,23 +77,16 @@ def test_zero():
     record = ask("zero", *wider, "--repeats", "2")
     sides = record["sides"]
     assert list(sides) == ["zero-1", "zero-0", "zero-2", "ddp-zero", "fsdp2-keep"]
-    assert [side["formula"] for side in sides.values()] == [12, 16, 10, 12, 8] and record["microbatches"] == 2
-    for side in sides.values():
+    assert record["microbatches"] == 2
+    for side, expected in zip(sides.values(), (12, 16, 10, 12, 8)):
         # A rank may own a parameter more than another.
-        assert side["bytes_per_parameter"] == pytest.approx(side["formula"], rel=0.2)
+        assert side["bytes_per_parameter"] == pytest.approx(expected, rel=0.2)
         assert within(side["step_over_zero_1"], side["step_over_zero_1_spread"])
     # Of nanodomino's own sides, to the byte
     zero.processes(flags := parse(zero, ["zero", *wider]))
     for stage in (0, 1, 2):
         run = dry_run(train, replace(flags.config, zero_stage=stage, device="cpu"))
         assert sides[f"zero-{stage}"]["state_bytes"] == sum(run.state.values())
-
-
-@pytest.mark.parametrize("dtype, expected", [("float32", [10, 16, 7, 10, 4]),
-                                             ("bfloat16", [9, 18, 6, 10, 4])])
-def test_expected_bytes_of_state_per_parameter(dtype, expected):
-    config = tiny(4, data_parallel_size=4, dtype=dtype)
-    assert [zero.formula_bytes(name, config) for name in zero.SIDES] == expected
 
 
 class Side:

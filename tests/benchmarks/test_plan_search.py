@@ -1,7 +1,5 @@
 """bench.py plan --search: its estimates are those of dry runs; the results fit, and train.py accepts them."""
 
-import re
-
 import pytest
 from support.benchmark import here
 
@@ -14,7 +12,7 @@ from nanodomino.run.session import from_command_line
 from nanodomino.settings.config import Config
 
 
-H100 = plan.machine_of(parse(plan, ["plan"]), "H100", 400.0, 8)
+H100 = plan.machine_of("H100")
 
 
 def config_on(gpus, **changes) -> Config:
@@ -53,16 +51,13 @@ FLAGS = ("--model gpt2 --gpus 4 --gpus-per-host 2 --gpu A100 --global-batch-size
 
 
 def test_train_accepts_each_command_and_the_table_shows_its_layout(search):
-    """And each share of its step."""
     text, rows = search(2, *FLAGS)
     lines = text.splitlines()
     assert len(rows) == 2 and lines[-1] == rows[0]["command"]
     assert [row["step_s"] for row in rows] == sorted(row["step_s"] for row in rows)
     first = next(number for number, line in enumerate(lines) if line.startswith("-"))
     for line, row in zip(lines[first + 1:], rows):
-        assert sum(row["parts_s"].values()) == pytest.approx(row["step_s"]) and row["bytes"] <= 0.95 * 80e9
-        used, *shares = (float(share) for share in re.findall(r"([\d.]+)%", line))
-        assert sum(shares) == pytest.approx(100, abs=0.5) and used == pytest.approx(100 * row["mfu"], abs=0.06)
+        assert row["bytes"] <= 0.95 * 80e9 and f"{row['mfu']:.1%}" in line
         assert line.split()[1:6] == [str(row[name]) for name in ("tp", "pp", "cp", "dp", "micro_batch_size")]
         assert seconds_text(row["step_s"]) in line and bytes_text(row["bytes"]) in line
         assert ("--sequence-parallel" in line) == row["sequence_parallel"]

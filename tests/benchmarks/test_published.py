@@ -2,12 +2,10 @@
 
 import dataclasses
 import re
-from functools import partial
 
 import pytest
 
 from benchmarks import plan, published
-from benchmarks.runner import parse
 from benchmarks.published import RUNS, as_megatron, seconds
 from nanodomino.estimate.formulas import parameter_count
 from nanodomino.estimate.accounts import Launch, Operation, Wait
@@ -15,8 +13,7 @@ from nanodomino.estimate.accounts import Launch, Operation, Wait
 EVERY = [(paper, run) for paper, runs in RUNS.items() for run in runs]
 
 
-def machine(gpu="H100", network=3200.0):
-    return plan.machine_of(parse(plan, ["plan", "--published"]), gpu, network, 8)
+MACHINE = plan.machine_of("H100", 3200.0)
 
 
 @pytest.mark.parametrize("paper, run", EVERY, ids=[f"{paper}-{run.name}-{run.recomputed}-{run.figure}"
@@ -51,26 +48,25 @@ def test_stored_scores_are_multiplied_whole_and_read_and_written():
 
 def test_recomputed_layers_repeat_their_forward():
     """A backward takes about two forwards, so a step takes about a third longer."""
-    config, one = RUNS["2409.15241"][0].config, machine()
-    free = dataclasses.replace(one, intra_host_rate=1e30, latency=0.0)
+    config = RUNS["2409.15241"][0].config
+    free = dataclasses.replace(MACHINE, intra_host_rate=1e30, latency=0.0)
     plain, again = seconds(config, free, "attention"), seconds(config, free, "layers")
     assert 1.15 * plain < again < 1.4 * plain
-    assert seconds(config, one, "layers", blocks=True) > seconds(config, one, "layers") > again
+    assert seconds(config, MACHINE, "layers", blocks=True) > seconds(config, MACHINE, "layers") > again
 
 
 def test_communication_share_and_speed_up():
     """With communication that takes as long as everything else, most of which two slices hide."""
-    run, one = RUNS["2409.15241"][0], machine()
-    free = seconds(run.config, dataclasses.replace(one, intra_host_rate=1e30, latency=0.0))
-    wire = (seconds(run.config, dataclasses.replace(one, latency=0.0), blocks=True) - free) * one.intra_host_rate
-    slow = dataclasses.replace(one, intra_host_rate=wire / free, latency=0.0)
+    run, rate = RUNS["2409.15241"][0], MACHINE.intra_host_rate
+    free = seconds(run.config, dataclasses.replace(MACHINE, intra_host_rate=1e30, latency=0.0))
+    wire = (seconds(run.config, dataclasses.replace(MACHINE, latency=0.0), blocks=True) - free) * rate
+    slow = dataclasses.replace(MACHINE, intra_host_rate=wire / free, latency=0.0)
     assert published.wires(run, slow) == pytest.approx(50, rel=0.01) and 1.5 < published.gain(run, slow) <= 2
 
 
 @pytest.mark.exhaustive
 def test_every_ratio_is_within_its_bounds_and_is_printed():
-    flags = parse(plan, ["plan", "--published"])
-    text, record = published.answer(partial(plan.machine_of, flags, per_host=8), flags)
+    text, record = published.answer(plan.machine_of)
     assert [(row["paper"], row["name"]) for row in record["rows"]] == [(paper, run.name) for paper, run in EVERY]
     for row, line in zip(record["rows"], text.splitlines()[2:]):
         assert row["ratio"] == row["predicted"] / row["published"] and 0.8 <= row["ratio"] <= 1.2
