@@ -19,6 +19,7 @@ from pathlib import Path
 
 from benchmarks.runner import (Times, about, add_config_flags, bytes_text, config_here, gathered, in_turn, join, ratios,
                                seconds_and_figures, table, timed)
+from benchmarks.slow_network import exit_on_signals
 from nanodomino.checkpoint.format import verify
 from nanodomino.checkpoint.load import checkpoints_of, restore
 from nanodomino.checkpoint.save import Saver
@@ -53,7 +54,8 @@ def answer(flags, launch):
     optimizer.update(0.0, 1.0, 1.0)
     optimizer.updates = 1
 
-    with tempfile.TemporaryDirectory() if launch.rank == 0 else nullcontext() as folder:
+    # a signal leaves no folder behind
+    with exit_on_signals(), tempfile.TemporaryDirectory() if launch.rank == 0 else nullcontext() as folder:
         folder = Path(from_rank_0(folder))
         saver, sizes, steps = Saver(folder, mesh, keep_last=1), [], iter(range(1, flags.repeats + 2))
 

@@ -90,8 +90,8 @@ def processes(flags) -> int:
             f"--tp must be at least 2, but is {tp} (a single rank does not communicate); try 2")
     require(flags.ideal_wire or not flags.num_experts and cp == 1, "--num-experts and --cp need --ideal-wire; add it")
     require(not flags.ideal_wire or flags.wire is None, "--ideal-wire and --wire exclude each other; leave one out")
-    require(not flags.ideal_wire or flags.device != "cuda", "--ideal-wire needs --device cpu, because its clock counts "
-            "processor time; add --device cpu, or leave --ideal-wire out")
+    if flags.ideal_wire:
+        flags.device = "cpu"                                   # its clock counts processor time
     flags.microbatches = flags.microbatches if flags.microbatches is not None else 8 if flags.ideal_wire else 1
     flags.seq_length = flags.seq_length or (64 if flags.ideal_wire else 256)      # there one process runs everything
     flags.config = config_here(flags, tp * ep * cp, pipeline_model_parallel_size=1, data_parallel_size=ep,
@@ -204,11 +204,11 @@ def figures_of(times: dict[str, Times]) -> tuple[float, dict[str, Figure]]:
     """Return the share of the communication that computation could hide, and {name: Figure} for domino and paired."""
     compute, wires = times["compute"], times["wires"]
     hideable, figures = min(1.0, ratios(compute, wires).median), {}
-    ideal = Times(tuple(map(max, compute.seconds, wires.seconds)))
+    ideal = Times(tuple(map(max, compute.rounds, wires.rounds)))
     for name, prefix in (("domino", ""), ("paired", "paired_")):
         if name in times:
             hidden = tuple(1 - (step - computing) / sending for step, computing, sending
-                           in zip(times[name].seconds, compute.seconds, wires.seconds))
+                           in zip(times[name].rounds, compute.rounds, wires.rounds))
             figures |= {f"{prefix}hidden": Figure(hidden, most=hideable, size=1.0),
                         f"{prefix}bound_ratio": ratios(times[name], ideal, least=1.0),
                         f"{prefix}speedup": ratios(times["blocking"], times[name]),

@@ -58,15 +58,11 @@ def add_flags(parser):
 
 
 def processes(flags) -> int:
-    stages, least = flags.pipeline_model_parallel_size, min(flags.microbatches)
+    stages = flags.pipeline_model_parallel_size
     require(stages >= 2, f"--pp must be at least 2, but is {stages} (a single stage is never idle); try 2")
-    require(least >= stages,
-            f"--microbatches must be at least --pp {stages}, but is {least} (torch's Schedule1F1B refuses fewer "
-            f"microbatches than stages); try --microbatches {stages} {2 * stages}")
-    for m in flags.microbatches:
-        rounds = m // stages
-        require(m % rounds == 0, f"--microbatches {m} must be divisible by the {rounds} rounds in which torch's "
-                f"interleaved schedules run them ({m} // --pp {stages}); try {rounds * stages}")
+    require(all(m > 0 and m % stages == 0 for m in flags.microbatches),
+            f"--microbatches must be multiples of --pp {stages}, because torch's interleaved schedules run rounds of "
+            f"so many; try --microbatches {stages} {2 * stages}")
     # {schedule: its Config} for each number of microbatches, with as few chunks per stage as the schedule allows
     flags.configs = [{name: config_here(flags, stages, tensor_model_parallel_size=1, data_parallel_size=1, slices=1,
                                         schedule=name, compile=False, global_batch_size=flags.micro_batch_size * m)

@@ -99,11 +99,10 @@ SCORES = {"attention": 13, "attention backward": 19}
 
 # ---- seconds
 
-def seconds(config: Config, machine: Machine, recomputed="nothing", blocks=False) -> float:
-    """Return the seconds of a step. recomputed: as in Run; blocks: the GPU waits for each tp collective right after its
-    launch."""
-    return sum(step_seconds(train, config, machine, partial(
-        MegatronStage, recomputed=recomputed, blocks=blocks)).values())
+def seconds(run: Run, machine: Machine, blocks=False, slices=1) -> float:
+    """Predict the seconds of a step. blocks: the GPU waits for each tp collective right after its launch."""
+    return sum(step_seconds(train, dataclasses.replace(run.config, slices=slices), machine, partial(
+        MegatronStage, recomputed=run.recomputed, blocks=blocks)).values())
 
 
 class MegatronStage(Stage):
@@ -154,27 +153,21 @@ def teraflops(run: Run, machine: Machine) -> float:
     config, h = run.config, run.hidden_size
     flops = 96 * config.global_batch_size * SEQ_LENGTH * config.num_layers * h ** 2 * (
         1 + SEQ_LENGTH / (6 * h) + config.padded_vocab_size / (16 * config.num_layers * h))
-    return flops / step(run, machine) / run.gpus / 1e12
-
-
-def step(run: Run, machine: Machine) -> float:
-    """Predict the seconds of a step."""
-    return seconds(run.config, machine, run.recomputed)
+    return flops / seconds(run, machine) / run.gpus / 1e12
 
 
 def gain(run: Run, machine: Machine) -> float:
     """Predict the speed-up of Domino with two slices over blocking communication."""
-    config = run.config
-    return seconds(config, machine, blocks=True) / seconds(dataclasses.replace(config, slices=2), machine)
+    return seconds(run, machine, blocks=True) / seconds(run, machine, slices=2)
 
 
 def wires(run: Run, machine: Machine) -> float:
     """Predict the percentage of a step that communication takes if nothing hides it."""
     free = dataclasses.replace(machine, intra_host_rate=math.inf, inter_host_rate=math.inf, latency=0.0)
-    return 100 * (1 - seconds(run.config, free, blocks=True) / seconds(run.config, machine, blocks=True))
+    return 100 * (1 - seconds(run, free, blocks=True) / seconds(run, machine, blocks=True))
 
 
-FIGURES = {"TFLOP/s": teraflops, "s": step, "x speed": gain, "% wires": wires}
+FIGURES = {"TFLOP/s": teraflops, "s": seconds, "x speed": gain, "% wires": wires}
 
 
 # ---- the answer
