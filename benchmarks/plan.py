@@ -19,12 +19,11 @@ If the model does not fit, the plan names its largest terms. A preset gets the v
 import train
 from benchmarks import plan_search, published
 from benchmarks.runner import about, add_config_flags, bytes_text, config_of, describe, seconds_text, table
-from nanodomino.errors import counted, require
+from nanodomino.errors import require
 from nanodomino.estimate.formulas import (CHANNELS, CONNECTION_BYTES, CONTEXT_BYTES, FP8_SPEEDUP, GPUS, PEAK_FLOPS,
                                           WITHOUT_FP8, Machine, active_parameter_count, mfu, parameter_count,
                                           state_bytes_per_parameter)
 from nanodomino.estimate.stages import Stage, step_seconds
-from nanodomino.schedules.simulation import peak_microbatches
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import check_range, flag_name
 from nanodomino.settings.presets import DTYPES, PUBLISHED_VOCABULARIES
@@ -98,9 +97,7 @@ def plan(flags, machine: Machine, usable: float):
     fits = all(sum(need.values()) <= usable for need in needs)
     parts = step_seconds(train, config, machine)
     seconds, tokens = sum(parts.values()), config.global_batch_size * config.seq_length
-    used, ideal = mfu(config, seconds, machine.peak), sum(part for name, part in parts.items() if name not in (
-        "bubble", "pp exposed") and not name.endswith("at the end"))
-    alive = peak_microbatches(config.timetable.rows[0]) / config.virtual_stages
+    used = mfu(config, seconds, machine.peak)
     text = "\n".join([
         f"{config.model}: {parameter_count(config):,} parameters, {config.dtype}, on {config.world_size} x {flags.gpu}",
         *([f"{config.num_experts} experts in a layer, assumed to be chosen equally often: a token uses "
@@ -109,23 +106,18 @@ def plan(flags, machine: Machine, usable: float):
         table(["memory of a GPU", *MEMORY_TERMS, "total", ""],
               [[f"stage {stage}", *map(bytes_text, need.values()), bytes_text(sum(need.values())),
                 "fits" if sum(need.values()) <= usable else "TOO MUCH"] for stage, need in enumerate(needs)]),
-        f"usable {bytes_text(usable)}; model state {state_bytes_per_parameter(config):.2f} bytes per parameter; stage "
-        f"0 keeps the activations of up to {counted(alive, 'microbatch', '.3g')}",
+        f"usable {bytes_text(usable)}; model state {state_bytes_per_parameter(config):.2f} bytes per parameter",
         *([f"host memory for each GPU of stage 0: {bytes_text(found[0]['host'])}"] if found[0]["host"] else []),
         *([] if fits else [why_not(needs, usable)]), "",
         table(["a step", "", ""],
               [[name, seconds_text(part), f"{part / seconds:.1%}"]
                for name, part in [*parts.items(), ("total", seconds)] if part]),
-        f"the bubble is {parts['bubble'] / ideal:.1%} of the ideal time, which leaves out bubble, pp exposed and what "
-        "is at the end; it would be (p - 1)/m of the ideal time in 1F1B if stages are equal, so more microbatches "
-        "shrink it",
         f"{tokens / seconds:,.0f} tokens/s; MFU {used:.1%} (6 N + 12 L n d s FLOPs per token, relative to "
         f"{machine.peak / 1e12:g} TFLOP/s per GPU)", "", assumptions(flags)])
     return text, {"parameters": parameter_count(config), "active_parameters": active_parameter_count(config),
                   "gpu": flags.gpu, "gpus": config.world_size, **about(config), "fits": fits, "usable_bytes": usable,
                   "memory": needs, "host_memory": [one["host"] for one in found],
-                  "bubble": parts["bubble"] / ideal, "parts_s": parts, "step_s": seconds, "mfu": used,
-                  "tokens_per_second": tokens / seconds}
+                  "parts_s": parts, "step_s": seconds, "mfu": used, "tokens_per_second": tokens / seconds}
 
 
 def memory_of_stages(config: Config) -> list[dict]:
