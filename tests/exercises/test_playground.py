@@ -9,7 +9,7 @@ import pytest
 from support import ROOT, needs
 
 from benchmarks import plan
-from benchmarks.runner import config_of, parse, reserve_port
+from benchmarks.runner import parse, reserve_port
 from exercises import figures
 from nanodomino.mesh import group_rows
 from nanodomino.schedules.definitions import SCHEDULES
