@@ -41,7 +41,6 @@ that the processor does, and `wires` is bytes sent / bandwidth. The alternatives
                          work
 """
 
-import os
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -54,7 +53,6 @@ from benchmarks.plain_model import Plain, mean_loss
 from benchmarks.runner import (Figure, RandomTokens, Times, about, add_config_flags, bind_to, bytes_text, compare,
                                config_here, cores_of, describe, in_turn, join, ratios, require_same_work,
                                seconds_and_figures, table)
-from benchmarks.slow_network import INTERFACE
 from nanodomino.comm.collectives import all_gather, reduce_scatter
 from nanodomino.comm.world import keep_freed_memory
 from nanodomino.domino import Domino
@@ -90,8 +88,8 @@ def processes(flags) -> int:
             f"--tp must be at least 2, but is {tp} (a single rank does not communicate); try 2")
     require(flags.ideal_wire or not flags.num_experts and cp == 1, "--num-experts and --cp need --ideal-wire; add it")
     require(not flags.ideal_wire or flags.wire is None, "--ideal-wire and --wire exclude each other; leave one out")
-    if flags.ideal_wire:
-        flags.device = "cpu"                                   # its clock counts processor time
+    if flags.ideal_wire or flags.wire:                         # one counts processor time; NCCL bypasses the other
+        flags.device = "cpu"
     flags.microbatches = flags.microbatches if flags.microbatches is not None else 8 if flags.ideal_wire else 1
     flags.seq_length = flags.seq_length or (64 if flags.ideal_wire else 256)      # there one process runs everything
     flags.config = config_here(flags, tp * ep * cp, pipeline_model_parallel_size=1, data_parallel_size=ep,
@@ -105,9 +103,6 @@ def answer(flags, launch):
     if flags.ideal_wire:
         return ideal_answer(flags, flags.config.with_device(torch.device("cpu")))
     config, mesh = join(flags.config, launch, one_core=True)
-    require(not flags.wire or os.environ.get("GLOO_SOCKET_IFNAME") == INTERFACE and config.device == "cpu",
-            "--wire needs --device cpu, because NCCL would bypass the slow link, and processes that bench.py starts in "
-            "their own network namespaces; add --device cpu, and run bench.py without torchrun")
     batches = RandomTokens(config, mesh.device).batches(config)
     alternatives, collectives = prepare(config, mesh, batches)
     return report(flags, config, compare(alternatives, flags.repeats, mesh.device), collectives)

@@ -44,13 +44,12 @@ from nanodomino.errors import UserError, counted, require
 from nanodomino.estimate.stages import require_memory
 from nanodomino.mesh import Mesh, make_mesh
 from nanodomino.settings.config import Config
-from nanodomino.settings.flags import Parser, add_flags, flag_settings
+from nanodomino.settings.flags import Parser, add_flags, check_range, flag_settings
 from nanodomino.settings.rules import check_needs
 from nanodomino.zero import ZeroOptimizer
 
 
 MOST_PROCESSES = 64      # that bench.py starts itself
-MOST_ROUNDS = 10_000     # of --repeats
 BENCH = Path(__file__).resolve().parent.parent / "bench.py"
 
 
@@ -99,8 +98,7 @@ def parse(question, arguments: list[str]) -> argparse.Namespace:
     flags = parser.parse_args(arguments[1:])
     unset = argparse.Namespace(**dict.fromkeys(vars(flags)))       # argparse sets no default where there is a value
     flags.given = [name for name, value in vars(parser.parse_args(arguments[1:], unset)).items() if value is not None]
-    repeats = getattr(flags, "repeats", 1)
-    require(1 <= repeats <= MOST_ROUNDS, f"--repeats must be from 1 to {MOST_ROUNDS}, but is {repeats}; try 7")
+    check_range("--repeats", getattr(flags, "repeats", 1))
     return flags
 
 

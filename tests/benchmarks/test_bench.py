@@ -228,7 +228,7 @@ def test_pipeline_refuses_to_compare_different_work(other):
     ("overlap --wire fast", "--wire must be a rate"),
     ("overlap --ideal-wire --wire 1gbit", "--ideal-wire and --wire exclude each other"),
     ("plan --repeats 3", "unrecognized arguments: --repeats 3"),                # a plan is computed, not timed
-    ("throughput --repeats 0", "--repeats must be from 1 to 10000"),
+    ("throughput --repeats 0", "--repeats must be at least 1"),
     ("throughput --dtype float16", "--dtype must not be float16, because the other implementations"),
     ("pipeline --microbatches 8 1", "--microbatches must be multiples of --pp 2"),
     ("zero --dp 1", "--dp must be at least 2"),
