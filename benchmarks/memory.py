@@ -54,9 +54,11 @@ def processes(flags) -> int:
 
 def answer(flags, launch):
     config = config_for(flags, launch)
-    predicted, training = dry_runs(config, launch), build(config, launch)
-    first_update(*training, config)
-    found = gathered(measure(*training, config))
+    predicted = dry_runs(config, launch)                       # before this process joins a world
+    training = Training(*join(config, launch))
+    parts = training.optimizer, training.stage, training.tokens, config
+    first_update(*parts)
+    found = gathered(measure(*parts))
     return report(config, predicted, found) if launch.rank == 0 else ("", {})
 
 
@@ -69,14 +71,8 @@ def config_for(flags, launch) -> Config:
 
 
 def dry_runs(config: Config, launch) -> list[RankRun]:
-    """Run every rank dry. Returns [] except on rank 0. Call it before build(): a process can be in only one world."""
+    """Run every rank dry. Returns [] except on rank 0."""
     return [dry_run(train, config, rank) for rank in range(config.world_size)] if launch.rank == 0 else []
-
-
-def build(config: Config, launch):
-    """Join the process groups and return (optimizer, stage, dataset) of this process, built as in train.py."""
-    training = Training(*join(config, launch))
-    return training.optimizer, training.stage, training.tokens
 
 
 class RealAccounts(Accounts):

@@ -18,9 +18,9 @@ from types import SimpleNamespace
 import torch
 
 import train
-from benchmarks.memory import build, config_for, measure, processes  # noqa: F401, runner.main calls processes
-from benchmarks.runner import (CONFIG_FLAGS, about, add_config_flags, bytes_text, compare, describe, gathered, ratios,
-                               seconds_and_figures, table)
+from benchmarks.memory import config_for, measure, processes  # noqa: F401, runner.main calls processes
+from benchmarks.runner import (CONFIG_FLAGS, Training, about, add_config_flags, bytes_text, compare, describe, gathered,
+                               join, ratios, seconds_and_figures, table)
 from nanodomino.errors import require
 from nanodomino.options.recompute import GRANULARITIES
 
@@ -35,7 +35,8 @@ def add_flags(parser):
 def answer(flags, launch):
     config = config_for(flags, launch)
     configs = {name: dataclasses.replace(config, recompute_granularity=name) for name in GRANULARITIES}
-    optimizer, stage, dataset = build(config, launch)
+    training = Training(*join(config, launch))
+    optimizer, stage, dataset = training.optimizer, training.stage, training.tokens
 
     def step(name, *_, on_action=None):
         stage.tape_policy = configs[name].tape_policy(stage.mesh.device, config.slices, stage.residual_norm)
