@@ -13,12 +13,13 @@ files; to measure another disk, set TMPDIR to a folder on it.
 """
 
 import tempfile
-import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 from benchmarks.runner import (Times, about, add_config_flags, bytes_text, config_here, gathered, in_turn, join, ratios,
-                               table, timed)
+                               seconds_and_figures, table, timed)
+from benchmarks.slow_network import exit_on_signals
 from nanodomino.checkpoint.format import verify
 from nanodomino.checkpoint.load import checkpoints_of, restore
 from nanodomino.checkpoint.save import Saver
@@ -53,38 +54,29 @@ def answer(flags, launch):
     optimizer.update(0.0, 1.0, 1.0)
     optimizer.updates = 1
 
-    with tempfile.TemporaryDirectory() if launch.rank == 0 else nullcontext() as folder:
+    # a signal leaves no folder behind
+    with exit_on_signals(), tempfile.TemporaryDirectory() if launch.rank == 0 else nullcontext() as folder:
         folder = Path(from_rank_0(folder))
-        saver, sizes, steps = Saver(folder, mesh, keep_last=1), [], iter(range(1, flags.repeats + 2))
+        saver, steps = Saver(folder, mesh, keep_last=1), iter(range(1, flags.repeats + 2))
 
         def save_and_resume(_):
             """Return the slowest rank's seconds: until a save was complete, until training went on, of a resume."""
-            stalls, step = [], next(steps)
-
-            def save():
-                start = time.perf_counter()
-                saver.save(step, model, optimizer, config)
-                stalls.append(time.perf_counter() - start)
-                saver.wait()
-
-            def resume():
-                sizes[:] = [(newest / name).stat().st_size for name in verify(newest)["files"]]
-                restore(newest, model, optimizer, mesh)
-
-            synchronous = timed(mesh.device, save)
+            stall = timed(mesh.device, partial(saver.save, next(steps), model, optimizer, config))
+            rest = timed(mesh.device, saver.wait)
             require(not (failure := saver.failure()), failure)
             newest = checkpoints_of(folder)[0]
-            return synchronous, max(gathered(stalls[0])), timed(mesh.device, resume)
+            resume = timed(mesh.device, lambda: (verify(newest), restore(newest, model, optimizer, mesh)))
+            return stall + rest, stall, resume
 
         rounds = in_turn({"save and resume": None}, flags.repeats, save_and_resume)["save and resume"]
+        size = sum(file.stat().st_size for file in checkpoints_of(folder)[0].iterdir())
         copied = max(gathered(sum(values.nbytes for values in saver.copies.values())))        # waits for all ranks
     times = {name: Times(seconds) for name, seconds in zip(("synchronous", "stall", "resume"), zip(*rounds))}
     share = ratios(times["stall"], times["synchronous"], most=1.0)
     text = (f"{parameter_count(config):,} parameters on dp {config.dp} x tp {config.tp}, ZeRO stage "
-            f"{config.zero_stage}; checkpoint of {bytes_text(sum(sizes))} in {folder.parent}; the busiest rank copies "
-            f"{bytes_text(copied)}, the largest file has {bytes_text(max(sizes))}\n"
+            f"{config.zero_stage}; checkpoint of {bytes_text(size)} in {folder.parent}; the busiest rank copies "
+            f"{bytes_text(copied)}\n"
             + table(["", "median [min .. max]"], [*map(list, times.items())])
             + f"\nstall / synchronous: {share:.1%}")
-    return text, dict(parameters=parameter_count(config), **about(config), bytes=sum(sizes), copied_bytes=copied,
-                      largest_file_bytes=max(sizes), **{f"{name}_s": time.median for name, time in times.items()},
-                      **share.record("stall_share"))
+    return text, dict(parameters=parameter_count(config), **about(config), bytes=size, copied_bytes=copied,
+                      **seconds_and_figures(times, {"stall_share": share}))

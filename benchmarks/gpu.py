@@ -5,32 +5,309 @@
 
 Each check is a process of its own with a time limit. Its output is in NAME.log in the folder of --report, its result in
 report.json and report.md. A check that has passed there is skipped the next time. The exit code is 1 if a check failed.
+
+A check is a function that takes a Run and adds its numbers. It raises UserError if the machine computes something
+wrong; on several ranks, every rank must raise it. Where a test or another question of bench.py has the answer, a check
+starts that command. The checks of single kernels are in gpu_kernels.py.
 """
 
+import gc
 import json
 import os
+import random
 import signal
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from contextlib import suppress
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 
-from benchmarks.gpu_checks import CHECKS, ranks_here
-from benchmarks.gpu_kernels import Run
-from benchmarks.runner import BENCH
+from benchmarks import plan
+from benchmarks.gpu_kernels import Run, attention, expert_matmuls, fp8_matmuls, machine, weight_gradients
+from benchmarks.runner import BENCH, Training, bytes_text, config_of, gathered, parse, seconds_text, with_mesh
 from benchmarks.slow_network import exit_on_signals
+from benchmarks.timeline import record
+from nanodomino.comm import collectives
 from nanodomino.comm.device import choose_kernels, find_device
 from nanodomino.comm.world import LaunchInfo, start_world
+from nanodomino.errors import require
+from nanodomino.estimate.formulas import peak_memory
 from nanodomino.files import make_folder, open_regular_file, read_file, write_file
+from nanodomino.options.fp8 import RECIPES
+from nanodomino.pictures.merged_trace import table
 from nanodomino.settings.config import Config
 
 
 ROUNDS = False               # no --repeats: a check gives --repeats to the questions that it asks
 GRACE = 45                   # seconds from SIGTERM to SIGKILL; torchrun gives its ranks 30
+LAUNCHES = [(dist, name) for name in ("all_reduce", "all_to_all_single", "batch_isend_irecv")] + [
+    (collectives, name) for name in ("exchange", "native_reduce_scatter", "native_all_gather")]
+SMALL = dict(num_layers=4, hidden_size=128, num_attention_heads=8, seq_length=64, vocab_size=250, micro_batch_size=4,
+             lr_warmup_fraction=0.0, tensor_model_parallel_size=1, pipeline_model_parallel_size=1, dtype="bfloat16",
+             bucket_size=20_000, compile=False)
+TP2, PP2 = dict(tensor_model_parallel_size=2, slices=2), dict(pipeline_model_parallel_size=2)
+# {feature: its settings on 2 ranks; on more, data parallelism takes the rest}
+FEATURES = dict(
+    slices=dict(TP2, columns=2), pipeline=dict(PP2, schedule="zb-v"),
+    experts=dict(num_experts=4, disable_bias_linear=True, expert_model_parallel_size=2, slices=2),
+    sequence_parallel=dict(TP2, sequence_parallel=True, recompute_granularity="selective"),
+    llama=dict(TP2, swiglu=True, position_embedding_type="rope", num_query_groups=2, qk_layernorm=True),
+    context=dict(context_parallel_size=2), context_a2a=dict(context_parallel_size=2, cp_comm_type="a2a"),
+    zero_2=dict(zero_stage=2, recompute_granularity="full"), depths=dict(TP2, mtp_num_layers=1),
+    documents=dict(TP2, reset_position_ids=True, reset_attention_mask=True))
 
+
+@dataclass(frozen=True)
+class Check:
+    """Says what a check needs. function: returns None, or why it can't run on this machine; arguments: the function's
+    after the Run; ranks: most processes, 0 for none that communicate; gpus: fewest; limit: seconds."""
+    part: str
+    function: Callable
+    arguments: tuple = ()
+    ranks: int = 0
+    gpus: int = 1
+    quick: bool = True
+    limit: int = 1800
+
+
+def built(run: Run, **settings) -> Training:
+    """Return this rank's part of a small training run, warmed up. settings: replace those of SMALL."""
+    config = Config(**dict(SMALL, global_batch_size=8 * run.world_size) | settings).resolve(run.world_size)
+    config, run.mesh = with_mesh(config.with_vocabulary(config.vocab_size), run.device, run.mesh)
+    return Training(config, run.mesh)
+
+
+def same_bits(run: Run, name: str, disturbances, **settings) -> list[float]:
+    """Train in each of these contexts from the same start. Returns the losses. Raises UserError if any bit differs."""
+    found = []
+    for disturbance in disturbances:
+        with disturbance:
+            ours = built(run, deterministic_mode=True, **settings)
+            for _ in range(3):
+                ours.step()
+        found.append((ours.losses, gathered([torch.hash_tensor(weight.detach()).item()
+                                            for weight in ours.model.parameters()])))
+    require(all(one == found[0] for one in found), f"{name}: the losses {[losses for losses, _ in found]} or the "
+            "weights of a rank differ, but each run must give the same bits")
+    return ours.losses
+
+
+@contextmanager
+def delays(run: Run, seed: int):
+    """Delay every launch of a collective by a random time. On GPUs, the stream that launches the collective sleeps."""
+    draw = random.Random(seed)
+
+    def late(launch, *arguments, **options):
+        torch.cuda._sleep(int(1e7 * draw.random())) if run.cuda else time.sleep(draw.random() / 100)     # 1e9 cycles/s
+        return launch(*arguments, **options)
+
+    with ExitStack() as stack:
+        for place, name in LAUNCHES:
+            stack.enter_context(mock.patch.object(place, name, partial(late, getattr(place, name))))
+        yield
+
+
+def feature(run: Run, settings: dict):
+    """The feature is as close to fp32 as rounding allows; random delays before each collective change no bit."""
+    expected = same_bits(run, "fp32", [nullcontext()], **settings | dict(dtype="float32"))
+    fp8 = RECIPES if run.has_fp8 and run.large and "num_experts" not in settings else ()          # experts have none
+    for case, more in {"bf16": {}, **{each: dict(fp8_format="hybrid", fp8_recipe=each) for each in fp8}}.items():
+        late = [delays(run, 1000 * number + dist.get_rank()) for number in range(1 if run.quick else 3)]
+        losses = same_bits(run, case, [nullcontext(), *late], **settings, **more)
+        error = run.numbers[case] = max(abs(a / b - 1) for a, b in zip(losses, expected))
+        require(error <= 0.02, f"{case}: losses {losses}, but {expected} in fp32; at most 2 % may differ")
+
+
+def third_step(run: Run, microbatches: int, layout: dict) -> Counter:
+    """Train three steps. Return {place: how often the third step compiled, allocated or waited there}, on all ranks. On
+    CPUs, item() is what waits."""
+    from torch._dynamo.utils import counters                   # imported here, because it takes longer than torch
+
+    def state():
+        return Counter({"graphs compiled": counters["stats"]["unique_graphs"],
+                        "cudaMalloc": torch.cuda.memory_stats(run.device).get("num_device_alloc", 0)})
+
+    ours, reads = built(run, global_batch_size=4 * microbatches, compile=run.cuda, **layout), []
+    ours.step(), ours.step()
+    before = state()
+    with (warnings.catch_warnings(record=True) as warned,
+          mock.patch.object(torch.Tensor, "item", lambda x, item=torch.Tensor.item: reads.append(1) or item(x))):
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn") if run.cuda else None
+        ours.step()
+    waits = [f"{Path(one.filename).name}:{one.lineno}" for one in warned if "synchroniz" in str(one.message)]
+    return sum(gathered(state() - before + Counter(waits if run.cuda else {"item()": len(reads)})), Counter())
+
+
+def silence(run: Run, layout: dict):
+    """After the warm-up a step compiles and allocates nothing, and waits for the GPU only at its end."""
+    few, many = (third_step(run, microbatches, layout) for microbatches in (2, 4))
+    require(few == many and not few["graphs compiled"] + few["cudaMalloc"], f"the host waits {dict(few)} in a step of "
+            f"2 microbatches, {dict(many)} in one of 4; it must wait equally often, and compile and allocate nothing")
+    run.numbers.update(few)
+
+
+def command(words: str, **variables: str) -> str:
+    """Return the output of `python WORDS` in the repository, outside of this world. Raises UserError if it fails."""
+    outside = {name: value for name, value in os.environ.items() if not name.endswith(("RANK", "WORLD_SIZE"))}
+    done = subprocess.run([sys.executable, *words.split()], cwd=BENCH.parent, stdout=subprocess.PIPE, text=True,
+                          env=outside | variables)
+    require(done.returncode == 0, f"{done.stdout[-3000:]}python {words} ended with exit code {done.returncode}")
+    return done.stdout
+
+
+def ask(run: Run, question: str) -> dict:
+    """Add the numbers of `python bench.py QUESTION` here, and return them. Raises UserError unless they are exact."""
+    here = "" if question.startswith("plan") else f" --device {run.device.type}" + " --dtype bfloat16" * run.cuda
+    record = json.loads(command(f"bench.py {question}{here}").splitlines()[-1])
+    require(record.get("exact", True), f"bench.py {question}: a real step is not its dry run's: {record}")
+    run.numbers[question] = {name: value for name, value in record.items() if isinstance(value, (float, bool, dict))}
+    return record
+
+
+def ranks_here(cuda: bool, most=8) -> int:
+    """Return a power of two: as many ranks as there are GPUs, or 2 on CPUs, but at most `most`."""
+    return 1 << min(most, torch.cuda.device_count() if cuda else 2).bit_length() - 1
+
+
+def exactness(run: Run):
+    """Every layout equals one plain process to 1e-9 in float64: the tests' own cases, on this device."""
+    require(find_spec("pytest"), "this check runs tests and needs pytest; pip install -r requirements.txt brings it")
+    tests = "tests/exactness/test_dense.py" + " tests/exactness/test_layouts.py" * run.cuda
+    run.numbers["pytest"] = command(f"-m pytest -o addopts= -rs --tb=short -p no:cacheprovider --on-device="
+                                    f"{run.device.type} {tests}").splitlines()[-1]
+    require(" passed" in run.numbers["pytest"], f"no test ran: {run.numbers['pytest']}")
+
+
+def interruptions(run: Run):
+    """A run ends in time when a rank is killed or stopped, and resumes with the bits of a run without interruption."""
+    kills = f"tests/random_kills.py --kills {6 if run.cuda else 2} --minutes 8 --device {run.device.type}"
+    run.numbers[kills] = "\n" + command(kills).rstrip()
+
+
+def traffic_and_memory(run: Run):
+    """The collectives and the bytes of a real step are those of the dry run on which every estimate rests."""
+    ask(run, f"memory --tp {ranks_here(run.cuda, 2)} --pp {max(1, ranks_here(run.cuda, 4) // 2)} --dp 1 --slices 2")
+
+
+def throughput(run: Run):
+    """Speed beside that of the same model in plain torch.nn, in Transformers, and in torch's DDP and FSDP2."""
+    sizes = "--model gpt2 --micro-batch-size 16" if run.cuda else "--num-layers 1 --seq-length 64 --micro-batch-size 4"
+    others = "plain transformers" if find_spec("transformers") and not run.quick else "plain"
+    ask(run, f"throughput {sizes} --global-batch-size 16 --repeats 3 --against {others}")
+    if ranks_here(run.cuda) > 1 and not run.quick:
+        sizes = " --num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 50304"
+        ask(run, f"zero --dp {ranks_here(run.cuda)} --repeats 3" + sizes * run.cuda)
+
+
+def overlap(run: Run):
+    """The share of tensor parallelism's communication that Domino hides on this machine's links."""
+    sizes = "--hidden-size 4096 --num-attention-heads 32 --seq-length 4096" if run.cuda else "--hidden-size 128"
+    for more in ("1", "2", *[f"2 --tp-max-ctas {count}" for count in (4, 8, 16)] * run.cuda):
+        ask(run, f"overlap --tp {ranks_here(run.cuda)} {sizes} --micro-batch-size 2 --repeats 3 --slices {more}")
+
+
+def steps(run: Run, model: str, *variants: str):
+    """The time, the memory and the exposed communication of a step stand beside the estimates of `bench.py plan`."""
+    model = model if run.large else f"--model nano --num-layers 2 --global-batch-size 4 --tp {run.world_size}"
+    for variant in [each for each in variants if run.has_fp8 or "fp8" not in each] if run.large else SLICES[1:]:
+        words = f"plan --gpus {run.world_size} --gpu {run.gpu or 'H100'} {model} --pp 1 {variant}"
+        if not (planned := ask(run, words))["fits"]:           # on each rank, because each must raise an error
+            continue
+        gc.collect()                                           # frees the previous model
+        torch.cuda.reset_peak_memory_stats(run.device) if run.cuda else None
+        flags = parse(plan, words.split())
+        plan.processes(flags)                                  # gives the model the vocabulary of its published weights
+        config, run.mesh = with_mesh(config_of(flags, run.world_size), run.device, run.mesh)
+        found = record(config, run.mesh, variant, repeats=5)
+        if found:                                              # on rank 0, whose numbers are in the report
+            run.numbers[f"step of {words}"] = "\n".join([
+                f"{seconds_text(max(event.end for event in sum(found.ranks, [])) / 1e9)}, "
+                f"{bytes_text(peak_memory(run.device))}; planned {seconds_text(planned['step_s'])}, "
+                f"{bytes_text(sum(planned['memory'][0].values()) - planned['memory'][0]['CUDA and NCCL'])}",
+                *table(found)])
+
+
+def launched(run: Run, ranks: int, *flags: str, **variables: str) -> list[dict]:
+    """Run train.py once with each of `flags`, resuming from the launch before. Return the metrics of all steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        for more in flags:
+            command(f"-m torch.distributed.run --standalone --nproc_per_node {ranks} train.py --run-dir {folder}/run "
+                    f"--device {run.device.type} --bf16 --log-interval 1 --sample-tokens 0 {more}", **variables)
+        lines = map(json.loads, Path(folder, "run", "metrics.jsonl").read_text().splitlines())
+        return [line for line in lines if "loss" in line]
+
+
+def launch_order(run: Run):
+    """A step with NCCL_LAUNCH_ORDER_IMPLICIT, which starts collectives of all groups in order, and one without."""
+    ranks, found = ranks_here(run.cuda), run.numbers
+    flags = f"--tp 2 --pp {ranks // 4 or 1} --slices 2 --eval-iters 0 --train-iters 30" + (
+        " --model gpt2 --global-batch-size 64 --micro-batch-size 4" * run.cuda)
+    for value in ("1", "0") * 2:                               # in turn, because GPUs get slower as they get warm
+        steps = launched(run, ranks, flags, NCCL_LAUNCH_ORDER_IMPLICIT=value)[10:]
+        name, median = f"NCCL_LAUNCH_ORDER_IMPLICIT={value}", statistics.median(line["step_ms"] for line in steps)
+        found[name] = min(median, found.get(name, median))
+    quick, slow = sorted(found, key=found.get)
+    found["faster here"] = f"{quick}, by {found[slow] / found[quick] - 1:.1%}"
+
+
+def learning(run: Run):
+    """The losses of bfloat16 and fp8 agree, and so do those of a run that changes its layout halfway."""
+    ranks, last = ranks_here(run.cuda, 2), 400 if run.cuda else 20
+    flags = f"--pp 1 --eval-iters 0 --train-iters {last}" + (
+        " --model gpt2 --global-batch-size 64 --micro-batch-size 8" * run.cuda)
+    wide = f"{flags} --tp {ranks} --dp 1"
+    halves = [f"{wide} --exit-interval {last // 2} --save-interval {last // 2}", f"{flags} --tp 1 --dp {ranks}"]
+    fp8 = {"fp8": [f"{wide} --fp8-format hybrid"]} if run.has_fp8 else {}
+    for name, launches in {"bf16": [wide], "halves": halves, **fp8}.items():
+        loss = run.numbers[name] = launched(run, ranks, *launches)[-1]["loss"]
+        require(abs(loss / run.numbers["bf16"] - 1) < 0.03, f"after {last} steps the losses are {run.numbers}; "
+                f"{name}'s differs by more than 3 % from bf16's")
+
+
+BATCH, SLICES = "--micro-batch-size 2 --global-batch-size 32", ("--slices 1", "--slices 2")
+FP8 = [f"--slices 2 --fp8-format hybrid --fp8-recipe {recipe}" for recipe in RECIPES]
+LARGE = dict(ranks=8, gpus=8, quick=False)
+CHECKS = {
+    "machine": Check("machine", machine),
+    "weight-gradients": Check("kernels", weight_gradients),
+    "fp8-matmuls": Check("kernels", fp8_matmuls),
+    "expert-matmuls": Check("kernels", expert_matmuls),
+    "attention": Check("kernels", attention),
+    "exactness": Check("exactness", exactness, gpus=2),
+    **{f"feature-{name}": Check("exactness", feature, (settings,), ranks=8, gpus=2, quick=name == "slices")
+       for name, settings in FEATURES.items()},
+    "interruptions": Check("interruptions", interruptions, gpus=2, quick=False),
+    "silence": Check("silence", silence, ({},), ranks=1),
+    "silence-tp-pp": Check("silence", silence, (TP2 | PP2,), ranks=4, gpus=4),
+    "traffic-and-memory": Check("speed", traffic_and_memory, quick=False),
+    "throughput": Check("speed", throughput),
+    "overlap": Check("speed", overlap, gpus=2, quick=False),
+    "launch-order": Check("speed", launch_order, gpus=2, quick=False),
+    "steps": Check("speed", steps, (f"--model gpt2-xl --tp 1 {BATCH}", *SLICES, *FP8), ranks=8),
+    "steps-tp": Check("speed", steps, (f"--model llama3-8b --tp 8 --sequence-parallel {BATCH}", *SLICES,
+                                       "--slices 2 --columns 2", *FP8), **LARGE),
+    "steps-ep": Check("speed", steps, (f"--model qwen3-30b-a3b --num-layers 16 --ep 8 --tp 1 {BATCH}",
+                                       *SLICES), **LARGE),
+    "steps-cp": Check("speed", steps, ("--model llama3-8b --seq-length 131072 --cp 8 --tp 1 --global-batch-size 2 "
+                                       "--recompute-granularity full", "--slices 1"), **LARGE),
+    "learning": Check("learning", learning, quick=False, limit=3600),
+}
+
+
+# ---- the command
 
 def add_flags(parser):
     parser.add_argument("--quick", action="store_true", help="run small versions of the checks")
@@ -122,14 +399,14 @@ def end(process: subprocess.Popen, limit: float) -> int | None:
 
 def markdown(report: dict) -> str:
     """Return report.md: a table of verdicts, then the numbers of each check."""
-    details, table = [], [
+    details, lines = [], [
         f"# nanodomino: `python bench.py gpu --device {report['device']}{' --quick' * report['quick']}`", "",
         "| part | check | verdict | seconds | it proves | |", "|---|---|---|---|---|---|"]
     for name, found in report["checks"].items():
         check = CHECKS[name]
-        table.append(f"| {check.part} | {name} | {found['verdict']} | {found['seconds']:.0f} | "
+        lines.append(f"| {check.part} | {name} | {found['verdict']} | {found['seconds']:.0f} | "
                      f"{check.function.__doc__.split('. ')[0]} | {found['message']} |")
         if found["numbers"]:
             details += ["", f"## {name} ({found['commit']}, {found['time']})", "", "```",
                         *[f"{key}: {value}" for key, value in found["numbers"].items()], "```"]
-    return "\n".join(table + details) + "\n"
+    return "\n".join(lines + details) + "\n"

@@ -19,7 +19,6 @@ from torch.nn.attention import SDPBackend
 from torch.utils.benchmark import Timer
 
 from benchmarks import plan
-from benchmarks.runner import parse
 from nanodomino.comm.device import capability_of, has_flash_attention
 from nanodomino.errors import require
 from nanodomino.estimate.accounts import Accounts
@@ -67,9 +66,7 @@ class Run:
         flops, size = (sum(getattr(each, name) for each in work.events) for name in ("flops", "bytes"))
         amount, unit = (flops / 1e12, "TFLOP/s") if flops else (size / 1e9, "GB/s")
         speed = amount / Timer("function()", globals={"function": function}).timeit(10 if self.cuda else 1).mean
-        flags = parse(plan, ["plan"])
-        machine = self.gpu and plan.machine_of(flags, self.gpu, flags.network, flags.gpus_per_host)
-        assumed = sum(map(machine.operation_seconds, work.events)) if machine else 0.0
+        assumed = sum(map(plan.machine_of(self.gpu).operation_seconds, work.events)) if self.gpu else 0.0
         floor = FLOOR * amount / assumed if assumed > MEASURABLE else 0.0
         self.numbers[f"{case}, {unit}"] = f"{speed:.3g}" + f", floor {floor:.3g}" * (floor > 0)
         self.slow.extend([case] * (speed < floor))

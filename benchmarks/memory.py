@@ -54,9 +54,11 @@ def processes(flags) -> int:
 
 def answer(flags, launch):
     config = config_for(flags, launch)
-    predicted, training = dry_runs(config, launch), build(config, launch)
-    first_update(*training, config)
-    found = gathered(measure(*training, config))
+    predicted = dry_runs(config, launch)                       # before this process joins a world
+    training = Training(*join(config, launch))
+    parts = training.optimizer, training.stage, training.tokens, config
+    first_update(*parts)
+    found = gathered(measure(*parts))
     return report(config, predicted, found) if launch.rank == 0 else ("", {})
 
 
@@ -69,14 +71,8 @@ def config_for(flags, launch) -> Config:
 
 
 def dry_runs(config: Config, launch) -> list[RankRun]:
-    """Run every rank dry. Returns [] except on rank 0. Call it before build(): a process can be in only one world."""
+    """Run every rank dry. Returns [] except on rank 0."""
     return [dry_run(train, config, rank) for rank in range(config.world_size)] if launch.rank == 0 else []
-
-
-def build(config: Config, launch):
-    """Join the process groups and return (optimizer, stage, dataset) of this process, built as in train.py."""
-    training = Training(*join(config, launch))
-    return training.optimizer, training.stage, training.tokens
 
 
 class RealAccounts(Accounts):
@@ -126,31 +122,30 @@ def measure(optimizer, stage, dataset, config: Config, program=train) -> RankRun
 # ---- the report
 
 def report(config: Config, predicted: list[RankRun], found: list[RankRun]):
-    """Return (text, record). predicted, found: each rank's dry and real run. Ranks with equal numbers share lines."""
+    """Return (text, record). predicted, found: each rank's dry and real run."""
     dry, real = ([{**run.state, "activations": run.activations, "peak": run.peak} for run in runs]
                  for runs in (predicted, found))
     errors = {name: max(abs(ours[name] / theirs[name] - 1) for ours, theirs in zip(real, dry)) for name in real[0]}
-    rows = [[ranks, label, *one.values()] for ranks, rank in alike(list(zip(dry, real)))
-            for label, one in (("dry run", dry[rank]), ("measured", real[rank]))]
+    rows = [[rank, label, *one.values()] for rank, pair in enumerate(zip(dry, real))
+            for label, one in zip(("dry run", "measured"), pair)]
     same_state = not any(errors[name] for name in found[0].state)
 
     sent, dry_sent = ([run.traffic for run in runs] for runs in (found, predicted))
-    lines = [[ranks, *key, len(predicted[rank].ranks_of[key[0]]), *(
-        number for pair in zip(*(counts[rank].get(key, (0, 0)) for counts in (sent, dry_sent))) for number in pair)]
-        for ranks, rank in alike([[sorted(counts.items()) for counts in pair] for pair in zip(sent, dry_sent)])
-        for key in sorted(sent[rank].keys() | dry_sent[rank].keys())]
+    lines = [[rank, *key, len(predicted[rank].ranks_of[key[0]]), *(
+        number for pair in zip(*(counts.get(key, (0, 0)) for counts in both)) for number in pair)]
+        for rank, both in enumerate(zip(sent, dry_sent)) for key in sorted(both[0].keys() | both[1].keys())]
     same_traffic = comparable(sent) == comparable(dry_sent)
     text = "\n".join([
-        describe(config), "bytes, by rank:", table(["ranks", "", *real[0]], rows),
+        describe(config), "bytes:", table(["rank", "", *real[0]], rows),
         f"parameters, gradients and optimizer {'equal' if same_state else 'DO NOT equal'} the dry run's; activations "
         f"differ by at most {errors['activations']:.2%}, peaks by {errors['peak']:.2%}",
-        "", "collectives of a step, by rank:",
-        table(["ranks", "group", "collective", "members", "calls", "dry run", "bytes", "dry run"], lines),
+        "", "collectives of a step:",
+        table(["rank", "group", "collective", "members", "calls", "dry run", "bytes", "dry run"], lines),
         "every count equals the dry run's" + ", if the bytes of all-to-alls are added up over all ranks" * any(
             "all_to_all" in line for line in lines) if same_traffic else "some counts do not equal the dry run's"])
     return text, {"exact": same_state and same_traffic, "activations_error": errors["activations"],
                   "peak_error": errors["peak"], **about(config), "predicted": dry, "measured": real, "collectives": [
-                      dict(zip(("ranks", "group", "kind", "members", "calls", "dry_calls", "bytes", "dry_bytes"), line))
+                      dict(zip(("rank", "group", "kind", "members", "calls", "dry_calls", "bytes", "dry_bytes"), line))
                       for line in lines]}
 
 
@@ -161,12 +156,3 @@ def comparable(found: list[dict]) -> list[dict]:
         totals.update({key: size for key, (_, size) in counts.items()})
     return [{key: (calls, totals[key] if key[1] == "all_to_all" else size) for key, (calls, size) in counts.items()}
             for counts in found]
-
-
-def alike(found: list) -> list[tuple[str, int]]:
-    """Group the ranks whose findings are equal. found: one finding per rank. Returns such as [("0 1", 0), ("2", 2)]:
-    the ranks of each group, and its first one."""
-    groups = {}
-    for rank, finding in enumerate(found):
-        groups.setdefault(str(finding), []).append(rank)
-    return [(" ".join(map(str, ranks)), ranks[0]) for ranks in groups.values()]

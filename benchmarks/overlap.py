@@ -14,39 +14,33 @@ with the same weights and tokens:
     dtensor     plain_model.py, whose layers torch splits with ColwiseParallel and RowwiseParallel; each rank holds the
                 whole embedding and head
 
-With --compile (the default on CUDA) all alternatives but blocking and dtensor are compiled. So then compare domino
-with megatron. On CPUs each rank has one core, which also handles the rank's network traffic.
+On CUDA all alternatives but blocking and dtensor are compiled, so compare domino with megatron there. On CPUs each rank
+has one core, which also handles the rank's network traffic.
 
 Three figures are printed for domino and for paired. A name stands for the seconds of that alternative, d for those of
 domino or paired:
 
     hidden      1 - (d - compute) / wires: the share of the communication time that computation hides. If communication
                 takes longer than computation, only compute / wires of it can be hidden
-    bound       d / max(compute, wires): the time relative to the ideal, in which the shorter of the two is hidden
-                entirely. 1 is perfect
+    bound       d / max(compute, wires), where 1 is perfect: the shorter of the two is hidden entirely
     speed-up    blocking / d and megatron / d
 
     python bench.py overlap                         over the loopback, or between GPUs
     sudo python bench.py overlap --wire 700mbit --microbatches 8          over a slow network (slow_network.py)
     python bench.py overlap --ideal-wire            one rank on a wire that costs no processor time (ideal_wire.py)
     python bench.py overlap --ideal-wire --ep 2 --num-experts 8           the all-to-alls of experts
-    python bench.py overlap --tp 8 --hidden-size 5120 --num-attention-heads 40 --dtype bfloat16           on eight GPUs
 
 On the ideal wire, one process plays one rank. For several bandwidths it prints step / max(work, wires). `work` is all
-that the processor does, and `wires` is bytes sent / bandwidth. The alternatives are
+that the processor does, and `wires` is bytes sent / bandwidth. The alternatives are domino, paired and
 
-    one slice      Megatron's tensor parallelism: forward waits for each collective
-    domino         --slices and --columns
-    columns        one slice, in which each matmul is cut into two columns
-    paired         domino with the schedule `paired`
-    interleaved    domino with two chunks, as in the schedule `interleaved`
-    zb-v           domino with two chunks and backward split in two, as in the schedule `zb-v`
-    floor          the smallest bound without pairs. The collectives of a forward can be hidden only by forwards, and
-                   forward has half of the bytes (with sequence parallelism two fifths), but a third of the work
+    one slice            Megatron's tensor parallelism: forward waits for each collective
+    columns              one slice, in which each matmul is cut into two columns
+    interleaved, zb-v    domino with two chunks, as in these schedules; zb-v also splits backward in two
+    floor                the smallest bound without pairs. The collectives of a forward can be hidden only by forwards,
+                         and forward has half of the bytes (with sequence parallelism two fifths), but a third of the
+                         work
 """
 
-import os
-from argparse import BooleanOptionalAction
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -59,7 +53,6 @@ from benchmarks.plain_model import Plain, mean_loss
 from benchmarks.runner import (Figure, RandomTokens, Times, about, add_config_flags, bind_to, bytes_text, compare,
                                config_here, cores_of, describe, in_turn, join, ratios, require_same_work,
                                seconds_and_figures, table)
-from benchmarks.slow_network import INTERFACE
 from nanodomino.comm.collectives import all_gather, reduce_scatter
 from nanodomino.comm.world import keep_freed_memory
 from nanodomino.domino import Domino
@@ -79,7 +72,6 @@ RATIOS = (0.25, 0.5, 0.8, 1.0, 1.25, 2.0)             # wires / work
 def add_flags(parser):
     add_config_flags(parser, FLAGS, tensor_model_parallel_size=None, slices=2, columns=1, num_layers=4, hidden_size=512,
                      num_attention_heads=8, seq_length=None, micro_batch_size=8, vocab_size=257)
-    parser.add_argument("--compile", action=BooleanOptionalAction, help="use torch.compile (default: on CUDA only)")
     parser.add_argument("--wire", metavar="RATE", help="rate of a slow link between the ranks, such as 500mbit; "
                                                        "needs root and iproute2 (default: the loopback)")
     parser.add_argument("--ideal-wire", action="store_true",
@@ -96,13 +88,13 @@ def processes(flags) -> int:
             f"--tp must be at least 2, but is {tp} (a single rank does not communicate); try 2")
     require(flags.ideal_wire or not flags.num_experts and cp == 1, "--num-experts and --cp need --ideal-wire; add it")
     require(not flags.ideal_wire or flags.wire is None, "--ideal-wire and --wire exclude each other; leave one out")
-    require(not flags.ideal_wire or flags.device != "cuda", "--ideal-wire needs --device cpu, because its clock counts "
-            "processor time; add --device cpu, or leave --ideal-wire out")
+    if flags.ideal_wire or flags.wire:                         # one counts processor time; NCCL bypasses the other
+        flags.device = "cpu"
     flags.microbatches = flags.microbatches if flags.microbatches is not None else 8 if flags.ideal_wire else 1
     flags.seq_length = flags.seq_length or (64 if flags.ideal_wire else 256)      # there one process runs everything
     flags.config = config_here(flags, tp * ep * cp, pipeline_model_parallel_size=1, data_parallel_size=ep,
                                global_batch_size=flags.micro_batch_size * flags.microbatches * ep,
-                               compile=flags.compile, tp_max_ctas=flags.tp_max_ctas,
+                               tp_max_ctas=flags.tp_max_ctas,
                                disable_bias_linear=True if flags.num_experts else None)
     return 1 if flags.ideal_wire else tp
 
@@ -111,9 +103,6 @@ def answer(flags, launch):
     if flags.ideal_wire:
         return ideal_answer(flags, flags.config.with_device(torch.device("cpu")))
     config, mesh = join(flags.config, launch, one_core=True)
-    require(not flags.wire or os.environ.get("GLOO_SOCKET_IFNAME") == INTERFACE and config.device == "cpu",
-            "--wire needs --device cpu, because NCCL would bypass the slow link, and processes that bench.py starts in "
-            "their own network namespaces; add --device cpu, and run bench.py without torchrun")
     batches = RandomTokens(config, mesh.device).batches(config)
     alternatives, collectives = prepare(config, mesh, batches)
     return report(flags, config, compare(alternatives, flags.repeats, mesh.device), collectives)
@@ -210,11 +199,11 @@ def figures_of(times: dict[str, Times]) -> tuple[float, dict[str, Figure]]:
     """Return the share of the communication that computation could hide, and {name: Figure} for domino and paired."""
     compute, wires = times["compute"], times["wires"]
     hideable, figures = min(1.0, ratios(compute, wires).median), {}
-    ideal = Times(tuple(map(max, compute.seconds, wires.seconds)))
+    ideal = Times(tuple(map(max, compute.rounds, wires.rounds)))
     for name, prefix in (("domino", ""), ("paired", "paired_")):
         if name in times:
             hidden = tuple(1 - (step - computing) / sending for step, computing, sending
-                           in zip(times[name].seconds, compute.seconds, wires.seconds))
+                           in zip(times[name].rounds, compute.rounds, wires.rounds))
             figures |= {f"{prefix}hidden": Figure(hidden, most=hideable, size=1.0),
                         f"{prefix}bound_ratio": ratios(times[name], ideal, least=1.0),
                         f"{prefix}speedup": ratios(times["blocking"], times[name]),

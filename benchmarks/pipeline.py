@@ -10,8 +10,8 @@ The columns of the table:
 
     speed       torch's time / domino's time
     of 1f1b's   this schedule's time / 1F1B's time
-    idle        the share of the step's time in which a stage does not compute, averaged over the stages. It is measured
-                in extra rounds, in which each stage records when it computes
+    idle        the share of the step's time in which a stage does not compute, averaged over the stages, each of
+                which records when it computes
     simulated   there are two such columns. Each predicts the column to its left by a simulation. The simulation takes
                 the recorded duration of each kind of action (F, B, I, W, pair) on each stage; messages take no time
 
@@ -32,7 +32,7 @@ from torch import nn
 
 import train
 from benchmarks.plain_model import Plain
-from benchmarks.runner import (Figure, RandomTokens, Training, about, add_config_flags, compare, config_here, describe,
+from benchmarks.runner import (Figure, RandomTokens, Times, Training, about, add_config_flags, config_here, describe,
                                gathered, in_turn, join, ratios, require_same_work, table, timed)
 from nanodomino.comm.trace import Trace
 from nanodomino.errors import counted, require
@@ -43,7 +43,6 @@ from nanodomino.schedules.simulation import Timetable, simulate, stage_layers, s
 from nanodomino.settings.config import Config
 
 
-RECORDED_ROUNDS = 3          # at most; they measure the idle times
 TORCH_CLASSES = {"1f1b": "Schedule1F1B", "gpipe": "ScheduleGPipe", "interleaved": "ScheduleInterleaved1F1B",
                  "zb-h1": "ScheduleInterleavedZeroBubble", "zb-v": "ScheduleZBVZeroBubble"}
 FLAGS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "micro_batch_size",
@@ -59,15 +58,11 @@ def add_flags(parser):
 
 
 def processes(flags) -> int:
-    stages, least = flags.pipeline_model_parallel_size, min(flags.microbatches)
+    stages = flags.pipeline_model_parallel_size
     require(stages >= 2, f"--pp must be at least 2, but is {stages} (a single stage is never idle); try 2")
-    require(least >= stages,
-            f"--microbatches must be at least --pp {stages}, but is {least} (torch's Schedule1F1B refuses fewer "
-            f"microbatches than stages); try --microbatches {stages} {2 * stages}")
-    for m in flags.microbatches:
-        rounds = m // stages
-        require(m % rounds == 0, f"--microbatches {m} must be divisible by the {rounds} rounds in which torch's "
-                f"interleaved schedules run them ({m} // --pp {stages}); try {rounds * stages}")
+    require(all(m > 0 and m % stages == 0 for m in flags.microbatches),
+            f"--microbatches must be multiples of --pp {stages}, because torch's interleaved schedules run rounds of "
+            f"so many; try --microbatches {stages} {2 * stages}")
     # {schedule: its Config} for each number of microbatches, with as few chunks per stage as the schedule allows
     flags.configs = [{name: config_here(flags, stages, tensor_model_parallel_size=1, data_parallel_size=1, slices=1,
                                         schedule=name, compile=False, global_batch_size=flags.micro_batch_size * m)
@@ -77,7 +72,7 @@ def processes(flags) -> int:
 
 def answer(flags, launch):
     config, mesh = join(flags.configs[0]["1f1b"], launch, one_core=True)
-    trace = Trace(mesh.device, recording=False)
+    trace = Trace(mesh.device)
     stages = {placement: build(config, mesh, trace)
               for placement, config in {config.placement: config for config in flags.configs[0].values()}.items()}
     return report(config, [row for configs in flags.configs for row in measure(configs, stages, trace, flags.repeats)])
@@ -159,16 +154,10 @@ def measure(configs: dict[str, Config], stages: dict, trace: Trace, repeats: int
         ("domino", DominoSide), ("torch", TorchSide)) for name, config in configs.items()
         if kind == "domino" or name in TORCH_CLASSES}
     loss = check_same_work(first, sides)
-    times = compare({key: side.step for key, side in sides.items()}, repeats, device)
-
-    def recorded(step):
-        trace.recording = True
-        seconds = timed(device, step)
-        trace.recording = False
-        return seconds, gathered(work_of(trace.take()))
-
-    rounds = in_turn({name: sides[name, "domino"].step for name in configs}, min(repeats, RECORDED_ROUNDS), recorded)
-    found = {name: idle(config.timetable, *zip(*rounds[name])) for name, config in configs.items()}
+    rounds = in_turn({key: side.step for key, side in sides.items()}, repeats,
+                     lambda step: (timed(device, step), gathered(work_of(trace.take()))))
+    times = {key: Times(tuple(seconds for seconds, _ in found)) for key, found in rounds.items()}
+    found = {name: idle(config.timetable, *zip(*rounds[name, "domino"])) for name, config in configs.items()}
     return [dict(microbatches=first.microbatches, schedule=name, loss=loss, time=times[name, "domino"],
                  speed=ratios(times[name, "torch"], times[name, "domino"]) if name in TORCH_CLASSES else None,
                  of_1f1b=ratios(times[name, "domino"], times["1f1b", "domino"]),
@@ -217,11 +206,8 @@ def idle(timetable: Timetable, steps, works) -> dict:
 
 def report(config: Config, rows: list[dict]):
     """Return (text, record). rows: measure()'s dicts for all numbers of microbatches."""
-    least = {}
-    for row in rows:
-        if row["speed"]:
-            least[row["schedule"]] = min(row["speed"], least.get(row["schedule"], row["speed"]),
-                                         key=lambda speed: speed.median)
+    least = {name: min((row["speed"] for row in rows if row["schedule"] == name), key=lambda speed: speed.median)
+             for name in TORCH_CLASSES}
     apart, farthest = max(((abs(row["idle"].median - row["simulated"]), row) for row in rows), key=lambda pair: pair[0])
     text = "\n".join([
         f"{describe(config)}; forward and backward of m microbatches",

@@ -1,9 +1,9 @@
 """Would this model fit on those GPUs, and how fast would it be? Runs training steps dry; trains nothing.
 
     memory       what a GPU of each stage needs (estimate/stages.py, checked by `bench.py memory`)
-    step time    computed from data sheets and assumptions (estimate/formulas.py). The assumptions are printed, and
-                 flags change most of them. "tp exposed" is the time that a GPU waits for the collectives of tp, and
-                 "host exposed" for copies to and from the host
+    step time    computed from data sheets and assumptions (estimate/formulas.py). The assumptions are printed; those
+                 that are numbers stand at the top of plan.py. "tp exposed" is the time that a GPU waits for the
+                 collectives of tp, and "host exposed" for copies to and from the host
 
 `--search` looks for the ten fastest layouts that fit and prints the command of the fastest (plan_search.py):
 
@@ -16,23 +16,24 @@ If the model does not fit, the plan names its largest terms. A preset gets the v
 `--published` predicts the runs of three papers and prints their measurements beside the predictions (published.py).
 """
 
-from functools import partial
-
 import train
 from benchmarks import plan_search, published
 from benchmarks.runner import about, add_config_flags, bytes_text, config_of, describe, seconds_text, table
-from nanodomino.errors import counted, require
+from nanodomino.errors import require
 from nanodomino.estimate.formulas import (CHANNELS, CONNECTION_BYTES, CONTEXT_BYTES, FP8_SPEEDUP, GPUS, PEAK_FLOPS,
-                                          WITHOUT_FP8, Gpu, Machine, active_parameter_count, mfu, parameter_count,
+                                          WITHOUT_FP8, Machine, active_parameter_count, mfu, parameter_count,
                                           state_bytes_per_parameter)
 from nanodomino.estimate.stages import Stage, step_seconds
-from nanodomino.schedules.simulation import peak_microbatches
 from nanodomino.settings.config import Config
-from nanodomino.settings.flags import flag_name
+from nanodomino.settings.flags import check_range, flag_name
 from nanodomino.settings.presets import DTYPES, PUBLISHED_VOCABULARIES
 
 
-RESERVE = 0.05               # the default of --reserve
+RESERVE = 0.05               # share of the memory left free for fragmentation
+MATMUL_EFFICIENCY = 0.7      # share of the peak FLOP/s that the largest tiles of a matmul reach
+LINK_EFFICIENCY = 0.8        # share of the data-sheet rates that links and GPU memory reach
+LATENCY = 15e-6              # seconds that each collective takes in addition to sending its bytes
+OVERLAP_SLOWDOWN = 0.18      # share of a GPU that a collective in flight takes: 24 of an H100's 132 multiprocessors
 ROUNDS = False               # no --repeats: a plan is computed
 MEMORY_TERMS = ("parameters", "gradients", "optimizer", "activations", "working", "CUDA and NCCL")
 
@@ -45,34 +46,17 @@ def add_flags(parser):
                         help="GPUs per host, joined by NVLink or PCIe (default 8)")
     parser.add_argument("--network", type=float, default=400.0,
                         help="Gbit/s between a GPU and other hosts, each way (default 400: InfiniBand NDR)")
-    parser.add_argument("--product-efficiency", type=float, default=0.7,
-                        help="share of the peak FLOP/s that the largest tiles of a matmul reach; narrow matmuls reach "
-                             "less (default 0.7)")
-    parser.add_argument("--wire-efficiency", type=float, default=0.8,
-                        help="share of the data-sheet rates that links and GPU memory reach (default 0.8)")
-    parser.add_argument("--latency", type=float, default=15.0,
-                        help="microseconds that each collective takes in addition to sending its bytes (default 15)")
-    parser.add_argument("--overlap-slowdown", type=float, default=0.18,
-                        help="share of a GPU that a collective in flight takes from compute (default 0.18: NCCL's 24 "
-                             "channels take 24 of an H100's 132 multiprocessors)")
-    parser.add_argument("--reserve", type=float, default=RESERVE,
-                        help=f"share of the memory left free for fragmentation (default {RESERVE})")
     parser.add_argument("--search", action="store_true",
                         help="search for the ten fastest layouts that fit; flags of the layout that are given are kept")
     parser.add_argument("--published", action="store_true",
-                        help="predict published runs instead; uses only --product-efficiency, --wire-efficiency, "
-                             "--overlap-slowdown and --latency")
+                        help="predict published runs instead, without another flag")
 
 
 def processes(flags) -> int:
-    for name, least, most in (("gpus", 1, 10**6), ("gpus_per_host", 1, 10**6), ("network", 0.001, 10**6),
-                              ("product_efficiency", 0.01, 1), ("wire_efficiency", 0.01, 1), ("latency", 0, 10**6),
-                              ("overlap_slowdown", 0, 0.9), ("reserve", 0, 0.9)):
-        value = getattr(flags, name)
-        require(least <= value <= most, f"{flag_name(name)} must be from {least} to {most}, but is {value}")
-    others = set(flags.given) - {"published", "product_efficiency", "wire_efficiency", "overlap_slowdown", "latency"}
-    require(not (flags.published and others),
-            f"--published has no use for {', '.join(map(flag_name, sorted(others)))}; leave that out")
+    for name, least in (("gpus", 1), ("gpus_per_host", 1), ("network", 0.001)):
+        check_range(flag_name(name), getattr(flags, name), at_least=least, at_most=10**6, type=type(least))
+    require(not flags.published or flags.given == ["published"],
+            "--published has no use for other flags; leave them out")
     if flags.vocab_size is None:
         flags.vocab_size = PUBLISHED_VOCABULARIES.get(flags.model, PUBLISHED_VOCABULARIES["gpt2"])
     flags.device = "cuda"
@@ -86,40 +70,34 @@ def processes(flags) -> int:
     return 1
 
 
-def answer(flags, launch, **of_search):
-    """Return (text, record). of_search: further arguments of plan_search.answer()."""
+def answer(flags, launch):
     if flags.published:
-        return published.answer(partial(machine_of, flags, per_host=8), flags)
-    if flags.search:
-        return plan_search.answer(flags, machine_of(flags, flags.gpu, flags.network, flags.gpus_per_host),
-                                  GPUS[flags.gpu].memory * (1 - flags.reserve), PEAK_FLOPS[flags.gpu], **of_search)
-    return plan(config_of(flags, flags.gpus), flags)
+        return published.answer(machine_of)
+    machine = machine_of(flags.gpu, flags.network, flags.gpus_per_host)
+    usable = GPUS[flags.gpu].memory * (1 - RESERVE)
+    return (plan_search.answer if flags.search else plan)(flags, machine, usable)
 
 
-def machine_of(flags, name: str, network: float, per_host: int) -> Machine:
-    """Return the rates that a GPU reaches: those of its data sheet times the efficiencies in `flags`.
+def machine_of(name: str, network=400.0, per_host=8) -> Machine:
+    """Return the rates that a GPU reaches: those of its data sheet times the efficiencies.
 
     network: Gbit/s to other hosts; per_host: GPUs per host."""
-    gpu, efficiency = GPUS[name], flags.wire_efficiency
-    return Machine(matmul_rate=PEAK_FLOPS[name] * flags.product_efficiency, intra_host_rate=gpu.link_rate * efficiency,
-                   inter_host_rate=network / 8 * 1e9 * efficiency, latency=flags.latency * 1e-6,
-                   ranks_per_host=per_host, memory_rate=gpu.memory_rate * efficiency,
-                   host_copy_rate=gpu.host_rate * efficiency, overlap_slowdown=flags.overlap_slowdown,
-                   peak=PEAK_FLOPS[name], multiprocessors=gpu.multiprocessors)
+    gpu = GPUS[name]
+    return Machine(matmul_rate=PEAK_FLOPS[name] * MATMUL_EFFICIENCY, intra_host_rate=gpu.link_rate * LINK_EFFICIENCY,
+                   inter_host_rate=network / 8 * 1e9 * LINK_EFFICIENCY, latency=LATENCY, ranks_per_host=per_host,
+                   memory_rate=gpu.memory_rate * LINK_EFFICIENCY, host_copy_rate=gpu.host_rate * LINK_EFFICIENCY,
+                   overlap_slowdown=OVERLAP_SLOWDOWN, peak=PEAK_FLOPS[name], multiprocessors=gpu.multiprocessors)
 
 
-def plan(config: Config, flags):
-    """Return (text, record) of the plan for flags.gpu, one of GPUS."""
-    gpu, peak = GPUS[flags.gpu], PEAK_FLOPS[flags.gpu]
-    machine, usable = machine_of(flags, flags.gpu, flags.network, flags.gpus_per_host), gpu.memory * (1 - flags.reserve)
+def plan(flags, machine: Machine, usable: float):
+    """Return (text, record). usable: bytes of a GPU's memory."""
+    config = config_of(flags, flags.gpus)
     found = memory_of_stages(config)
     needs = [{name: one[name] for name in MEMORY_TERMS} for one in found]
     fits = all(sum(need.values()) <= usable for need in needs)
     parts = step_seconds(train, config, machine)
     seconds, tokens = sum(parts.values()), config.global_batch_size * config.seq_length
-    used, ideal = mfu(config, seconds, peak), sum(part for name, part in parts.items() if name not in (
-        "bubble", "pp exposed") and not name.endswith("at the end"))
-    alive = peak_microbatches(config.timetable.rows[0]) / config.virtual_stages
+    used = mfu(config, seconds, machine.peak)
     text = "\n".join([
         f"{config.model}: {parameter_count(config):,} parameters, {config.dtype}, on {config.world_size} x {flags.gpu}",
         *([f"{config.num_experts} experts in a layer, assumed to be chosen equally often: a token uses "
@@ -128,23 +106,18 @@ def plan(config: Config, flags):
         table(["memory of a GPU", *MEMORY_TERMS, "total", ""],
               [[f"stage {stage}", *map(bytes_text, need.values()), bytes_text(sum(need.values())),
                 "fits" if sum(need.values()) <= usable else "TOO MUCH"] for stage, need in enumerate(needs)]),
-        f"usable {bytes_text(usable)}; model state {state_bytes_per_parameter(config):.2f} bytes per parameter; stage "
-        f"0 keeps the activations of up to {counted(alive, 'microbatch', '.3g')}",
+        f"usable {bytes_text(usable)}; model state {state_bytes_per_parameter(config):.2f} bytes per parameter",
         *([f"host memory for each GPU of stage 0: {bytes_text(found[0]['host'])}"] if found[0]["host"] else []),
         *([] if fits else [why_not(needs, usable)]), "",
         table(["a step", "", ""],
               [[name, seconds_text(part), f"{part / seconds:.1%}"]
                for name, part in [*parts.items(), ("total", seconds)] if part]),
-        f"the bubble is {parts['bubble'] / ideal:.1%} of the ideal time, which leaves out bubble, pp exposed and what "
-        "is at the end; it would be (p - 1)/m of the ideal time in 1F1B if stages are equal, so more microbatches "
-        "shrink it",
         f"{tokens / seconds:,.0f} tokens/s; MFU {used:.1%} (6 N + 12 L n d s FLOPs per token, relative to "
-        f"{peak / 1e12:g} TFLOP/s per GPU)", "", assumptions(flags, gpu)])
+        f"{machine.peak / 1e12:g} TFLOP/s per GPU)", "", assumptions(flags)])
     return text, {"parameters": parameter_count(config), "active_parameters": active_parameter_count(config),
                   "gpu": flags.gpu, "gpus": config.world_size, **about(config), "fits": fits, "usable_bytes": usable,
                   "memory": needs, "host_memory": [one["host"] for one in found],
-                  "bubble": parts["bubble"] / ideal, "parts_s": parts, "step_s": seconds, "mfu": used,
-                  "tokens_per_second": tokens / seconds}
+                  "parts_s": parts, "step_s": seconds, "mfu": used, "tokens_per_second": tokens / seconds}
 
 
 def memory_of_stages(config: Config) -> list[dict]:
@@ -152,23 +125,22 @@ def memory_of_stages(config: Config) -> list[dict]:
     return [Stage(train, config, stage).memory() for stage in range(config.pp)]
 
 
-def assumptions(flags, gpu: Gpu) -> str:
+def assumptions(flags) -> str:
     """Return the lines that state the plan's assumptions."""
-    peak, memory, rate, link = PEAK_FLOPS[flags.gpu] / 1e12, *map(bytes_text, (
-        gpu.memory, gpu.memory_rate, gpu.link_rate))
+    gpu = GPUS[flags.gpu]
+    memory, rate, link, context, ring = map(bytes_text, (
+        gpu.memory, gpu.memory_rate, gpu.link_rate, CONTEXT_BYTES, CONNECTION_BYTES))
     return f"""\
 assumptions:
-  {flags.gpu}: {memory} of memory, read and written at {rate}/s; {flags.reserve:.0%} stay free (--reserve)
-  the largest tiles of a matmul reach {flags.product_efficiency:.0%} (--product-efficiency) of {peak:g} TFLOP/s
-  in 16 bits, in fp8 {FP8_SPEEDUP:g} times as much; other tiles, incomplete waves and attention reach less
+  {flags.gpu}: {memory} of memory, read and written at {rate}/s; {RESERVE:.0%} stay free
+  the largest tiles of a matmul reach {MATMUL_EFFICIENCY:.0%} of {PEAK_FLOPS[flags.gpu] / 1e12:g} TFLOP/s in 16 bits,
+  in fp8 {FP8_SPEEDUP:g} times as much; other tiles, incomplete waves and attention reach less
   compiled element-wise work reads and writes each tensor once per fused operation
   hosts of {flags.gpus_per_host} GPUs (--gpus-per-host) joined by {gpu.link}, {link}/s each way
-  {flags.network:g} Gbit/s from a GPU to other hosts (--network)
-  links and GPU memory reach {flags.wire_efficiency:.0%} of their rates (--wire-efficiency)
-  each collective takes {flags.latency:g} us in addition to sending its bytes (--latency)
-  while a collective is in flight, it takes {flags.overlap_slowdown:.0%} of the GPU (--overlap-slowdown)
-  a CUDA context takes {bytes_text(CONTEXT_BYTES)}; a ring of NCCL {bytes_text(CONNECTION_BYTES)} for each of up to
-  {CHANNELS} channels"""
+  {flags.network:g} Gbit/s from a GPU to other hosts (--network); links and GPU memory reach {LINK_EFFICIENCY:.0%}
+  each collective takes {LATENCY * 1e6:g} us in addition to sending its bytes
+  while a collective is in flight, it takes {OVERLAP_SLOWDOWN:.0%} of the GPU
+  a CUDA context takes {context}, a ring of NCCL {ring} for each of up to {CHANNELS} channels"""
 
 
 def why_not(needs: list[dict], usable: float) -> str:

@@ -12,8 +12,8 @@ So estimate/stages.py composes a combination from two short dry runs of a last s
 depend neither on pp, dp and chunks nor on the schedule, except for whether it splits or pairs its backwards. So many
 combinations share them. The search is best-first: a queue holds combinations, sorted by time.
 
-    1. The first of the queue has chosen only some settings. Replace it by its choices of the next ones, each with a
-       lower bound of its time: the FLOPs at the largest tile's rate, then the schedule without communication.
+    1. At first it holds every layout with every schedule, with a lower bound of its time: without communication.
+       Replace the first of the queue by its choices of slices, columns and sequence parallelism.
     2. The first of the queue is complete. Run its own stages dry, and with 1F1B. If one fits, the faster is the result
        for this tp, pp, cp and micro batch.
 
@@ -28,10 +28,9 @@ import sys
 from functools import lru_cache
 
 import train
-from benchmarks.runner import CONFIG_FLAGS, about, bytes_text, progress, seconds_text, table
+from benchmarks.runner import CONFIG_FLAGS, about, bytes_text, seconds_text, table
 from nanodomino.errors import UserError, require
-from nanodomino.estimate.formulas import (FP8_SPEEDUP, Machine, flops_per_token, mfu, parameter_count,
-                                          state_bytes_per_parameter)
+from nanodomino.estimate.formulas import Machine, mfu, parameter_count, state_bytes_per_parameter
 from nanodomino.estimate.rank import RankRun, clock_of
 from nanodomino.estimate.stages import Stage, fullest_rank_bytes, small_run, step_seconds
 from nanodomino.schedules.definitions import SCHEDULES
@@ -148,22 +147,24 @@ class Search:
         self.broken_rule = None                                # the message of the first layout that was not accepted
         self.simulated = 0                                     # combinations
 
-    def run(self, progress=progress) -> list[tuple[float, float, Config]]:
-        """Return up to RESULTS of (seconds of a step, bytes of the fullest GPU, Config), the fastest first.
-        progress(RESULTS): a context manager that yields a progress bar with tqdm's methods"""
-        order, found = itertools.count(), {}                   # order: of equal times, the first wins
-        queue = [(0.0, next(order), self.config, lambda config: self.layouts())]
-        with progress(RESULTS) as bar:
-            while queue and len(found) < RESULTS:
-                _, _, config, choose_next = heapq.heappop(queue)
-                layout = tuple(getattr(config, name) for name in LAYOUT)
-                if layout not in found and choose_next:
-                    for seconds, *choice in choose_next(config):
-                        heapq.heappush(queue, (float(f"{seconds:.9e}"), next(order), *choice))
-                elif layout not in found and (result := self.exact(config)):
-                    found[layout] = result
-                    bar.update(1)
-                bar.set_description_str(f"{self.simulated} combinations")
+    def run(self) -> list[tuple[float, float, Config]]:
+        """Return up to RESULTS of (seconds of a step, bytes of the fullest GPU, Config), the fastest first."""
+        order, found, queue = itertools.count(), {}, []        # order: of equal times, the first wins
+
+        def push(choices):
+            for seconds, config, complete in choices:
+                heapq.heappush(queue, (float(f"{seconds:.9e}"), next(order), config, complete))
+
+        push(self.layouts())
+        while queue and len(found) < RESULTS:
+            _, _, config, complete = heapq.heappop(queue)
+            layout = tuple(getattr(config, name) for name in LAYOUT)
+            if layout in found:
+                continue
+            if not complete:
+                push(self.options(config))
+            elif result := self.exact(config):
+                found[layout] = result
         return sorted(found.values(), key=lambda one: one[0])
 
     def exact(self, config: Config) -> tuple[float, float, Config] | None:
@@ -175,20 +176,15 @@ class Search:
                  if one and (needed := fullest_rank_bytes(train, one)) <= self.usable]
         return min(found, key=lambda one: one[0], default=None)
 
-    # ---- what is chosen, in this order. Each yields (seconds, Config, the method that chooses next)
+    # ---- what is chosen, in this order. Each yields (seconds, Config, whether it is complete)
 
     def layouts(self):
-        parameters = flops = None
+        parameters = None
         for config in self.accepted_layouts(MICRO_BATCHES):
-            if parameters is None:                             # attention and look-ups may take less time
-                looked_up = 0 if config.tied else config.vocab_size * config.hidden_size
-                attention = 2 * config.num_attention_heads * config.kv_channels * config.seq_length
-                parameters, flops = parameter_count(config), config.global_batch_size * config.seq_length * (
-                    flops_per_token(config) - 6 * (looked_up + (config.num_layers + config.mtp_num_layers) * attention))
+            parameters = parameters or parameter_count(config)
             if min(map(state_bytes_per_parameter, self.zero_stages(config))) * parameters <= (
                     self.usable * config.tp * config.pp * config.ep):
-                rate = self.machine.matmul_rate * (FP8_SPEEDUP if config.fp8_format else 1.0)
-                yield flops / (rate * config.world_size), config, self.schedules
+                yield from self.schedules(config)
 
     def schedules(self, config: Config):
         divisor = dataclasses.replace(config, sequence_parallel=config.tp > 1).seq_length_divisor
@@ -203,7 +199,7 @@ class Search:
                     dataclasses.replace(other, **option)) <= self.usable), before)
                 if place < before:                             # or the lower ZeRO stage is as good
                     before, other = place, dataclasses.replace(other, **self.recomputation[place])
-                    yield estimated_seconds(other, self.free)[0], other, self.options
+                    yield estimated_seconds(other, self.free)[0], other, False
 
     def options(self, config: Config):
         too_much = []                                          # the seconds of those that do not fit
@@ -218,7 +214,7 @@ class Search:
                 seconds, exposed = estimated_seconds(other, self.machine)
                 seconds *= 1 + LEAST_GAIN * other.virtual_stages
                 if estimated_bytes(other) <= self.usable:
-                    yield seconds, other, None
+                    yield seconds, other, True
                 else:
                     too_much.append(seconds)
                 if exposed < HIDDEN:
@@ -226,7 +222,7 @@ class Search:
         now = {name: getattr(config, name) for name in self.recomputation[0]}
         more = self.recomputation[1 + self.recomputation.index(now):]
         if too_much and more:                                  # they take longer than now
-            yield min(too_much), dataclasses.replace(config, **more[0]), self.options
+            yield min(too_much), dataclasses.replace(config, **more[0]), False
 
     # ---- rules and memory
 
@@ -283,29 +279,19 @@ def divisors(number: int) -> list[int]:
 
 # ---- the answer
 
-# The columns of the table, and the parts of step_seconds() that each adds up.
-SHARES = {"matmuls": ("matmuls",), "attention": ("attention",), "element-wise": ("element-wise work",),
-          "tp": ("tp exposed", "cp exposed", "ep exposed", "ep counts exposed"), "host": ("host exposed",),
-          "bubble": ("bubble",), "pp": ("pp exposed",)}
-
-
-def answer(flags, machine: Machine, usable: float, peak: float, progress=progress):
-    """Return (text, record) of the search. usable: bytes of a GPU's memory; peak: FLOP/s of a GPU; progress: as in
-    Search.run()."""
+def answer(flags, machine: Machine, usable: float):
+    """Return (text, record) of the search. usable: bytes of a GPU's memory."""
     config = Config(**{name: getattr(flags, name) for name in CONFIG_FLAGS} | {"device": "cuda"})
     search = Search(config, flags.gpus, set(CONFIG_FLAGS) & set(flags.given), machine, usable)
     print(f"searching for layouts of {flags.model} on {flags.gpus} x {flags.gpu}; this may take two minutes",
           file=sys.stderr, flush=True)
     rows, layouts = [], []
-    for rank, (seconds, memory, found) in enumerate(search.run(progress=progress), 1):
-        parts, used = step_seconds(train, found, machine), mfu(found, seconds, peak)
-        shares = {name: sum(parts.get(part, 0.0) for part in summed) / seconds for name, summed in SHARES.items()}
-        shares["end"] = 1 - sum(shares.values())
+    for rank, (seconds, memory, found) in enumerate(search.run(), 1):
+        used = mfu(found, seconds, machine.peak)
         rows.append([rank, found.tp, found.pp, found.cp, found.dp, found.micro_batch_size, seconds_text(seconds),
-                     f"{used:.1%}", bytes_text(memory), *(f"{abs(share):.1%}" for share in shares.values()),
-                     flags_text(differences(found, FURTHER))])
-        layouts.append({**about(found), "step_s": seconds, "mfu": used,
-                        "bytes": memory, "parts_s": parts, "command": command(found, flags.gpus_per_host)})
+                     f"{used:.1%}", bytes_text(memory), flags_text(differences(found, FURTHER))])
+        layouts.append({**about(found), "step_s": seconds, "mfu": used, "bytes": memory,
+                        "command": command(found, flags.gpus_per_host)})
     if not rows:
         require(next(search.accepted_layouts((1,)), None) is not None,
                 f"no layout for --gpus {search.gpus} obeys the rules together with the given flags; "
@@ -313,12 +299,9 @@ def answer(flags, machine: Machine, usable: float, peak: float, progress=progres
     text = "\n".join([
         f"the fastest layouts of {flags.model} ({parameter_count(found):,} parameters, {found.dtype}) on {flags.gpus} "
         f"x {flags.gpu} that fit into {bytes_text(usable)} per GPU:", "",
-        table(["", "tp", "pp", "cp", "dp", "micro batch", "step", "MFU", "memory", *SHARES, "end", "further flags"],
-              rows), "",
-        "The columns from matmuls to end are shares of the step. tp (with cp, ep), host and pp are communication "
-        "that nothing hides; end is all that follows the last backward, such as the optimizer. "
-        f"{search.simulated} combinations were simulated. `bench.py plan` with the flags "
-        "of a row prints its memory and the assumptions.", "", layouts[0]["command"]]) if rows else (
+        table(["", "tp", "pp", "cp", "dp", "micro batch", "step", "MFU", "memory", "further flags"], rows), "",
+        f"{search.simulated} combinations were simulated. `bench.py plan` with the flags of a row prints its memory, "
+        "where its time goes, and the assumptions.", "", layouts[0]["command"]]) if rows else (
         f"nothing fits into the usable {bytes_text(usable)} per GPU, even with full recomputation; try more --gpus, a "
         "--gpu with more memory, or fewer of the given flags")
     return text, {"search": True, "model": flags.model, "gpu": flags.gpu, "gpus": flags.gpus,

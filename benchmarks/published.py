@@ -4,10 +4,17 @@
                            has 96 B s l h^2 (1 + s/6h + V/16lh) FLOPs with recomputation, formula (3)
     2205.05198, table 5    one replica of four such models. Measured: seconds of a step that recomputes whole layers,
                            and of a step that recomputes only attention and uses sequence parallelism
-    2409.15241             Domino on H100. Measured: its largest speed-up over Megatron-LM, and the share of
-                           communication in Megatron-LM's step
+    2409.15241             Domino on H100. Measured: its largest speed-up over Megatron-LM ("x speed": two slices over
+                           blocking communication), and the share of communication in Megatron-LM's step ("% wires")
 
-The step time comes from dry runs (estimate/stages.py) of this program as these runs trained; see assumptions().
+The step time comes from dry runs (estimate/stages.py) of this program as these runs trained, with the assumptions of
+`bench.py plan` and
+
+    2,048 tokens per sample; no torch.compile, as Megatron-LM's kernels are separate; the optimizer is not sharded
+    before 2409.15241 attention stores its scores, because of dropout
+    a card of 200 Gbit/s per A100; an all-reduce over H100 hosts uses eight cards of 400 Gbit/s
+    recomputing layers repeats their all-reduces, which block, but not the head, as in formula (3)
+    weight gradients hide backward's all-reduces, except in 2409.15241, where a wait follows each launch
 """
 
 import dataclasses
@@ -58,6 +65,8 @@ class Run:
         return config.resolve(self.gpus).with_vocabulary(self.vocab_size)
 
 
+# From a copy, github.com/SotaroKaneda/MLCarbon; micro batches and chunks from Megatron-LM's
+# examples/sc21/run_table_1.sh.
 TABLE_1 = [Run(*sizes, "TFLOP/s", published) for *sizes, published in (
     ("1.7B", 24, 2304, 24, 1, 1, 32, 16, 512, 1, 137), ("3.6B", 30, 3072, 32, 2, 1, 64, 16, 512, 1, 138),
     ("7.5B", 36, 4096, 32, 4, 1, 128, 16, 512, 1, 142), ("18.4B", 40, 6144, 48, 8, 1, 256, 8, 1024, 1, 135),
@@ -66,13 +75,15 @@ TABLE_1 = [Run(*sizes, "TFLOP/s", published) for *sizes, published in (
     ("529.6B", 105, 20480, 128, 8, 35, 2520, 1, 2520, 3, 163),
     ("1008.0B", 128, 25600, 160, 8, 64, 3072, 1, 3072, 1, 163))]
 
+# From github.com/calculon-ai/calculon; layers, widths, heads, samples, vocabulary and network cards were not looked up.
 TABLE_5 = [Run(*sizes, "s", published, recomputed) for *sizes, both in (
     ("22B", 48, 6144, 64, 8, 1, 8, 4, 4, 1, (1.42, 1.10)), ("175B", 96, 12288, 96, 8, 8, 64, 1, 64, 3, (18.13, 13.75)),
     ("530B", 105, 20480, 128, 8, 35, 280, 1, 280, 3, (49.05, 37.83)),
     ("1T", 128, 25600, 160, 8, 64, 512, 1, 512, 1, (94.42, 71.49)))
     for recomputed, published in zip(("layers", "attention"), both)]
 
-# An all-reduce over all GPUs of several hosts uses the eight 400 Gbit/s network cards of each host at once.
+# The abstract says up to 1.3 x, for no model in particular; 43 % of 13B's step comes from DeepSpeed's
+# blogs/deepspeed-domino. 32 GPUs can't share its 40 heads, so the prediction has 32 wider heads with the same FLOPs.
 OF_H100 = dict(recomputed="nothing", gpu="H100", network=8 * 400.0, vocab_size=50257)
 DOMINO = [Run(*sizes, figure, published, **OF_H100) for *sizes, figure, published in (
     ("2.7B", 32, 2560, 32, 8, 1, 8, 8, 8, 1, "x speed", 1.3), ("6.7B", 32, 4096, 32, 8, 1, 8, 8, 8, 1, "x speed", 1.3),
@@ -88,11 +99,10 @@ SCORES = {"attention": 13, "attention backward": 19}
 
 # ---- seconds
 
-def seconds(config: Config, machine: Machine, recomputed="nothing", blocks=False) -> float:
-    """Return the seconds of a step. recomputed: as in Run; blocks: the GPU waits for each tp collective right after its
-    launch."""
-    return sum(step_seconds(train, config, machine, partial(
-        MegatronStage, recomputed=recomputed, blocks=blocks)).values())
+def seconds(run: Run, machine: Machine, blocks=False, slices=1) -> float:
+    """Predict the seconds of a step. blocks: the GPU waits for each tp collective right after its launch."""
+    return sum(step_seconds(train, dataclasses.replace(run.config, slices=slices), machine, partial(
+        MegatronStage, recomputed=run.recomputed, blocks=blocks)).values())
 
 
 class MegatronStage(Stage):
@@ -143,70 +153,34 @@ def teraflops(run: Run, machine: Machine) -> float:
     config, h = run.config, run.hidden_size
     flops = 96 * config.global_batch_size * SEQ_LENGTH * config.num_layers * h ** 2 * (
         1 + SEQ_LENGTH / (6 * h) + config.padded_vocab_size / (16 * config.num_layers * h))
-    return flops / step(run, machine) / run.gpus / 1e12
-
-
-def step(run: Run, machine: Machine) -> float:
-    """Predict the seconds of a step."""
-    return seconds(run.config, machine, run.recomputed)
+    return flops / seconds(run, machine) / run.gpus / 1e12
 
 
 def gain(run: Run, machine: Machine) -> float:
     """Predict the speed-up of Domino with two slices over blocking communication."""
-    config = run.config
-    return seconds(config, machine, blocks=True) / seconds(dataclasses.replace(config, slices=2), machine)
+    return seconds(run, machine, blocks=True) / seconds(run, machine, slices=2)
 
 
 def wires(run: Run, machine: Machine) -> float:
     """Predict the percentage of a step that communication takes if nothing hides it."""
     free = dataclasses.replace(machine, intra_host_rate=math.inf, inter_host_rate=math.inf, latency=0.0)
-    return 100 * (1 - seconds(run.config, free, blocks=True) / seconds(run.config, machine, blocks=True))
+    return 100 * (1 - seconds(run, free, blocks=True) / seconds(run, machine, blocks=True))
 
 
-FIGURES = {"TFLOP/s": teraflops, "s": step, "x speed": gain, "% wires": wires}
+FIGURES = {"TFLOP/s": teraflops, "s": seconds, "x speed": gain, "% wires": wires}
 
 
 # ---- the answer
 
-def answer(machine_of, flags):
+def answer(machine_of):
     """Return (text, record). machine_of: a function (name of a GPU, Gbit/s to other hosts) -> Machine."""
     rows, record = [], []
     for paper, runs in RUNS.items():
         for run in runs:
             config, predicted = run.config, FIGURES[run.figure](run, machine_of(run.gpu, run.network))
-            chunks = f" x {config.virtual_stages}" if config.virtual_stages > 1 else ""
-            rows.append([f"{paper}: {run.name}", config.num_layers, config.hidden_size, config.num_attention_heads,
-                         config.tp, config.pp, config.dp, run.gpus,
-                         f"{config.micro_batch_size} of {config.global_batch_size}", config.schedule + chunks,
-                         run.recomputed, f"{run.published:g} {run.figure}", f"{predicted:.3g}",
-                         f"{predicted / run.published:.2f}"])
+            rows.append([f"{paper}: {run.name}", config.tp, config.pp, config.dp, run.gpus, run.recomputed,
+                         f"{run.published:g} {run.figure}", f"{predicted:.3g}", f"{predicted / run.published:.2f}"])
             record.append({"paper": paper, **dataclasses.asdict(run), "predicted": predicted,
                            "ratio": predicted / run.published})
-    head = ["", "layers", "hidden", "heads", "tp", "pp", "dp", "GPUs", "batch", "schedule", "recomputed", "published",
-            "plan", "ratio"]
-    return "\n\n".join([table(head, rows), assumptions(flags)]), {"published": True, "rows": record}
-
-
-def assumptions(flags) -> str:
-    """Return the lines that explain the columns, the assumptions and the sources of the figures."""
-    return f"""\
-columns:
-  batch: micro batch of global batch; recomputed: what is repeated before each backward; ratio: plan / published
-  x speed: two slices compared with blocking communication; % wires: the share of blocking communication in a step
-assumptions, besides those of bench.py plan:
-  {SEQ_LENGTH} tokens per sample, vocabulary {TABLE_1[0].vocab_size:,} (2409.15241: {DOMINO[0].vocab_size:,})
-  the largest tiles reach {flags.product_efficiency:.0%} of the peak (--product-efficiency), links and memory
-  {flags.wire_efficiency:.0%} of their rates (--wire-efficiency). A collective takes {flags.latency:g} us more
-  (--latency), and in flight {flags.overlap_slowdown:.0%} of the GPU (--overlap-slowdown)
-  no torch.compile, as Megatron-LM's kernels are separate; the optimizer is not sharded
-  before 2409.15241 attention stores its scores, because of dropout
-  a card of 200 Gbit/s per A100; an all-reduce over H100 hosts uses eight cards of 400 Gbit/s
-  recomputing layers repeats their all-reduces, which block, but not the head, as in formula (3) of 2104.04473
-  weight gradients hide backward's all-reduces, except in 2409.15241, where a wait follows each launch
-sources:
-  2104.04473, table 1: from a copy (github.com/SotaroKaneda/MLCarbon); micro batches and chunks from Megatron-LM's
-  examples/sc21/run_table_1.sh
-  2205.05198, table 5: from github.com/calculon-ai/calculon; layers, widths, heads, samples, vocabulary and the network
-  cards were not looked up
-  2409.15241: its abstract says up to 1.3 x, for no model in particular; 43 % of 13B's step comes from DeepSpeed's
-  blogs/deepspeed-domino. 32 GPUs can't share its 40 heads, so the prediction has 32 wider heads with the same FLOPs"""
+    head = ["", "tp", "pp", "dp", "GPUs", "recomputed", "published", "plan", "ratio"]
+    return f"{table(head, rows)}\n\n{__doc__}", {"published": True, "rows": record}

@@ -4,10 +4,8 @@ A step is forward and backward of all microbatches, without the optimizer. It ru
 turn (none, selective, full), always with the same weights. The gradients must have the same bits each time.
 
     x none        the step's time divided by its time without recomputation
-    FLOPs         the FLOPs of the busiest rank's matmuls in a dry run, divided by those without recomputation
     activations   measured peak bytes between two actions, besides the state, on the rank with the most: what forward
                   keeps for backward
-    dry run       the same in a dry run
 
     python bench.py recompute
     python bench.py recompute --tp 2 --slices 2 --columns 2
@@ -20,11 +18,10 @@ from types import SimpleNamespace
 import torch
 
 import train
-from benchmarks.memory import build, config_for, dry_runs, measure, processes  # noqa: F401, runner.main calls processes
-from benchmarks.runner import (CONFIG_FLAGS, about, add_config_flags, bytes_text, compare, describe, gathered, ratios,
-                               table)
+from benchmarks.memory import config_for, measure, processes  # noqa: F401, runner.main calls processes
+from benchmarks.runner import (CONFIG_FLAGS, Training, about, add_config_flags, bytes_text, compare, describe, gathered,
+                               join, ratios, seconds_and_figures, table)
 from nanodomino.errors import require
-from nanodomino.estimate.accounts import Operation
 from nanodomino.options.recompute import GRANULARITIES
 
 
@@ -38,8 +35,8 @@ def add_flags(parser):
 def answer(flags, launch):
     config = config_for(flags, launch)
     configs = {name: dataclasses.replace(config, recompute_granularity=name) for name in GRANULARITIES}
-    predicted = {name: dry_runs(one, launch) for name, one in configs.items()}
-    optimizer, stage, dataset = build(config, launch)
+    training = Training(*join(config, launch))
+    optimizer, stage, dataset = training.optimizer, training.stage, training.tokens
 
     def step(name, *_, on_action=None):
         stage.tape_policy = configs[name].tape_policy(stage.mesh.device, config.slices, stage.residual_norm)
@@ -49,28 +46,15 @@ def answer(flags, launch):
     activations, gradients = {}, {}
     for name in GRANULARITIES:
         run = measure(optimizer, stage, dataset, config, SimpleNamespace(train_step=partial(step, name)))
-        activations[name] = gathered(run.activations)
+        activations[name] = max(gathered(run.activations))
         gradients[name] = [bucket.main_grad.clone() for bucket in optimizer.buckets]
         require(all(gathered(all(map(torch.equal, gradients[name], gradients["none"])))),
                 f"{name} recomputation changes the gradients' bits, so the times can't be compared; this is a bug")
     times = compare({name: partial(step, name) for name in GRANULARITIES}, flags.repeats, stage.mesh.device)
-    if launch.rank > 0:
-        return "", {}
 
-    # ---- the report
-    rows, record, flops = [], about(config), {name: max(map(flops_of, runs)) for name, runs in predicted.items()}
-    for name, time in times.items():
-        ratio, more, real = ratios(time, times["none"]), flops[name] / flops["none"], activations[name]
-        dry = [run.activations for run in predicted[name]]
-        rows.append([name, time, ratio, f"{more:.2f}", bytes_text(max(real)), bytes_text(max(dry))])
-        record |= {f"{name}_s": time.median, **ratio.record(f"{name}_ratio"), f"{name}_products": more,
-                   f"{name}_activations": max(real),
-                   f"{name}_activations_error": max(abs(one / other - 1) for one, other in zip(real, dry))}
-    return "\n".join([
-        describe(config), table(["", "step: median [min .. max]", "x none", "FLOPs", "activations", "dry run"], rows),
-        "the gradients are bit-equal"]), record
-
-
-def flops_of(run) -> float:
-    """Return the FLOPs of a rank's matmuls and attention."""
-    return sum(event.flops for event in run.events if type(event) is Operation)
+    slower = {name: ratios(time, times["none"]) for name, time in times.items()}
+    text = table(["", "step: median [min .. max]", "x none", "activations"],
+                 [[name, time, slower[name], bytes_text(activations[name])] for name, time in times.items()])
+    return f"{describe(config)}\n{text}\nthe gradients are bit-equal", {
+        **about(config), **seconds_and_figures(times, {f"{name}_ratio": ratio for name, ratio in slower.items()}),
+        **{f"{name}_activations": size for name, size in activations.items()}}

@@ -24,7 +24,6 @@ import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -45,13 +44,12 @@ from nanodomino.errors import UserError, counted, require
 from nanodomino.estimate.stages import require_memory
 from nanodomino.mesh import Mesh, make_mesh
 from nanodomino.settings.config import Config
-from nanodomino.settings.flags import Parser, add_flags, flag_settings
+from nanodomino.settings.flags import Parser, add_flags, check_range, flag_settings
 from nanodomino.settings.rules import check_needs
 from nanodomino.zero import ZeroOptimizer
 
 
 MOST_PROCESSES = 64      # that bench.py starts itself
-MOST_ROUNDS = 10_000     # of --repeats
 BENCH = Path(__file__).resolve().parent.parent / "bench.py"
 
 
@@ -100,8 +98,7 @@ def parse(question, arguments: list[str]) -> argparse.Namespace:
     flags = parser.parse_args(arguments[1:])
     unset = argparse.Namespace(**dict.fromkeys(vars(flags)))       # argparse sets no default where there is a value
     flags.given = [name for name, value in vars(parser.parse_args(arguments[1:], unset)).items() if value is not None]
-    repeats = getattr(flags, "repeats", 1)
-    require(1 <= repeats <= MOST_ROUNDS, f"--repeats must be from 1 to {MOST_ROUNDS}, but is {repeats}; try 7")
+    check_range("--repeats", getattr(flags, "repeats", 1))
     return flags
 
 
@@ -159,17 +156,13 @@ def start_processes(arguments: list[str], world_size: int, wire) -> int:
     fails, the others are ended. Each gets the environment variables that torchrun would set.
 
     wire: a context manager that yields for each rank what starts it there (see slow_wire()), or None"""
-    with (exit_on_signals(), wire as places, reserve_port() as reserved,
-          tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder):
+    with exit_on_signals(), wire as places, reserve_port() as reserved:
         processes = []
         try:
             for rank, (prefix, more) in enumerate(places or [([], {})] * world_size):
                 environment = dict(
                     RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size,
                     MASTER_ADDR="127.0.0.1", MASTER_PORT=reserved.getsockname()[1],
-                    TMPDIR=folder,                             # is deleted even if the processes are killed
-                    TORCHINDUCTOR_CACHE_DIR=os.environ.get(    # is kept, so that the next command compiles nothing anew
-                        "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"),
                     OMP_NUM_THREADS=len(cores_of(rank, world_size)))
                 processes.append(subprocess.Popen(
                     [*prefix, sys.executable, str(BENCH), *arguments], stdout=None if rank == 0 else subprocess.DEVNULL,
@@ -296,7 +289,9 @@ def in_turn(alternatives: dict, repeats: int, run) -> dict[str, list]:
     Each round calls every function once, in a new random order. In a fixed order, a function would always run after the
     same other function, whose leftovers in memory and caches could make it faster or slower."""
     found, shuffled = {name: [] for name in alternatives}, random.Random(0)    # one seed: all ranks draw the same order
-    with progress((repeats + 1) * len(alternatives)) as bar:
+    hidden = True if dist.is_initialized() and dist.get_rank() else None       # None: shown if stderr is a terminal
+    with tqdm(total=(repeats + 1) * len(alternatives), disable=hidden, leave=False, dynamic_ncols=True,
+              bar_format="{desc} |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]") as bar:
         for round_ in range(1, repeats + 2):
             for name in shuffled.sample(list(alternatives), len(alternatives)):
                 bar.set_description_str(f"round {round_} of {repeats + 1}: {name}")
@@ -323,27 +318,7 @@ def timed(device, function) -> float:
     return max(gathered(time.perf_counter() - start))
 
 
-def progress(total: int) -> tqdm:
-    """Return a progress bar with `total` steps. It is shown only by rank 0, and only if stderr is a terminal."""
-    shows = not dist.is_initialized() or dist.get_rank() == 0
-    return tqdm(total=total, disable=None if shows else True, leave=False, dynamic_ncols=True,
-                bar_format="{desc} |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]")
-
-
 # ---- figures and noise
-
-@dataclass(frozen=True)
-class Times:
-    """Holds the measured seconds of one alternative: one value per round, in the order of the rounds."""
-    seconds: tuple[float, ...]
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.seconds)
-
-    def __str__(self):
-        return f"{seconds_text(self.median)} [{seconds_text(min(self.seconds))} .. {seconds_text(max(self.seconds))}]"
-
 
 # A figure is too noisy to tell if one of these, relative to its `size`, is exceeded:
 NOISY = 0.5                  # the interquartile range of its rounds; with up to three rounds their whole range
@@ -396,10 +371,17 @@ class Figure:
         return {name: self.value, f"{name}_spread": self.spread}
 
 
+class Times(Figure):
+    """Holds the measured seconds of one alternative: one value per round, in the order of the rounds."""
+
+    def __str__(self):
+        return " ".join([seconds_text(self.median), f"[{' .. '.join(map(seconds_text, self.spread))}]"])
+
+
 def ratios(numerator: Times, denominator: Times, **possible) -> Figure:
     """Divide two alternatives' times round by round, since the load of the machine was similar within a round.
     possible: the Figure's `least`, `most` or `size`."""
-    return Figure(tuple(above / below for above, below in zip(numerator.seconds, denominator.seconds)), **possible)
+    return Figure(tuple(above / below for above, below in zip(numerator.rounds, denominator.rounds)), **possible)
 
 
 def seconds_and_figures(times: dict[str, Times], figures: dict[str, Figure]) -> dict:

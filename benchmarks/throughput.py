@@ -28,9 +28,8 @@ import torch
 from torch import nn
 
 from benchmarks.plain_model import Plain, adamw, mean_loss
-from benchmarks.runner import (CONFIG_FLAGS, RandomTokens, Times, Training, about, add_config_flags, compare,
-                               config_here, describe, gathered, join, ratios, require_same_work, seconds_and_figures,
-                               table)
+from benchmarks.runner import (RandomTokens, Times, Training, about, add_config_flags, compare, config_here, describe,
+                               gathered, join, ratios, require_same_work, seconds_and_figures, table)
 from nanodomino.checkpoint.format import slices
 from nanodomino.errors import require
 from nanodomino.estimate.formulas import find_peak_flops, flops_per_token, parameter_count
@@ -60,9 +59,8 @@ def processes(flags) -> int:
 
 def answer(flags, launch):
     flags.vocab_size = flags.vocab_size or (BYTES if flags.model in ("nano", "nano-llama", "nano-moe") else GPT2)
-    no_loss = {name: 0.0 for name in CONFIG_FLAGS if name == "moe_aux_loss_coeff"}         # the others add none
     config = config_here(flags, launch.world_size, lr_decay_style="constant", lr_warmup_fraction=0.0,
-                         compile=flags.compile, **no_loss)
+                         compile=flags.compile, moe_aux_loss_coeff=0.0)               # the others add no such loss
     config, mesh = join(config, launch)
     ours = Training(config, mesh)
     sides = {"nanodomino": ours}

@@ -16,9 +16,9 @@ The columns of the table:
     step              the step's time on the slowest rank
     state/parameter   bytes of parameters, gradients and optimizer state after a step, divided by the number of
                       parameters, on the rank with the most. A storage that several tensors share counts once
-    formula           the expected value, with d replicas (1910.02054, sections 5.1 and 5.2, but with fp32 gradients):
-                      zero-1 8 + 8/d, zero-0 16, zero-2 4 + 12/d; in 16 bits 6 + 12/d, 18, 2 + 16/d. torch's sides keep
-                      fp32 weights, under autocast: ddp-zero 8 + 8/d, fsdp2-keep 16/d
+                      With d replicas expect (1910.02054, sections 5.1 and 5.2, but with fp32 gradients): zero-1
+                      8 + 8/d, zero-0 16, zero-2 4 + 12/d; in 16 bits 6 + 12/d, 18, 2 + 16/d. torch's sides keep fp32
+                      weights, under autocast: ddp-zero 8 + 8/d, fsdp2-keep 16/d
 
 On CPUs each rank has one core, which also handles the rank's network traffic. ZeRO-2 saves memory only if --bucket-size
 is small compared with the model.
@@ -41,9 +41,8 @@ from benchmarks.runner import (Times, Training, about, add_config_flags, config_
                                seconds_and_figures, table)
 from benchmarks.throughput import COMPARED_STEPS, PlainTraining, plain, train_in_turn
 from nanodomino.errors import require
-from nanodomino.estimate.formulas import parameter_count, state_bytes_per_parameter
+from nanodomino.estimate.formulas import parameter_count
 from nanodomino.estimate.rank import state_tensors
-from nanodomino.settings.config import Config
 
 
 FLAGS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "micro_batch_size",
@@ -155,13 +154,6 @@ def counted_bytes(tensors) -> int:
     return sum(storages.values())
 
 
-def formula_bytes(name: str, config: Config) -> float:
-    """Return a side's expected bytes of state per parameter, as at the top of this file. Padding is not included."""
-    whole, d = 4 * max(4, config.params_dtype.itemsize), config.dp     # whole: weight, gradient and AdamW's two moments
-    torch_sides = {"ddp-zero": whole / 2 + whole / 2 / d, "fsdp2-keep": whole / d}
-    return torch_sides.get(name) or state_bytes_per_parameter(dataclasses.replace(config, zero_stage=int(name[-1])))
-
-
 # ---- the report
 
 def report(config, times: dict[str, Times], states, losses):
@@ -172,12 +164,11 @@ def report(config, times: dict[str, Times], states, losses):
                                                                                      times["zero-2"])}
     sides = {name: {"step_s": times[name].median, **slower[name].record("step_over_zero_1"),
                     "state_bytes": states[name], "bytes_per_parameter": states[name] / count,
-                    "formula": formula_bytes(name, config), "losses": losses[name]} for name in SIDES}
+                    "losses": losses[name]} for name in SIDES}
     text = "\n".join([
         f"{count:,} parameters, buckets of {config.bucket_size:,} elements; {describe(config)}",
-        table(["", "step: median [min .. max]", "step / zero-1's", "state/parameter", "formula"],
-              [[name, times[name], slower[name], f"{side['bytes_per_parameter']:.2f}", f"{side['formula']:.2f}"]
-               for name, side in sides.items()]),
+        table(["", "step: median [min .. max]", "step / zero-1's", "state/parameter"],
+              [[name, times[name], slower[name], f"{states[name] / count:.2f}"] for name in sides]),
         *(f"speed of {name}: {speed}" for name, speed in speeds.items()),
         f"the losses of the first {COMPARED_STEPS} steps agree"])
     return text, {**seconds_and_figures({}, speeds), "sides": sides, "parameters": count,

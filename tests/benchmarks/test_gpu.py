@@ -13,8 +13,8 @@ from support.runs import wait_until
 
 import train
 from bench import QUESTIONS
-from benchmarks import gpu, gpu_checks, gpu_kernels, plan
-from benchmarks.gpu_checks import CHECKS
+from benchmarks import gpu, gpu_kernels, plan
+from benchmarks.gpu import CHECKS
 from benchmarks.gpu_kernels import Run
 from benchmarks.runner import main, parse
 from nanodomino.errors import UserError
@@ -76,10 +76,10 @@ def test_the_docs_say_what_each_part_proves():
 
 
 def test_the_quicker_launch_order_is_named(monkeypatch):
-    monkeypatch.setattr(gpu_checks, "launched", lambda *_, NCCL_LAUNCH_ORDER_IMPLICIT: 30 * [
+    monkeypatch.setattr(gpu, "launched", lambda *_, NCCL_LAUNCH_ORDER_IMPLICIT: 30 * [
         {"step_ms": 50 + 6 * int(NCCL_LAUNCH_ORDER_IMPLICIT)}])
     run = Run(torch.device("cpu"), quick=True)
-    gpu_checks.launch_order(run)
+    gpu.launch_order(run)
     assert run.numbers["faster here"] == "NCCL_LAUNCH_ORDER_IMPLICIT=0, by 12.0%"
 
 
@@ -97,13 +97,13 @@ FAULTS = {                                      # {check: (where, what, the faul
     "attention": (gpu_kernels, "fused_attention", lambda q, *kv, bias, right=gpu_kernels.fused_attention: right(
         1.15 * q, *kv, bias), "output: relative error"),
     **dict.fromkeys(("exactness", "interruptions", "throughput", "overlap", "launch-order", "steps"), (
-        gpu_checks, "subprocess", FAILING, "ended with exit code 1")),
+        gpu, "subprocess", FAILING, "ended with exit code 1")),
     "feature-slices": (train, "loss_func", lambda mask, losses: (losses.sum() * torch.rand(()), mask.sum()), "bf16: "),
     "feature-slices: races": (dist, "all_reduce", without_wait, "weights of a rank differ"),
     **dict.fromkeys(("silence", "silence-tp-pp"), (train, "loss_func", lambda mask, losses: (
         losses.sum(), int(mask.sum().item())), "the host waits")),
-    "traffic-and-memory": (gpu_checks, "command", lambda words: '{"exact": false}', "is not its dry run's"),
-    "learning": (gpu_checks, "launched", lambda *given: [{"loss": 5.0 if "--tp 1" in given[-1] else 3.0}],
+    "traffic-and-memory": (gpu, "command", lambda words: '{"exact": false}', "is not its dry run's"),
+    "learning": (gpu, "launched", lambda *given: [{"loss": 5.0 if "--tp 1" in given[-1] else 3.0}],
                  "halves's differs")}
 # of the pool; other checks run here
 RANKS = {"silence": 1, "silence-tp-pp": 4, "steps": 1, "feature-slices": 2, "feature-slices: races": 2}

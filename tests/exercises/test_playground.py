@@ -9,7 +9,7 @@ import pytest
 from support import ROOT, needs
 
 from benchmarks import plan
-from benchmarks.runner import config_of, parse, reserve_port
+from benchmarks.runner import parse, reserve_port
 from exercises import figures
 from nanodomino.mesh import group_rows
 from nanodomino.schedules.definitions import SCHEDULES
@@ -49,7 +49,7 @@ def test_a_layer_is_drawn_with_the_bound_of_the_ideal_wire():
 def test_the_memory_is_that_of_bench_plan():
     figure = figures.memory("gpt2", 8, "A100", tp=2, pp=2, zero_stage=2)
     plan.processes(flags := parse(plan, "plan --model gpt2 --gpus 8 --gpu A100 --tp 2 --pp 2 --zero-stage 2".split()))
-    record = plan.plan(config_of(flags, 8), flags)[1]
+    record = plan.answer(flags, None)[1]
     assert figure.numbers["stages"] == record["memory"] and figure.numbers["usable"] == record["usable_bytes"]
 
 

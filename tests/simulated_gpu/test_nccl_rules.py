@@ -23,7 +23,7 @@ from exactness import test_layouts
 from support.fake_world import fake_world
 from support.harness import build, tiny
 
-from benchmarks.gpu_checks import FEATURES
+from benchmarks.gpu import FEATURES
 from benchmarks.runner import Training, with_mesh
 from nanodomino import pipeline
 from nanodomino.mesh import meta_mesh
