@@ -58,12 +58,11 @@ from nanodomino.overlap.slices import Flight, SliceOps, result_of
 from nanodomino.comm.world import from_rank_0
 from nanodomino.zero import ZeroOptimizer, sum_of_squares
 from support import ROOT, harness
-from support.checkpoints import save_steps
+from support.checkpoints import save_steps, train_from
 from support.delayed_collectives import delayed_collectives
 from support.fp8_checks import check_matmuls, check_near_fp32, check_new_weights
-from support.harness import build, tiny, train_steps
-from support.pitfall_runner import (CHECKED, END, LONG, Pitfall, Side, TABLE, TOLERANCE, check, instead, judge, measure,
-                                    pitfall, worst)
+from support.harness import TOLERANCE, Results, judge, tiny, worst
+from support.pitfall_runner import CHECKED, END, LONG, TABLE, Pitfall, check, instead, measure, pitfall
 from support.pool import Pool
 
 DOCUMENT = ROOT / "docs" / "pitfalls.md"
@@ -108,16 +107,9 @@ def stopped_and_resumed(config, weights, data, steps):
     """Do what train_rank does, but save a checkpoint after half of the steps, and resume it."""
     half = (steps + 1) // 2
     with tempfile.TemporaryDirectory() if dist.get_rank() == 0 else ExitStack() as folder:
-        folder = Path(from_rank_0(folder))
-        built = build(config, weights)
-        before = train_steps(built, config, data, range(1, half + 1))
-        saver = save.Saver(folder, built[0], keep_last=1)
-        saver.save(half, built[1], built[2], config)
-        saver.wait()
-        assert saver.failure() is None
-        built = build(config)
-        load.restore(newest_intact_checkpoint(folder), built[1], built[2], built[0])
-        after = train_steps(built, config, data, range(half + 1, steps + 1))
+        folder = from_rank_0(folder)
+        before = train_from(config, weights, data, 0, half, save_to=folder)
+        after = train_from(config, None, data, half, steps, load=newest_intact_checkpoint(Path(folder)))
         dist.barrier()
     return dataclasses.replace(after, losses=before.losses + after.losses, norms=before.norms + after.norms,
                                gradients=before.gradients + after.gradients)
@@ -755,7 +747,7 @@ def show(pool, entry: Pitfall, steps: int):
             print(f"The check: {re.search('^AssertionError.*|$', str(error), re.MULTILINE)[0] or error}")
 
 
-def row_of(entry: Pitfall, right: Side, found: Side, ends: tuple[float, float]) -> str:
+def row_of(entry: Pitfall, right: Results, found: Results, ends: tuple[float, float]) -> str:
     """Return a row of the document's table: a run of CHECKED steps, and the mean losses `ends` of the long runs."""
     numbers = *ends, right.norms[-1], found.norms[-1]
     cells = [f"[{entry.number}](#{entry.number})", entry.title, applies(entry),
@@ -763,7 +755,7 @@ def row_of(entry: Pitfall, right: Side, found: Side, ends: tuple[float, float]) 
     return f"| {' | '.join(cells)} |"
 
 
-def largest_difference(right: Side, found: Side) -> str:
+def largest_difference(right: Results, found: Results) -> str:
     """Return the worst gradient of the last step, with two significant digits; if all gradients are right, judge()'s
     message."""
     error, name = worst(found.gradients[-1], right.gradients[-1])

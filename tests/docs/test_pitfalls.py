@@ -5,7 +5,8 @@ import re
 import pitfalls
 import pytest
 from pitfalls import DOCUMENT, ROOT, applies, row_of, rows_of_document, section
-from support.pitfall_runner import CHECKED, END, LONG, TABLE, check, judge, measure, pool_with_bug, worst
+from support.harness import judge, worst
+from support.pitfall_runner import CHECKED, END, LONG, TABLE, check, measure, pool_with_bug
 from support.pool import WorkerError
 
 

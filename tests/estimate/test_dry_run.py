@@ -29,6 +29,8 @@ DROPOUT = dict(attention_dropout=0.1, hidden_dropout=0.1)
 DOCUMENTS = dict(reset_attention_mask=True, reset_position_ids=True)
 BF16 = dict(dtype="bfloat16", normalization="RMSNorm")
 FP8 = dict(BF16, fp8_format="hybrid", seq_length=32, hidden_size=32, num_layers=4)
+# two stages have chunks of different sizes
+FIVE_LAYERS = dict(slices=2, num_layers=5, hidden_size=32, global_batch_size=12)
 EXPERTS = dict(num_experts=4, disable_bias_linear=True, hidden_size=64, seq_length=32, global_batch_size=12)
 
 
@@ -75,6 +77,9 @@ def case(world_size, name, *changes, exhaustive=False):
                                             global_batch_size=12)),
     case(4, "zero0-buckets", PP2, dict(zero_stage=0, bucket_size=1)),
     case(8, "tp-pp-dp", TP2, PP2, dict(slices=2, columns=3, global_batch_size=12)),
+    *(case(2, name, PP2, FULL, FIVE_LAYERS, dict(schedule=name)) for name in SCHEDULES),
+    *(case(4, f"{name}-cut", PP2, TP2, CUT, SELECTIVE, DROPOUT, FIVE_LAYERS, dict(schedule=name), exhaustive=True)
+      for name in SCHEDULES),
     *(case(*one, exhaustive=True) for one in (
         (4, "tp4-columns", TP4, DROPOUT, dict(slices=3, columns=7)),
         (4, "full-tp-pp", TP2, PP2, FULL, DROPOUT, BF16, dict(slices=3)),
@@ -87,17 +92,6 @@ def case(world_size, name, *changes, exhaustive=False):
         (8, "cp-tp-pp", CP2, TP2, PP2, A2A, CUT, dict(slices=2, columns=2))))])
 def test_state_memory_and_traffic_are_those_of_a_real_run(pool, world_size, changes):
     for dry, real in zip(*runs_of(pool, world_size, *changes)):
-        check(dry, real)
-
-
-@pytest.mark.parametrize("tp, changes", [(1, FULL), pytest.param(2, CUT | SELECTIVE | DROPOUT,
-                                                                 marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_memory_and_traffic_of_each_schedule(pool, schedule, tp, changes):
-    """Five layers on two stages: chunks of different sizes."""
-    for dry, real in zip(*runs_of(pool, 2 * tp, PP2, changes, dict(
-            tensor_model_parallel_size=tp, schedule=schedule, slices=2, num_layers=5, hidden_size=32,
-            global_batch_size=12))):
         check(dry, real)
 
 

@@ -33,6 +33,7 @@ from nanodomino.settings.flags import names_affecting
 from nanodomino.zero import ZeroOptimizer
 
 
+TOLERANCE = 1e-9         # largest relative error of any number, in float64
 VOCABULARY = 29          # padded to 32, so that the last rank owns fewer words; padded to 64, it owns none
 
 # Settings of published model families. With tp 4, each rank has one of the 4 query groups.
@@ -237,14 +238,18 @@ def shard_spec(weight):
     return weight.spec.shape, weight.spec.offset, weight.spec.size
 
 
-def full_tensors(outcomes: list[Outcome], shards_of) -> dict:
+def full_tensors(outcomes: list[Outcome], shards_of, apart: set | None = None) -> dict:
     """Join the shards of all ranks to full tensors by name. shards_of: outcome -> {name: (tensor, shard_spec())}.
-    Raises AssertionError unless replicas, and copies on other stages and tp ranks, are equal bit for bit."""
+
+    Replicas, and copies on other stages and tp ranks, must be equal bit for bit: the names of those that differ are
+    added to `apart`; without it, this raises AssertionError.
+    """
     boxes, full, dims = {}, {}, {}
     for outcome in outcomes:
         for name, (tensor, box) in shards_of(outcome).items():
-            here = boxes.setdefault((name, box), tensor)
-            assert torch.equal(here, tensor), f"{name}: copies on {outcome.place} differ"
+            if not torch.equal(boxes.setdefault((name, box), tensor), tensor):
+                assert apart is not None, f"{name}: copies on {outcome.place} differ"
+                apart.add(name)
     for (name, (shape, offset, size)), tensor in boxes.items():
         whole = full.setdefault(name, torch.full(shape, math.nan, dtype=tensor.dtype))
         whole[tuple(slice(start, start + length) for start, length in zip(offset, size))] = tensor.view(size)
@@ -254,22 +259,77 @@ def full_tensors(outcomes: list[Outcome], shards_of) -> dict:
             for name, whole in full.items()}
 
 
+# ---- comparison
+
+def error_of(ours, theirs) -> float:
+    """Return the largest deviation of a number or tensor, relative to the largest entry of `theirs`. NaN is infinitely
+    wrong. Equal infinities agree: a step with one must be skipped."""
+    ours, theirs = (torch.as_tensor(value, dtype=torch.float64) for value in (ours, theirs))
+    largest = float(theirs.abs().max())
+    # A bias that all keys share cancels in softmax: without positions, the key norm's bias has a gradient of rounding.
+    error = float((ours - theirs).abs().masked_fill(ours == theirs, 0.0).max()) / (largest if largest > 1e-14 else 1.0)
+    return math.inf if math.isnan(error) else error
+
+
+def worst(ours: dict, theirs: dict) -> tuple[float, str]:
+    """Return (the largest error_of() all tensors, the tensor's name); a tensor that one side lacks is infinitely
+    wrong."""
+    return max((error_of(ours[name], theirs[name]) if name in ours and name in theirs else math.inf, name)
+               for name in ours.keys() | theirs.keys())
+
+
 def difference(ours: dict, theirs: dict) -> float:
     """Return the largest deviation over all tensors, each relative to the tensor's own largest entry."""
-    assert ours.keys() == theirs.keys(), f"names that only one side has: {sorted(ours.keys() ^ theirs.keys())}"
-    deviations = {name: float((ours[name] - theirs[name]).abs().max()) for name in theirs}
-    nans = [name for name, deviation in deviations.items() if math.isnan(deviation)]
-    assert not nans, f"not a number in {nans}"
-    largest = {name: float(theirs[name].abs().max()) for name in theirs}
-    # A bias that all keys share cancels in softmax: without positions, the key norm's bias has a gradient of rounding.
-    return max(deviation / (largest[name] if largest[name] > 1e-14 else 1.0) for name, deviation in deviations.items())
+    error, name = worst(ours, theirs)
+    assert error < math.inf, f"{name} is missing or not a number"
+    return error
 
 
 def relative(ours: list, theirs: list) -> float:
     """Return the largest relative deviation between two lists of numbers."""
-    assert len(ours) == len(theirs) and not any(map(math.isnan, ours + theirs))
-    return max(abs(our - their) / abs(their) for our, their in zip(ours, theirs))
+    return max(error_of(our, their) for our, their in zip(ours, theirs, strict=True))
 
+
+@dataclass
+class Results:
+    """The results of a training. gradients: full tensors by name for each step. apart: names whose copies differ."""
+    losses: list
+    norms: list
+    gradients: list
+    weights: dict
+    evaluation: float
+    apart: frozenset = frozenset()
+
+
+def join_ranks(outcomes: list[Outcome]) -> Results:
+    """Join the results of all ranks. Numbers are rank 0's; `apart` names those that another rank disputes."""
+    first, apart, of_gradients = outcomes[0], set(), set()
+    gradients = [full_tensors(outcomes, lambda outcome: outcome.gradients[step], of_gradients)
+                 for step in range(len(first.gradients))]
+    weights = full_tensors(outcomes, lambda outcome: outcome.weights, apart)
+    apart |= {f"gradient of {name}" for name in of_gradients}
+    apart |= {what for what in ("losses", "norms", "evaluation", "statistics")
+              if len({repr(getattr(outcome, what)) for outcome in outcomes}) > 1}
+    return Results(first.losses, first.norms, gradients, weights, first.evaluation, frozenset(apart))
+
+
+def judge(right: Results, found: Results):
+    """Raise AssertionError for the first result that differs by more than rounding."""
+    apart = sorted(found.apart - right.apart)
+    assert not apart, f"ranks that must agree do not: {', '.join(apart)}"
+    for what in ("losses", "norms"):
+        for step, (ours, theirs) in enumerate(zip(getattr(found, what), getattr(right, what), strict=True), start=1):
+            assert error_of(ours, theirs) < TOLERANCE, f"{what}, step {step}: {ours}, not {theirs}"
+    for step, (ours, theirs) in enumerate(zip(found.gradients, right.gradients, strict=True), start=1):
+        error, name = worst(ours, theirs)
+        assert error < TOLERANCE, f"gradient of {name} in step {step} is off by {error:.1e}"
+    error, name = worst(found.weights, right.weights)
+    assert error < TOLERANCE, f"weight {name} is off by {error:.1e}"
+    assert error_of(found.evaluation, right.evaluation) < TOLERANCE, (
+        f"evaluation: {found.evaluation:.5f}, not {right.evaluation:.5f}")
+
+
+# ---- the plain model
 
 def weights_and_data(config: Config, steps: int, rigged=()):
     """Return what a training starts from: (full weights by name, FixedData of `steps` global batches). rigged: (end of
@@ -304,18 +364,25 @@ def train_plainly(config: Config, weights, data: FixedData, steps: int):
 _references = {}
 
 
-def reference_for(pool, config: Config, steps: int, rigged=()):
-    """Train the reference model on rank 0 of the pool, once for each model and data. Returns (initial weights, data, a
-    record of each step, final weights)."""
-    key = (steps, rigged, *(getattr(config, name) for name in names_affecting(
+def reference_for(pool, config: Config, steps: int, given=(), draw=weights_and_data):
+    """Train the reference model on rank 0 of the pool, from draw(config, steps, given), once for each model and data.
+    Returns (initial weights, data, a record of each step, final weights)."""
+    key = (draw, steps, given, *(getattr(config, name) for name in names_affecting(
         Config, "model", "positions", "optimizer", "run", "losses")))
     if key not in _references:
-        weights, data = weights_and_data(config, steps, rigged)
+        weights, data = draw(config, steps, given)
         _references[key] = (weights, data, *pool.run(train_plainly, config, weights, data, steps, world_size=1)[0])
     return _references[key]
 
 
-def plain_evaluation(config: Config, weights, data: FixedData, count=1):
+def results_of_records(config: Config, data: FixedData, records, final) -> Results:
+    """Return the results of reference_for(), with an evaluation of the final weights."""
+    return Results([record.loss for record in records], [record.gradient_norm for record in records],
+                   [record.gradients for record in records], final,
+                   plain_evaluation(config, final, data, min(config.eval_iters, len(records))))
+
+
+def plain_evaluation(config: Config, weights, data: FixedData, count):
     """Return the mean loss over the tokens that count of the first `count` global batches, computed in one batch
     instead of as a mean of means."""
     model = ReferenceGPT(config).double().load_full(weights)
@@ -346,7 +413,7 @@ def plain_text(config: Config, weights, prompt: list[int], count: int, vocab_siz
     return text
 
 
-def check_against_reference(pool, config: Config, steps: int, rigged=(), tolerance=1e-9):
+def check_against_reference(pool, config: Config, steps: int, rigged=()):
     """Train on the pool's ranks and compare losses, norms, gradients, weights, evaluation and a sampled text with the
     reference's. The first replica prints the text. Returns the reference's record of each step.
     """
@@ -355,17 +422,9 @@ def check_against_reference(pool, config: Config, steps: int, rigged=(), toleran
     outcomes = pool.run(train_and_sample_rank, config, weights, data, steps, world_size=config.world_size)
 
     assert all(record.gradient_norm > 0.11 for record in records), "the clipping must bite"
-    for outcome in outcomes:                                    # every rank reports the whole batch, not its own share
-        assert ((outcome.losses, outcome.norms, outcome.statistics)
-                == (outcomes[0].losses, outcomes[0].norms, outcomes[0].statistics))
-    assert relative(outcomes[0].losses, [record.loss for record in records]) < tolerance
-    assert relative(outcomes[0].norms, [record.gradient_norm for record in records]) < tolerance
-    for step, record in enumerate(records):
-        gradients = full_tensors(outcomes, lambda outcome: outcome.gradients[step])
-        assert difference(gradients, record.gradients) < tolerance, f"gradients of step {step + 1}"
-        assert outcomes[0].statistics[step] == pytest.approx(record.statistics, rel=tolerance, abs=0.0)
-    assert difference(full_tensors(outcomes, lambda outcome: outcome.weights), final) < tolerance
-    assert relative([outcomes[0].evaluation], [plain_evaluation(config, final, data)]) < tolerance
+    judge(results_of_records(config, data, records, final), join_ranks(outcomes))
+    for record, statistics in zip(records, outcomes[0].statistics, strict=True):
+        assert statistics == pytest.approx(record.statistics, rel=TOLERANCE, abs=0.0)
     text = plain_text(config, final, prompt, config.sample_tokens, config.vocab_size)
     for outcome in outcomes:
         assert outcome.sample.splitlines()[1:-1] == [f"{prompt}|{text[len(prompt):]}"] * (outcome.place[1] == 0)

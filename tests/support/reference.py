@@ -2,8 +2,7 @@
 
 Every parallel layout is compared with this file, in float64. It must be simple enough to be obviously right:
 `nn.Linear`, `nn.Embedding`, `nn.LayerNorm`, attention written out, one batch, one backward, `torch.optim.AdamW`. No
-slices, no microbatches, no ranks. test_reference.py in turn compares it with torch's transformer and with finite
-differences.
+slices, no microbatches, no ranks. test_reference.py in turn compares it with torch's transformer.
 
 The model is GPT-2's (Radford et al. 2019, section 2.3), as GPT-3 kept it. `config` is a resolved Config, of which only
 the model's settings are read: numbers and names.
@@ -358,10 +357,9 @@ class ReferenceGPT(nn.Module):
 
     @torch.no_grad()
     def load_full(self, weights):
-        """Copy full tensors in. Raises ValueError if a name is missing or unknown, or if a shape differs."""
+        """Copy full tensors in. Raises AssertionError if a name is missing or unknown, or if a shape differs."""
         named = self.parts()
-        if named.keys() != weights.keys():
-            raise ValueError(f"names that only one side has: {sorted(named.keys() ^ weights.keys())}")
+        assert named.keys() == weights.keys(), f"names that only one side has: {sorted(named.keys() ^ weights.keys())}"
         for name, parameters in named.items():
             full = weights[name]
             if len(parameters) == 3:
@@ -369,9 +367,8 @@ class ReferenceGPT(nn.Module):
             else:
                 tensors = full.chunk(len(parameters), dim=dim_of_parts(name, full))
             for parameter, tensor in zip(parameters, tensors):
-                if parameter.shape != tensor.shape:
-                    raise ValueError(f"{name}: this model has {tuple(parameter.shape)}, given {tuple(tensor.shape)}")
-                parameter.copy_(tensor)  # copy_ alone would broadcast a wrong shape
+                assert parameter.shape == tensor.shape, name     # copy_ would broadcast
+                parameter.copy_(tensor)
         return self
 
     def full(self, value_of):
