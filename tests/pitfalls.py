@@ -25,7 +25,7 @@ import re
 import sys
 import tempfile
 from contextlib import ExitStack
-from functools import cache
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -75,10 +75,7 @@ EVEN = dict(micro_batch_size=4)                      # both slices get the same 
 
 # ---- conditions
 
-@cache
-def delayed(when):
-    """Carry out asynchronous collectives at wait() ("late") or at the launch ("early")."""
-    return lambda config: delayed_collectives(when)
+LATE, EARLY = (partial(delayed_collectives, when) for when in ("late", "early"))
 
 
 def one_bad_number(config):
@@ -235,8 +232,7 @@ def dropped_in_evaluation(right, config, self, batch, hidden, training, chunk):
 
 # ---- overlap
 
-@pitfall("The wait for an all-reduce comes too late", SliceOps, "wait", conditions=delayed("late"), slices=2,
-         **TP | EVEN)
+@pitfall("The wait for an all-reduce comes too late", SliceOps, "wait", conditions=LATE, slices=2, **TP | EVEN)
 def waited_too_late(right, config, self, slice, site, flights):
     due, self.overdue = getattr(self, "overdue", []), flights
     if due:
@@ -256,7 +252,7 @@ def waited_too_early(config):
     return [(SliceOps, "launch", at_once), (SliceOps, "wait", lambda self, slice, site, flights: result_of(flights))]
 
 
-@pitfall("A buffer in flight is reused", conditions=delayed("late"), slices=2, **TP | EVEN)
+@pitfall("A buffer in flight is reused", conditions=LATE, slices=2, **TP | EVEN)
 def shared_buffer(config):
     buffers = {}
 
@@ -283,7 +279,7 @@ def other_order(right, config, self, slice, step, *arguments):
 # ---- the pipeline
 
 @pitfall("The gradient reduction starts after the first microbatch", ZeroOptimizer, "on_gradients_ready",
-         conditions=delayed("early"))
+         conditions=EARLY)
 def reduced_too_soon(right, config, self, modules):
     told = self.__dict__.setdefault("told", set())
     if (self.updates, modules) not in told:
@@ -488,7 +484,7 @@ def new_masks(right, config, self, site, *others):
 
 
 @pitfall("The owner keeps only the last microbatch's gradients", ZeroOptimizer, "finish_reduces", zero_stage=2,
-         conditions=delayed("early"))
+         conditions=EARLY)
 def kept_and_not_added(right, config, self, left=0):
     while len(self.reduces_in_flight) > left:
         self.reduces_in_flight[0][0].own_grad.zero_()
@@ -623,7 +619,7 @@ def own_counts(right, config, self, bucket):
 
 # ---- multi-token prediction
 
-@pitfall("The final norm is reported complete after the head of a depth", conditions=delayed("early"), bucket_size=1,
+@pitfall("The final norm is reported complete after the head of a depth", conditions=EARLY, bucket_size=1,
          untie_embeddings_and_output_weights=True, **REPLICAS, **DEPTH)
 def complete_too_early(config):
     def only_once(self, *modules):

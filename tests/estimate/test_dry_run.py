@@ -4,9 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.fake_cuda import run_under
+from support.fake_cuda import machine, run_under
 from support.harness import FAMILIES, build, tiny
-from support.published_sizes import machine
 
 import train
 from benchmarks import memory

@@ -159,23 +159,13 @@ def test_the_simulated_idle_time_follows_the_formula(name, chunks, work):
             assert found <= chunks * IDLE["1f1b"](stages, microbatches, 1, *work), "1F1B on these stages idles less"
 
 
-def with_warm_up(count, stages, microbatches):
-    """Return a Timetable of pairs, after count(stages, stage) forwards on each stage."""
-    rows = []
-    for stage in range(stages):
-        first = min(count(stages, stage), microbatches)
-        rows.append((*map(Forward, range(first)),
-                     *(Pair(Backward(i), Forward(first + i)) for i in range(microbatches - first)),
-                     *map(Backward, range(microbatches - first, microbatches))))
-    return Timetable(Placement(stages), tuple(rows))
-
-
 @pytest.mark.parametrize("rows", [
     [[Backward(0), Forward(0)]] * 2,                       # a backward before its forward
     [[Forward(0), Backward(0)], [Backward(0), Forward(0)]],
     # stage 0 pairs the backward that needs stage 1 with the forward that stage 1 needs first
     [[Forward(0), Pair(Backward(0), Forward(1))], [Forward(0), Forward(1), Backward(0)]],
-    with_warm_up(lambda p, r: p - r - 1, 2, 4).rows,
+    [[Forward(0), Pair(Backward(0), Forward(1)), Backward(1)],          # pairs after the warm-up of 1F1B
+     [Pair(Backward(0), Forward(0)), Pair(Backward(1), Forward(1))]],
     [[Forward(0), WeightBackward(0), InputBackward(0)]]], ids=range(5))
 def test_a_schedule_that_cannot_be_executed_is_refused(rows):
     with pytest.raises(ValueError, match="waiting for each other"):

@@ -390,7 +390,6 @@ def plain_evaluation(config: Config, weights, data: FixedData, count):
     tokens, labels, loss_mask, positions, documents = (
         None if tensor is None else tensor[:count].flatten(0, 1)
         for tensor in (data.tokens, data.labels, data.loss_mask, data.positions, data.documents))
-    positions = torch.arange(config.seq_length) if positions is None else positions
     with torch.no_grad():
         return float(masked_loss(model(tokens, positions, documents=documents), labels, loss_mask.double()))
 
@@ -405,7 +404,7 @@ def plain_text(config: Config, weights, prompt: list[int], count: int, vocab_siz
         window = window if len(window) <= longest else window[-(longest // 2):]
         positions, documents = count_documents(tokens := torch.tensor([window]))
         with torch.no_grad():
-            logits = model(tokens, positions if config.reset_position_ids else torch.arange(len(window)),
+            logits = model(tokens, positions if config.reset_position_ids else None,
                            documents=documents if config.reset_attention_mask else None)
         token = int(logits[0, -1, :vocab_size].argmax())
         if token == end_of_text:

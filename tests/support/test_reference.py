@@ -7,20 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from support.harness import tiny
+from support.harness import random_data, tiny
 from support.reference import ReferenceGPT, masked_loss, random_weights, train_reference
 
 SMALL = dict(num_layers=2, num_attention_heads=4)
 TIED, UNTIED = tiny(1, **SMALL), tiny(1, **SMALL, untie_embeddings_and_output_weights=True)
-
-
-def random_batch(config, batch_size=3, seed=0):
-    """Return tokens, labels and a loss_mask that leaves each row a different number of tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = batch_size, config.max_position_embeddings
-    tokens, labels = (torch.randint(config.vocab_size, shape, generator=generator) for _ in range(2))
-    loss_mask = (torch.arange(shape[1]) > torch.arange(batch_size)[:, None]).double()
-    return tokens, labels, loss_mask
 
 
 def torch_transformer(config, weights):
@@ -57,14 +48,15 @@ def test_random_weights_let_no_term_hide_and_depend_on_the_seed_alone():
 # ---- forward and gradients
 
 def test_logits_and_gradients_equal_torchs_own_transformer():
-    weights, (tokens, labels, loss_mask) = random_weights(UNTIED), random_batch(UNTIED)
+    weights, data = random_weights(UNTIED), random_data(UNTIED, 1)
+    tokens, labels, loss_mask = data.tokens[0], data.labels[0], data.loss_mask[0].double()
     encoder, rows = torch_transformer(UNTIED, weights)
     words, positions = weights["embedding.word_embeddings.weight"], weights["embedding.position_embeddings.weight"]
     hidden = (words[tokens] + positions).requires_grad_()
     causal = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], dtype=torch.float64)
     encoded = encoder(hidden, mask=causal, is_causal=True)
     theirs = encoded @ weights["output_layer.weight"][: UNTIED.vocab_size].t()
-    ours = ReferenceGPT(UNTIED).double().load_full(weights)(tokens, torch.arange(tokens.shape[1]))
+    ours = ReferenceGPT(UNTIED).double().load_full(weights)(tokens)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
     masked_loss(theirs, labels, loss_mask).backward()
