@@ -41,11 +41,8 @@ import test_zero
 import train
 from nanodomino import domino, model
 from nanodomino.checkpoint import format as checkpoint_format, load, save
-from nanodomino.checkpoint.load import newest_intact_checkpoint
-from nanodomino.checkpoint.format import manifest_text
 from nanodomino.domino import Domino
-from nanodomino.layers import attention
-from nanodomino.layers import dropout_and_positions
+from nanodomino.layers import attention, dropout_and_positions
 from nanodomino.layers.dropout_and_positions import MasksAndPositions, seeded_generator
 from nanodomino.optim import buckets
 from nanodomino.optim.buckets import Bucket
@@ -61,7 +58,7 @@ from support import ROOT, harness
 from support.checkpoints import save_steps, train_from
 from support.delayed_collectives import delayed_collectives
 from support.fp8_checks import check_matmuls, check_near_fp32, check_new_weights
-from support.harness import TOLERANCE, Results, judge, tiny, worst
+from support.harness import TOLERANCE, Outcome, judge, tiny, worst
 from support.pitfall_runner import CHECKED, END, LONG, TABLE, Pitfall, check, instead, measure, pitfall
 from support.pool import Pool
 
@@ -106,10 +103,10 @@ def stopped_and_resumed(config, weights, data, steps):
     with tempfile.TemporaryDirectory() if dist.get_rank() == 0 else ExitStack() as folder:
         folder = from_rank_0(folder)
         before = train_from(config, weights, data, 0, half, save_to=folder)
-        after = train_from(config, None, data, half, steps, load=newest_intact_checkpoint(Path(folder)))
+        after = train_from(config, None, data, half, steps, load=load.newest_intact_checkpoint(Path(folder)))
         dist.barrier()
-    return dataclasses.replace(after, losses=before.losses + after.losses, norms=before.norms + after.norms,
-                               gradients=before.gradients + after.gradients)
+    return dataclasses.replace(after, **{name: getattr(before, name) + getattr(after, name)
+                                         for name in ("losses", "norms", "gradients", "statistics")})
 
 
 # ---- initial weights
@@ -454,7 +451,7 @@ def count_from_step(right, config, folder):
 def unfinished_checkpoint_is_not_used(pool):
     with tempfile.TemporaryDirectory() as folder:
         assert "the power is out" in pool.run(save_steps, tiny(1), folder, world_size=1)[0][0]
-        found = newest_intact_checkpoint(Path(folder), report=lambda line: None)
+        found = load.newest_intact_checkpoint(Path(folder), report=lambda line: None)
         assert found is None, f"{found.name} is taken for complete"
 
 
@@ -469,7 +466,7 @@ def power_cut(config):
 def named_too_early(right, config, self, step, boxes, manifest):
     final = self.run_dir / "checkpoints" / f"step-{step:08d}"
     final.mkdir(parents=True)
-    (final / "manifest.json").write_text(manifest_text({**manifest, "config": {}, "files": {}}))
+    (final / "manifest.json").write_text(checkpoint_format.manifest_text({**manifest, "config": {}, "files": {}}))
     self.error = "the power is out"
 
 
@@ -743,7 +740,7 @@ def show(pool, entry: Pitfall, steps: int):
             print(f"The check: {re.search('^AssertionError.*|$', str(error), re.MULTILINE)[0] or error}")
 
 
-def row_of(entry: Pitfall, right: Results, found: Results, ends: tuple[float, float]) -> str:
+def row_of(entry: Pitfall, right: Outcome, found: Outcome, ends: tuple[float, float]) -> str:
     """Return a row of the document's table: a run of CHECKED steps, and the mean losses `ends` of the long runs."""
     numbers = *ends, right.norms[-1], found.norms[-1]
     cells = [f"[{entry.number}](#{entry.number})", entry.title, applies(entry),
@@ -751,7 +748,7 @@ def row_of(entry: Pitfall, right: Results, found: Results, ends: tuple[float, fl
     return f"| {' | '.join(cells)} |"
 
 
-def largest_difference(right: Results, found: Results) -> str:
+def largest_difference(right: Outcome, found: Outcome) -> str:
     """Return the worst gradient of the last step, with two significant digits; if all gradients are right, judge()'s
     message."""
     error, name = worst(found.gradients[-1], right.gradients[-1])

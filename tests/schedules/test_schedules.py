@@ -21,11 +21,6 @@ ALL = [(name, chunks) for name in SCHEDULES for chunks in (SCHEDULES[name].chunk
 EACH = pytest.mark.parametrize("name, chunks", ALL, ids=str)
 
 
-def each_of(formulas):
-    """Parametrize over the schedules that have a formula."""
-    return pytest.mark.parametrize("name, chunks", [case for case in ALL if case[0] in formulas], ids=str)
-
-
 def tables(name, chunks):
     """Yield (stages, microbatches, Timetable), with m smaller than p and m not divisible by p among them."""
     for stages in STAGES:
@@ -121,7 +116,7 @@ HELD = {                                    # how many microbatches stage r hold
     "zb-v": lambda p, r, m, v: min(2 * m, m + r + 1, 2 * p)}
 
 
-@each_of(HELD)
+@EACH
 def test_a_stage_holds_as_many_microbatches_as_the_formula_says(name, chunks):
     for stages, microbatches, table in tables(name, chunks):
         for stage, row in enumerate(table.rows):
@@ -148,7 +143,7 @@ IDLE = {                                    # idle time of a step, if a chunk's 
 
 @pytest.mark.parametrize("work", [(1, 1, 1), (2, 3, 2), (4, 3, 3), (2, 1, 2)],
                          ids=lambda work: "F{}-B{}-W{}".format(*work))
-@each_of(IDLE)
+@EACH
 def test_the_simulated_idle_time_follows_the_formula(name, chunks, work):
     """For F = B = W and for unequal passes. An interleaved chunk is 1/v of a stage, and its idle time likewise."""
     for stages in (1, 2, 4, 7):

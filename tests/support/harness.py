@@ -149,8 +149,8 @@ def random_data(config: Config, steps: int, seed=7) -> FixedData:
 
 @dataclass
 class Outcome:
-    """The results of one rank."""
-    place: tuple                 # the indices on the axes pp, dp and tp of the mesh
+    """The results of one rank, or of a whole training: then tensors are full, and without their shard_spec()."""
+    place: tuple | None          # the indices on the axes pp, dp and tp of the mesh; None: the whole training
     losses: list
     norms: list
     gradients: list              # of each step, of the mean loss, before clipping: {name: (tensor, shard_spec())}
@@ -158,6 +158,7 @@ class Outcome:
     evaluation: float
     statistics: list = ()        # of each step: StepResult.statistics
     sample: str = ""             # what write_sample printed
+    apart: frozenset = frozenset()       # names of what must be equal on several ranks and is not
 
 
 def device_here() -> torch.device:
@@ -290,18 +291,7 @@ def relative(ours: list, theirs: list) -> float:
     return max(error_of(our, their) for our, their in zip(ours, theirs, strict=True))
 
 
-@dataclass
-class Results:
-    """The results of a training. gradients: full tensors by name for each step. apart: names whose copies differ."""
-    losses: list
-    norms: list
-    gradients: list
-    weights: dict
-    evaluation: float
-    apart: frozenset = frozenset()
-
-
-def join_ranks(outcomes: list[Outcome]) -> Results:
+def join_ranks(outcomes: list[Outcome]) -> Outcome:
     """Join the results of all ranks. Numbers are rank 0's; `apart` names those that another rank disputes."""
     first, apart, of_gradients = outcomes[0], set(), set()
     gradients = [full_tensors(outcomes, lambda outcome: outcome.gradients[step], of_gradients)
@@ -310,10 +300,10 @@ def join_ranks(outcomes: list[Outcome]) -> Results:
     apart |= {f"gradient of {name}" for name in of_gradients}
     apart |= {what for what in ("losses", "norms", "evaluation", "statistics")
               if len({repr(getattr(outcome, what)) for outcome in outcomes}) > 1}
-    return Results(first.losses, first.norms, gradients, weights, first.evaluation, frozenset(apart))
+    return dataclasses.replace(first, place=None, gradients=gradients, weights=weights, apart=frozenset(apart))
 
 
-def judge(right: Results, found: Results):
+def judge(right: Outcome, found: Outcome):
     """Raise AssertionError for the first result that differs by more than rounding."""
     apart = sorted(found.apart - right.apart)
     assert not apart, f"ranks that must agree do not: {', '.join(apart)}"
@@ -324,6 +314,8 @@ def judge(right: Results, found: Results):
     for step, (ours, theirs) in enumerate(zip(found.gradients, right.gradients, strict=True), start=1):
         error, name = worst(ours, theirs)
         assert error < TOLERANCE, f"gradient of {name} in step {step} is off by {error:.1e}"
+    for ours, theirs in zip(found.statistics, right.statistics, strict=True):
+        assert ours == pytest.approx(theirs, rel=TOLERANCE, abs=0.0), "the statistics of experts or depths"
     error, name = worst(found.weights, right.weights)
     assert error < TOLERANCE, f"weight {name} is off by {error:.1e}"
     assert error_of(found.evaluation, right.evaluation) < TOLERANCE, (
@@ -376,11 +368,12 @@ def reference_for(pool, config: Config, steps: int, given=(), draw=weights_and_d
     return _references[key]
 
 
-def results_of_records(config: Config, data: FixedData, records, final) -> Results:
+def results_of_records(config: Config, data: FixedData, records, final) -> Outcome:
     """Return the results of reference_for(), with an evaluation of the final weights."""
-    return Results([record.loss for record in records], [record.gradient_norm for record in records],
+    return Outcome(None, [record.loss for record in records], [record.gradient_norm for record in records],
                    [record.gradients for record in records], final,
-                   plain_evaluation(config, final, data, min(config.eval_iters, len(records))))
+                   plain_evaluation(config, final, data, min(config.eval_iters, len(records))),
+                   [record.statistics for record in records])
 
 
 def plain_evaluation(config: Config, weights, data: FixedData, count):
@@ -423,8 +416,6 @@ def check_against_reference(pool, config: Config, steps: int, rigged=()):
 
     assert all(record.gradient_norm > 0.11 for record in records), "the clipping must bite"
     judge(results_of_records(config, data, records, final), join_ranks(outcomes))
-    for record, statistics in zip(records, outcomes[0].statistics, strict=True):
-        assert statistics == pytest.approx(record.statistics, rel=TOLERANCE, abs=0.0)
     text = plain_text(config, final, prompt, config.sample_tokens, config.vocab_size)
     for outcome in outcomes:
         assert outcome.sample.splitlines()[1:-1] == [f"{prompt}|{text[len(prompt):]}"] * (outcome.place[1] == 0)

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from support.harness import (FixedData, Results, count_depth_masks, join_ranks, judge, reference_for,
+from support.harness import (FixedData, Outcome, count_depth_masks, join_ranks, judge, reference_for,
                              results_of_records, tiny, train_rank)
 from support.reference import random_weights
 
@@ -144,7 +144,7 @@ def drawn_weights(config):
 
 # ---- the comparison
 
-def measure(pool, entry: Pitfall, wrong: bool, steps: int) -> tuple[Results, Results]:
+def measure(pool, entry: Pitfall, wrong: bool, steps: int) -> tuple[Outcome, Outcome]:
     """Return (the right results, the results of the ranks with or without the bug)."""
     weights, data, *plain = reference_for(pool, entry.config, steps, entry.drawn, text_and_weights)
     right = results_of_records(entry.config, data, *plain)
