@@ -59,7 +59,7 @@ from support.checkpoints import save_steps, train_from
 from support.delayed_collectives import delayed_collectives
 from support.fp8_checks import check_matmuls, check_near_fp32, check_new_weights
 from support.harness import TOLERANCE, Outcome, judge, tiny, worst
-from support.pitfall_runner import CHECKED, END, LONG, TABLE, Pitfall, check, instead, measure, pitfall
+from support.pitfall_runner import CHECKED, END, LONG, TABLE, Pitfall, instead, measure, pitfall, pool_with_bug
 from support.pool import Pool
 
 DOCUMENT = ROOT / "docs" / "pitfalls.md"
@@ -735,7 +735,7 @@ def show(pool, entry: Pitfall, steps: int):
         print(f"differs between ranks that must agree: {', '.join(sorted(found.apart))}")
     if entry.check:
         try:
-            check(pool, entry, wrong=True)
+            entry.check(pool_with_bug(pool, entry, wrong=True))
         except Exception as error:
             print(f"The check: {re.search('^AssertionError.*|$', str(error), re.MULTILINE)[0] or error}")
 

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from support.harness import (FixedData, Outcome, count_depth_masks, join_ranks, judge, reference_for,
-                             results_of_records, tiny, train_rank)
+from support.harness import (FixedData, Outcome, count_depth_masks, join_ranks, reference_for, results_of_records,
+                             tiny, train_rank)
 from support.reference import random_weights
 
 from nanodomino import model
@@ -152,13 +152,4 @@ def measure(pool, entry: Pitfall, wrong: bool, steps: int) -> tuple[Outcome, Out
     found = join_ranks(pool_with_bug(pool, entry, wrong).run(entry.runner, *arguments, world_size=entry.world_size))
     if entry.straight:
         right = join_ranks(pool_with_bug(pool, entry, False).run(train_rank, *arguments, world_size=entry.world_size))
-    return right, found
-
-
-def check(pool, entry: Pitfall, wrong: bool):
-    """Raise AssertionError if the results, with or without the bug, are wrong. Returns measure()'s results."""
-    if entry.check:
-        return entry.check(pool_with_bug(pool, entry, wrong))
-    right, found = measure(pool, entry, wrong, CHECKED)
-    judge(right, found)
     return right, found
