@@ -16,9 +16,8 @@ from nanodomino.schedules.simulation import (Placement, Timetable, bubble, busy_
                                              step_time, timetable)
 
 STAGES, MICROBATCHES = range(1, 9), range(1, 18)
-ALL = [(name, chunks) for name in SCHEDULES for chunks in (SCHEDULES[name].chunks if len(SCHEDULES[name].chunks) == 1
-                                                           else (2, 3))]
-EACH = pytest.mark.parametrize("name, chunks", ALL, ids=str)
+EACH = pytest.mark.parametrize("name, chunks", [(name, chunks) for name, schedule in SCHEDULES.items() for chunks in (
+    schedule.chunks if len(schedule.chunks) == 1 else (2, 3))], ids=str)
 
 
 def tables(name, chunks):

@@ -86,10 +86,11 @@ class FixedData:
     documents: torch.Tensor | None = None      # None: each row is one
     depth_masks: list[torch.Tensor] = ()       # a loss mask for each depth, which only the reference reads
     config: Config | None = None               # whose options extend a batch
+    missing: int = 0                           # how many windows the last batch of an evaluation lacks
 
     @property
     def windows(self):
-        return self.tokens.size(0) * self.tokens.size(1)
+        return self.tokens.size(0) * self.tokens.size(1) - self.missing
 
     def batch(self, first_sample, microbatch, dp_rank, dp, micro_batch_size, global_batch_size, shuffle=True):
         step, first = first_sample // global_batch_size, dp_rank * (global_batch_size // dp)

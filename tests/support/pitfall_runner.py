@@ -104,16 +104,9 @@ def pool_with_bug(pool, entry: Pitfall, wrong: bool):
 
 # ---- the right numbers
 
-class Text(FixedData):
-    """The last five of each batch's 24 rows do not count, as in the last, incomplete batch of a split."""
-
-    @property
-    def windows(self):
-        return super().windows - 5
-
-
-def text(config, steps) -> Text:
-    """Return data that can be learnt: nine tokens in ten follow from the previous token. The loss mask is uneven."""
+def text(config, steps) -> FixedData:
+    """Return data that can be learnt: nine tokens in ten follow from the previous token. The loss mask is uneven. The
+    last five of each batch's 24 rows do not count, as in the last, incomplete batch of a split."""
     samples, length = config.global_batch_size, config.seq_length
     rows, mask = torch.empty(steps, samples, length + 1, dtype=torch.long), torch.empty(steps, samples, length)
     for step in range(steps):
@@ -126,8 +119,8 @@ def text(config, steps) -> Text:
         share = torch.linspace(-0.2, 1.2, samples)[torch.randperm(samples, generator=generator)]
         mask[step] = torch.rand(samples, length, generator=generator) < share[:, None]
     mask[:, -5:] = 0
-    return Text(rows[..., :-1], rows[..., 1:], mask, config=config,
-                depth_masks=count_depth_masks(rows, mask, config.mtp_num_layers, False))
+    return FixedData(rows[..., :-1], rows[..., 1:], mask, config=config, missing=5,
+                     depth_masks=count_depth_masks(rows, mask, config.mtp_num_layers, False))
 
 
 def text_and_weights(config, steps, drawn):
