@@ -82,9 +82,6 @@ class FixedData:
     tokens: torch.Tensor
     labels: torch.Tensor
     loss_mask: torch.Tensor
-    positions: torch.Tensor | None = None      # None: 0, 1, ..
-    documents: torch.Tensor | None = None      # None: each row is one
-    depth_masks: list[torch.Tensor] = ()       # a loss mask for each depth, which only the reference reads
     config: Config | None = None               # whose options extend a batch
     missing: int = 0                           # how many windows the last batch of an evaluation lacks
 
@@ -117,6 +114,12 @@ def count_documents(tokens):
     return positions, documents
 
 
+def places_of(config, tokens):
+    """Return the (positions, documents) of tokens that the reference model takes; None where the config resets none."""
+    positions, documents = count_documents(tokens)
+    return positions if config.reset_position_ids else None, documents if config.reset_attention_mask else None
+
+
 def count_depth_masks(tokens, loss_mask, depths, within_documents):
     """Return the loss masks of the depths for tokens [..., s + 1], in a plain loop: depth d predicts token i + d + 1 if
     there is one, if the main loss counts it, and, within_documents, unless a document ends at a token from i to i + d.
@@ -138,14 +141,9 @@ def random_data(config: Config, steps: int, seed=7) -> FixedData:
     order = torch.randperm(config.global_batch_size, generator=generator)
     share = torch.linspace(-0.2, 1.1, config.global_batch_size)[order]
     loss_mask = (torch.rand(shape, generator=generator) < share[:, None]).float()
-    by_position, by_attention = config.reset_position_ids, config.reset_attention_mask
-    if by_position or by_attention:
+    if config.reset_position_ids or config.reset_attention_mask:
         tokens = torch.where(torch.rand(tokens.shape, generator=generator) < 0.25, END_OF_TEXT, tokens)
-    positions, documents = count_documents(tokens[..., :-1])
-    depth_masks = count_depth_masks(tokens, loss_mask, config.mtp_num_layers,
-                                    within_documents=by_position or by_attention)
-    return FixedData(tokens[..., :-1], tokens[..., 1:], loss_mask, positions if by_position else None,
-                     documents if by_attention else None, depth_masks, config)
+    return FixedData(tokens[..., :-1], tokens[..., 1:], loss_mask, config)
 
 
 @dataclass
@@ -348,10 +346,10 @@ def train_plainly(config: Config, weights, data: FixedData, steps: int):
     """Train the reference model. Returns (a record of each step, final weights). In a worker of the pool, the dropout
     masks are drawn on its device: the same seed gives other random numbers on a GPU than on a CPU."""
     rates = [train.learning_rate(step, config) for step in range(1, steps + 1)]
-    batches = [(data.tokens[i], data.labels[i], data.loss_mask[i].double(),
-                None if data.positions is None else data.positions[i],
-                None if data.documents is None else data.documents[i],
-                *(mask[i].double() for mask in data.depth_masks)) for i in range(steps)]
+    batches = [(tokens, labels, mask, *places_of(config, tokens), *count_depth_masks(
+        torch.cat([tokens, labels[:, -1:]], dim=1), mask, config.mtp_num_layers,
+        within_documents=config.reset_position_ids or config.reset_attention_mask))
+        for tokens, labels, mask, _ in zip(data.tokens, data.labels, data.loss_mask.double(), range(steps))]
     return train_reference(config, weights, batches, rates, [masks_of(config, step) for step in range(steps)])
 
 
@@ -381,11 +379,9 @@ def plain_evaluation(config: Config, weights, data: FixedData, count):
     """Return the mean loss over the tokens that count of the first `count` global batches, computed in one batch
     instead of as a mean of means."""
     model = ReferenceGPT(config).double().load_full(weights)
-    tokens, labels, loss_mask, positions, documents = (
-        None if tensor is None else tensor[:count].flatten(0, 1)
-        for tensor in (data.tokens, data.labels, data.loss_mask, data.positions, data.documents))
+    tokens, labels, loss_mask = (tensor[:count].flatten(0, 1) for tensor in (data.tokens, data.labels, data.loss_mask))
     with torch.no_grad():
-        return float(masked_loss(model(tokens, positions, documents=documents), labels, loss_mask.double()))
+        return float(masked_loss(model(tokens, *places_of(config, tokens)), labels, loss_mask.double()))
 
 
 def plain_text(config: Config, weights, prompt: list[int], count: int, vocab_size: int,
@@ -396,10 +392,9 @@ def plain_text(config: Config, weights, prompt: list[int], count: int, vocab_siz
     window = prompt[-longest:]
     while len(text) < len(prompt) + count:
         window = window if len(window) <= longest else window[-(longest // 2):]
-        positions, documents = count_documents(tokens := torch.tensor([window]))
+        tokens = torch.tensor([window])
         with torch.no_grad():
-            logits = model(tokens, positions if config.reset_position_ids else None,
-                           documents=documents if config.reset_attention_mask else None)
+            logits = model(tokens, *places_of(config, tokens))
         token = int(logits[0, -1, :vocab_size].argmax())
         if token == end_of_text:
             break

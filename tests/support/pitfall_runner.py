@@ -15,8 +15,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from support.harness import (FixedData, Outcome, count_depth_masks, join_ranks, reference_for, results_of_records,
-                             tiny, train_rank)
+from support.harness import FixedData, Outcome, join_ranks, reference_for, results_of_records, tiny, train_rank
 from support.reference import random_weights
 
 from nanodomino import model
@@ -119,8 +118,7 @@ def text(config, steps) -> FixedData:
         share = torch.linspace(-0.2, 1.2, samples)[torch.randperm(samples, generator=generator)]
         mask[step] = torch.rand(samples, length, generator=generator) < share[:, None]
     mask[:, -5:] = 0
-    return FixedData(rows[..., :-1], rows[..., 1:], mask, config=config, missing=5,
-                     depth_masks=count_depth_masks(rows, mask, config.mtp_num_layers, False))
+    return FixedData(rows[..., :-1], rows[..., 1:], mask, config, missing=5)
 
 
 def text_and_weights(config, steps, drawn):

@@ -311,7 +311,7 @@ class ReferenceGPT(nn.Module):
         self.final_norm = norm_of(config)
         self.output_layer = None if config.tied else nn.Linear(h, config.padded_vocab_size, bias=False)
 
-    def forward(self, tokens, positions=None, mask=None, documents=None):
+    def forward(self, tokens, positions=None, documents=None, mask=None):
         """tokens [b, s] -> logits [b, s, vocab_size]. positions [b, s] or [s]; None: 0, 1, ... documents [b, s], if
         given: a token does not attend to other documents.
 
@@ -436,7 +436,7 @@ def train_reference(config, weights, batches, learning_rates, masks=None):
     for step, (tokens, labels, loss_mask, *places) in enumerate(batches):
         optimizer.zero_grad(set_to_none=True)
         positions, documents, *depth_masks = places or (None, None)
-        logits = model(tokens, positions, masks and masks[step], documents)
+        logits = model(tokens, positions, documents, masks and masks[step])
         loss = masked_loss(logits, labels, loss_mask)
         sums = model.depth_losses(labels, depth_masks)
         layers = [module for module in model.modules() if isinstance(module, Experts)]
