@@ -25,7 +25,7 @@ import re
 import sys
 import tempfile
 from contextlib import ExitStack
-from functools import cache
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -41,11 +41,8 @@ import test_zero
 import train
 from nanodomino import domino, model
 from nanodomino.checkpoint import format as checkpoint_format, load, save
-from nanodomino.checkpoint.load import newest_intact_checkpoint
-from nanodomino.checkpoint.format import manifest_text
 from nanodomino.domino import Domino
-from nanodomino.layers import attention
-from nanodomino.layers import dropout_and_positions
+from nanodomino.layers import attention, dropout_and_positions
 from nanodomino.layers.dropout_and_positions import MasksAndPositions, seeded_generator
 from nanodomino.optim import buckets
 from nanodomino.optim.buckets import Bucket
@@ -58,12 +55,11 @@ from nanodomino.overlap.slices import Flight, SliceOps, result_of
 from nanodomino.comm.world import from_rank_0
 from nanodomino.zero import ZeroOptimizer, sum_of_squares
 from support import ROOT, harness
-from support.checkpoints import save_steps
+from support.checkpoints import save_steps, train_from
 from support.delayed_collectives import delayed_collectives
 from support.fp8_checks import check_matmuls, check_near_fp32, check_new_weights
-from support.harness import build, tiny, train_steps
-from support.pitfall_runner import (CHECKED, END, LONG, Pitfall, Side, TABLE, TOLERANCE, check, instead, judge, measure,
-                                    pitfall, worst)
+from support.harness import TOLERANCE, Outcome, judge, tiny, worst
+from support.pitfall_runner import CHECKED, END, LONG, TABLE, Pitfall, instead, measure, pitfall, pool_with_bug
 from support.pool import Pool
 
 DOCUMENT = ROOT / "docs" / "pitfalls.md"
@@ -76,10 +72,7 @@ EVEN = dict(micro_batch_size=4)                      # both slices get the same 
 
 # ---- conditions
 
-@cache
-def delayed(when):
-    """Carry out asynchronous collectives at wait() ("late") or at the launch ("early")."""
-    return lambda config: delayed_collectives(when)
+LATE, EARLY = (partial(delayed_collectives, when) for when in ("late", "early"))
 
 
 def one_bad_number(config):
@@ -108,19 +101,12 @@ def stopped_and_resumed(config, weights, data, steps):
     """Do what train_rank does, but save a checkpoint after half of the steps, and resume it."""
     half = (steps + 1) // 2
     with tempfile.TemporaryDirectory() if dist.get_rank() == 0 else ExitStack() as folder:
-        folder = Path(from_rank_0(folder))
-        built = build(config, weights)
-        before = train_steps(built, config, data, range(1, half + 1))
-        saver = save.Saver(folder, built[0], keep_last=1)
-        saver.save(half, built[1], built[2], config)
-        saver.wait()
-        assert saver.failure() is None
-        built = build(config)
-        load.restore(newest_intact_checkpoint(folder), built[1], built[2], built[0])
-        after = train_steps(built, config, data, range(half + 1, steps + 1))
+        folder = from_rank_0(folder)
+        before = train_from(config, weights, data, 0, half, save_to=folder)
+        after = train_from(config, None, data, half, steps, load=load.newest_intact_checkpoint(Path(folder)))
         dist.barrier()
-    return dataclasses.replace(after, losses=before.losses + after.losses, norms=before.norms + after.norms,
-                               gradients=before.gradients + after.gradients)
+    return dataclasses.replace(after, **{name: getattr(before, name) + getattr(after, name)
+                                         for name in ("losses", "norms", "gradients", "statistics")})
 
 
 # ---- initial weights
@@ -243,8 +229,7 @@ def dropped_in_evaluation(right, config, self, batch, hidden, training, chunk):
 
 # ---- overlap
 
-@pitfall("The wait for an all-reduce comes too late", SliceOps, "wait", conditions=delayed("late"), slices=2,
-         **TP | EVEN)
+@pitfall("The wait for an all-reduce comes too late", SliceOps, "wait", conditions=LATE, slices=2, **TP | EVEN)
 def waited_too_late(right, config, self, slice, site, flights):
     due, self.overdue = getattr(self, "overdue", []), flights
     if due:
@@ -264,7 +249,7 @@ def waited_too_early(config):
     return [(SliceOps, "launch", at_once), (SliceOps, "wait", lambda self, slice, site, flights: result_of(flights))]
 
 
-@pitfall("A buffer in flight is reused", conditions=delayed("late"), slices=2, **TP | EVEN)
+@pitfall("A buffer in flight is reused", conditions=LATE, slices=2, **TP | EVEN)
 def shared_buffer(config):
     buffers = {}
 
@@ -291,7 +276,7 @@ def other_order(right, config, self, slice, step, *arguments):
 # ---- the pipeline
 
 @pitfall("The gradient reduction starts after the first microbatch", ZeroOptimizer, "on_gradients_ready",
-         conditions=delayed("early"))
+         conditions=EARLY)
 def reduced_too_soon(right, config, self, modules):
     told = self.__dict__.setdefault("told", set())
     if (self.updates, modules) not in told:
@@ -466,7 +451,7 @@ def count_from_step(right, config, folder):
 def unfinished_checkpoint_is_not_used(pool):
     with tempfile.TemporaryDirectory() as folder:
         assert "the power is out" in pool.run(save_steps, tiny(1), folder, world_size=1)[0][0]
-        found = newest_intact_checkpoint(Path(folder), report=lambda line: None)
+        found = load.newest_intact_checkpoint(Path(folder), report=lambda line: None)
         assert found is None, f"{found.name} is taken for complete"
 
 
@@ -481,7 +466,7 @@ def power_cut(config):
 def named_too_early(right, config, self, step, boxes, manifest):
     final = self.run_dir / "checkpoints" / f"step-{step:08d}"
     final.mkdir(parents=True)
-    (final / "manifest.json").write_text(manifest_text({**manifest, "config": {}, "files": {}}))
+    (final / "manifest.json").write_text(checkpoint_format.manifest_text({**manifest, "config": {}, "files": {}}))
     self.error = "the power is out"
 
 
@@ -496,7 +481,7 @@ def new_masks(right, config, self, site, *others):
 
 
 @pitfall("The owner keeps only the last microbatch's gradients", ZeroOptimizer, "finish_reduces", zero_stage=2,
-         conditions=delayed("early"))
+         conditions=EARLY)
 def kept_and_not_added(right, config, self, left=0):
     while len(self.reduces_in_flight) > left:
         self.reduces_in_flight[0][0].own_grad.zero_()
@@ -631,7 +616,7 @@ def own_counts(right, config, self, bucket):
 
 # ---- multi-token prediction
 
-@pitfall("The final norm is reported complete after the head of a depth", conditions=delayed("early"), bucket_size=1,
+@pitfall("The final norm is reported complete after the head of a depth", conditions=EARLY, bucket_size=1,
          untie_embeddings_and_output_weights=True, **REPLICAS, **DEPTH)
 def complete_too_early(config):
     def only_once(self, *modules):
@@ -750,12 +735,12 @@ def show(pool, entry: Pitfall, steps: int):
         print(f"differs between ranks that must agree: {', '.join(sorted(found.apart))}")
     if entry.check:
         try:
-            check(pool, entry, wrong=True)
+            entry.check(pool_with_bug(pool, entry, wrong=True))
         except Exception as error:
             print(f"The check: {re.search('^AssertionError.*|$', str(error), re.MULTILINE)[0] or error}")
 
 
-def row_of(entry: Pitfall, right: Side, found: Side, ends: tuple[float, float]) -> str:
+def row_of(entry: Pitfall, right: Outcome, found: Outcome, ends: tuple[float, float]) -> str:
     """Return a row of the document's table: a run of CHECKED steps, and the mean losses `ends` of the long runs."""
     numbers = *ends, right.norms[-1], found.norms[-1]
     cells = [f"[{entry.number}](#{entry.number})", entry.title, applies(entry),
@@ -763,7 +748,7 @@ def row_of(entry: Pitfall, right: Side, found: Side, ends: tuple[float, float]) 
     return f"| {' | '.join(cells)} |"
 
 
-def largest_difference(right: Side, found: Side) -> str:
+def largest_difference(right: Outcome, found: Outcome) -> str:
     """Return the worst gradient of the last step, with two significant digits; if all gradients are right, judge()'s
     message."""
     error, name = worst(found.gradients[-1], right.gradients[-1])

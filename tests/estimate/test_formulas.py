@@ -3,9 +3,10 @@
 import dataclasses
 import math
 
+import numpy as np
 import pytest
+from support.fake_cuda import machine
 from support.harness import tiny
-from support.published_sizes import cluster, machine
 
 import train
 from nanodomino.estimate import formulas
@@ -13,6 +14,7 @@ from nanodomino.estimate.accounts import Operation
 from nanodomino.estimate.formulas import ATTENTION, KERNEL, START, matmul_seconds
 from nanodomino.estimate.rank import dry_run
 from nanodomino.model import meta_stage
+from nanodomino.settings.config import Config
 
 
 X = 3 * 32 * 64 * 2              # bytes of one activation of `small`
@@ -24,9 +26,13 @@ def small(**changes):
 
 
 def per_layer(config, value):
-    """Return {name: what the second layer of a dry run adds}. value(run) -> {name: number}."""
+    """Return how much the second layer adds to value(a dry run)."""
     one, two = (value(dry_run(train, dataclasses.replace(config, num_layers=layers))) for layers in (1, 2))
-    return {name: two[name] - one[name] for name in two}
+    return two - one
+
+
+def kept(run):
+    return run.kept[(("forward", 0),)]
 
 
 # ---- the table of formulas.py
@@ -53,15 +59,14 @@ def test_activations_of_a_layer(granularity, stream, inside, cut, positions):
     config = small(recompute_granularity=granularity, sequence_parallel=cut, position_embedding_type=positions)
     tensors = stream * X / (2 if cut else 1) + inside * X / 2
     statistics = 4 * 3 * 32 * (4 / (2 if cut else 1) + 8 / 2 * (granularity == "none"))
-    kept = per_layer(config, lambda run: {"kept": run.kept[(("forward", 0),)]})["kept"]
-    assert kept == tensors + statistics
+    assert per_layer(config, kept) == tensors + statistics
 
 
 def test_activations_of_a_layer_with_attention_dropout():
     """Each score has a probability, an fp32 mask and a dropped probability. The matmuls save contiguous q, k and v,
     which take the place of qkv."""
-    kept = per_layer(small(attention_dropout=0.1), lambda run: {"kept": run.kept[(("forward", 0),)]})["kept"]
-    assert kept == 4 * X + 12 * X / 2 + 4 * 3 * 32 * 4 + (2 + 4 + 2) * 3 * 4 * 32 * 32
+    expected = 4 * X + 12 * X / 2 + 4 * 3 * 32 * 4 + (2 + 4 + 2) * 3 * 4 * 32 * 32
+    assert per_layer(small(attention_dropout=0.1), kept) == expected
 
 
 @pytest.mark.parametrize("slices, columns", [(1, 1), (3, 2)])
@@ -69,9 +74,9 @@ def test_activations_of_a_layer_with_attention_dropout():
 def test_collectives_of_a_layer(cut, expected, slices, columns):
     """Slices and columns make more calls, not more bytes. Norm gradients are summed once per step."""
     config = small(sequence_parallel=cut, slices=slices, columns=columns)
-    for index, each in enumerate((slices * columns, X)):
-        added = per_layer(config, lambda run: {kind: run.traffic["tp", kind][index] for kind in expected})
-        assert added == {kind: config.microbatches * times * each for kind, times in expected.items()}
+    for kind, times in expected.items():
+        added = per_layer(config, lambda run: np.array(run.traffic["tp", kind]))
+        assert [*added] == [config.microbatches * times * each for each in (slices * columns, X)]
 
 
 def test_a_rings_all_reduce_is_a_reduce_scatter_and_an_all_gather():
@@ -88,7 +93,7 @@ def test_a_rings_all_reduce_is_a_reduce_scatter_and_an_all_gather():
     ("mixtral-8x7b", 32000, 12_879_925_248), ("qwen3-30b-a3b", 151936, 3_353_032_704)])
 def test_a_token_uses_the_published_number_of_parameters(model, vocabulary, active):
     """12.9 and 3.3 billion; the FLOPs count these."""
-    config = cluster(1, model=model, vocab_size=vocabulary, tensor_model_parallel_size=1)
+    config = Config(model=model, vocab_size=vocabulary, dtype="bfloat16").resolve(1)
     assert formulas.active_parameter_count(config) == active
     heads = config.num_attention_heads * config.kv_channels
     assert formulas.flops_per_token(config) == 6 * active + 12 * config.num_layers * heads * config.seq_length

@@ -16,6 +16,8 @@ is undone.
 What newer torch versions brought is imported in the workers' functions, so that an older one fails only that test.
 """
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -200,7 +202,7 @@ def train_with_ddp(config, weights, data):
     return train_replica(config, data, model, nn.parallel.DistributedDataParallel(model), optimizer)
 
 
-def train_with_fsdp2(config, weights, data, reshard=True, microbatches=1):
+def train_with_fsdp2(config, weights, data, reshard=True):
     """Train with weights, gradients and moments sharded by rows; each sublayer gathers its weights when it runs."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -209,13 +211,11 @@ def train_with_fsdp2(config, weights, data, reshard=True, microbatches=1):
     for module in (*(part for layer in model.layers.values() for part in (layer.attention, layer.mlp)), model):
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
     assert all(weight.to_local().numel() < weight.numel() for weight in model.parameters())
-    return train_replica(config, data, model, model, adamw(model, config), microbatches)
+    return train_replica(config, data, model, model, adamw(model, config), 1 if reshard else config.microbatches)
 
 
-def train_with_zero_2_of_fsdp2(config, weights, data):
-    """Train with weights that stay gathered from forward to backward; each microbatch's gradients are
-    reduce-scattered."""
-    return train_with_fsdp2(config, weights, data, reshard=False, microbatches=config.microbatches)
+# weights stay gathered from forward to backward; each microbatch's gradients are reduce-scattered
+train_with_zero_2_of_fsdp2 = partial(train_with_fsdp2, reshard=False)
 
 
 @pytest.mark.parametrize("torchs_part, zero_stage, dp", [

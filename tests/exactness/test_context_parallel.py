@@ -10,13 +10,10 @@ from nanodomino.mesh import meta_mesh
 from nanodomino.options.context_parallel import by_rank, gathered_places, in_order, own_places
 
 
-def mesh_of(ranks, rank):
-    return meta_mesh(1, 1, 1, inner_axes=dict(cp=ranks), cp=rank)
-
-
 def mask_of(documents, ranks, rank, window=None):
     """Return the mask of a rank's queries of samples with these documents [b, s]."""
-    places = own_places(torch.arange(documents.size(1)), mesh_of(ranks, rank), dim=0)
+    mesh = meta_mesh(1, 1, 1, inner_axes=dict(cp=ranks), cp=rank)
+    places = own_places(torch.arange(documents.size(1)), mesh, dim=0)
     return AttentionMask(places, document_begins(documents)[:, places], window, documents.size(1),
                          gathered_places(*documents.shape, ranks))
 

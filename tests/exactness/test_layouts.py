@@ -15,8 +15,9 @@ import random
 import numpy as np
 import pytest
 import torch
-from support.harness import EXPERTS, FAMILIES, build, check_against_reference, relative, tiny
-from support.reference import ReferenceGPT, masked_loss, random_weights
+from support.harness import (EXPERTS, FAMILIES, FixedData, build, check_against_reference, plain_evaluation, relative,
+                             tiny)
+from support.reference import random_weights
 
 import train
 from nanodomino.corpus.prepared_folder import Corpus
@@ -213,8 +214,7 @@ def test_validation_is_the_mean_over_the_first_windows_as_they_are_stored(pool, 
     batch incomplete."""
     config = tiny(world_size, global_batch_size=12, **options)
     weights = random_weights(config, seed=3)
-    model, generator = ReferenceGPT(config).double().load_full(weights), np.random.default_rng(0)
-    corpora, expected = [], []
+    generator, corpora, expected = np.random.default_rng(0), [], []
     for windows in (5, 20):
         row = generator.integers(0, config.vocab_size, windows * config.seq_length + 3).astype("<u2")
         (tmp_path / str(windows)).mkdir()
@@ -224,8 +224,7 @@ def test_validation_is_the_mean_over_the_first_windows_as_they_are_stored(pool, 
         stored = torch.from_numpy(row.astype("int64"))
         for used in (min(windows, config.global_batch_size), windows):
             tokens, labels = (stored[first:first + used * config.seq_length].view(used, -1) for first in (0, 1))
-            with torch.no_grad():
-                logits = model(tokens, torch.arange(config.seq_length))
-            expected += float(masked_loss(logits, labels, torch.ones_like(labels).double())), labels.numel(), used
+            data = FixedData(tokens[None], labels[None], torch.ones(1, *labels.shape))
+            expected += plain_evaluation(config, weights, data, 1), labels.numel(), used
     for found in pool.run(evaluate_rank, config, weights, corpora, world_size=world_size):
         assert relative(found, expected) < 1e-9

@@ -89,9 +89,6 @@ RETURN = "    return gradient + x"
 WORK = "work = dist.all_reduce(grad_h, group=model.grid.tp_group, async_op=True)"
 WEIGHTS = ("w2.grad += torch.einsum('bsh,bsm->hm', gradient, a.detach())\n"
            "    w1.grad += torch.einsum('bsn,bsh->nh', c.grad, h.detach())")
-
-
-
 BACKWARD = [
     ((REDUCE, f"{WORK}\n    {WEIGHTS}\n    yield\n    work.wait()"), None),
     ((REDUCE, f"{WEIGHTS}\n    yield from all_reduce(model, grad_h)"), "with one slice only 0%"),

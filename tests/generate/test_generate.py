@@ -60,7 +60,8 @@ def documents_rank(config, weights, prompts):
 
 
 RESETS = dict(both=(True, True), positions=(True, False), attention=(False, True), neither=(False, False))
-GENERATING = FAMILIES | dict(mixtral=FAMILIES["llama"] | dict(num_experts=4, moe_ffn_hidden_size=12))
+GENERATING = FAMILIES | dict(mixtral=FAMILIES["llama"] | dict(num_experts=4, moe_ffn_hidden_size=12),
+                             window=FAMILIES["llama"] | dict(window_size=2, full_attention_layers=1))
 
 
 @pytest.mark.parametrize("family, resets", [

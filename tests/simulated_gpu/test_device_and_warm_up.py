@@ -55,6 +55,9 @@ def test_no_trace_with_one_hardware_queue(monkeypatch):
     assert find_device(Config(), LaunchInfo()).type == "cuda"
 
 
+EIGHT = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2, global_batch_size=12)
+
+
 def first_loss(config, data, warm):
     """Return (the first step's loss, with or without a warm-up before it, whether the warm-up changed no number)."""
     mesh, model, optimizer, stage = build(config, warm=False)
@@ -70,8 +73,7 @@ def first_loss(config, data, warm):
 def test_a_warm_up_changes_no_number(pool, dtype, zero_stage):
     """Also with dropout, whose masks are a function of the sample, and in 16 bits, where the weights are restored from
     the fp32 master weights."""
-    config = tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, data_parallel_size=2, slices=2,
-                  dtype=dtype, hidden_dropout=0.1, attention_dropout=0.1, zero_stage=zero_stage, global_batch_size=12)
+    config = tiny(8, **EIGHT, dtype=dtype, hidden_dropout=0.1, attention_dropout=0.1, zero_stage=zero_stage)
     data = random_data(config, 1)
     cold, warm = (pool.run(first_loss, config, data, warm) for warm in (False, True))
     assert warm == cold and all(same for _, same in warm)
@@ -91,8 +93,7 @@ def first_times_rank(config, data):
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_what_a_step_does_for_the_first_time_the_warm_up_has_done_before(pool, sequence_parallel):
     """A communicator's first collective and a kernel's first load wait for the whole device."""
-    config = tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, data_parallel_size=2, slices=2,
-                  sequence_parallel=sequence_parallel, global_batch_size=12)
+    config = tiny(8, **EIGHT, sequence_parallel=sequence_parallel)
     for warm, step in pool.run(first_times_rank, config, random_data(config, 1)):
         assert step <= warm and len(step) > 3, step - warm
 

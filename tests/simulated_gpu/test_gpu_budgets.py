@@ -31,7 +31,6 @@ CASES = {"gpt2": (0, GPT2), "first stage": (0, EIGHT), "last stage": (7, EIGHT),
          "grouped": (0, GROUPED), "documents": (0, GROUPED | dict(reset_attention_mask=True)),
          "shared samples": (1, GROUPED | dict(context_parallel_size=2)),
          "llama, 1 layer": (0, LLAMA | dict(num_layers=1)), "llama, 2 layers": (0, LLAMA | dict(num_layers=2))}
-SELDOM = "first stage", "uneven slices"
 
 GB = 1e9
 TRAFFIC = {"forward": 4.24 * GB, "cross entropy": 33.9 * GB, "backward": 8.54 * GB, "update": 2.76 * GB,
@@ -52,12 +51,7 @@ def counted(case):
     return counts
 
 
-def cases(*names):
-    return pytest.mark.parametrize("case", [
-        pytest.param(name, marks=pytest.mark.exhaustive if name in SELDOM else []) for name in names])
-
-
-@cases(*CASES)
+@pytest.mark.parametrize("case", CASES)
 def test_the_host_waits_once_a_step_and_copies_a_microbatch_at_once(case):
     """It waits for the four numbers of the whole world, of which it must know whether to update. A microbatch comes in
     one copy from pinned memory, for which the host does not wait. Nothing else mixes devices."""
@@ -67,7 +61,7 @@ def test_the_host_waits_once_a_step_and_copies_a_microbatch_at_once(case):
         assert counts.copies == {"from the host": counts.microbatches}
 
 
-@cases("gpt2", "first stage", "last stage", "uneven slices", "sequence parallel", "fp16")
+@pytest.mark.parametrize("case", ["gpt2", "first stage", "last stage", "uneven slices", "sequence parallel", "fp16"])
 def test_16_bit_gradients_of_weights_are_added_where_they_stay(case):
     """One addmm into the fp32 gradient for each matrix and slice; no weight gradient is stored in 16 bits."""
     counts = counted(case)
@@ -76,7 +70,7 @@ def test_16_bit_gradients_of_weights_are_added_where_they_stay(case):
     assert not counts.narrow & counts.weight_shapes
 
 
-@cases("gpt2", "first stage", "last stage")
+@pytest.mark.parametrize("case", ["gpt2", "first stage", "last stage"])
 def test_copies_of_a_parameter_are_added_to_in_one_order_on_every_rank(case):
     """index_add_ adds in no fixed order, so only word embeddings use it, whose shards differ between ranks."""
     counts = counted(case)

@@ -82,11 +82,6 @@ class InFlight(Accounts):
         self.buffers.append(len(self.message_storages))
 
 
-def two_steps(rank, config):
-    """Return the InFlight of two steps and an evaluation of this rank."""
-    return run_under(InFlight, config, rank)[0]
-
-
 EIGHT = dict(device="cpu", tensor_model_parallel_size=2, pipeline_model_parallel_size=2, micro_batch_size=4,
              global_batch_size=16, num_layers=4, dtype="bfloat16", slices=2)
 EXPERTS = dict(num_experts=4, disable_bias_linear=True, expert_model_parallel_size=2, moe_ffn_hidden_size=24,
@@ -114,7 +109,7 @@ OFFLOAD = ON_GPU | FULL | dict(checkpoint_in_cpu=True)
 def test_nothing_is_touched_in_flight(rank, kind, options):
     """On the first and the last stage. On a CPU receives are posted one action early, so more is in flight. On a GPU
     NCCL reduces in place. Messages between stages use no new memory after the first step."""
-    flights = two_steps(rank, tiny(8, **EIGHT | options))
+    flights, _ = run_under(InFlight, tiny(8, **EIGHT | options), rank)
     assert not flights.touched and not flights.in_flight
     assert {kind, "send", "receive"} <= flights.started.keys()
     assert 0 < flights.buffers[0] == flights.buffers[-1]
@@ -123,7 +118,7 @@ def test_nothing_is_touched_in_flight(rank, kind, options):
 @pytest.mark.parametrize("schedule", ["paired", "gpipe", "zb-v"])
 def test_no_copy_to_or_from_the_host_is_touched_in_flight(schedule):
     """At the end, the last sublayer's copies to the host are in flight."""
-    flights = two_steps(0, tiny(8, **EIGHT | OFFLOAD | dict(schedule=schedule)))
+    flights, _ = run_under(InFlight, tiny(8, **EIGHT | OFFLOAD | dict(schedule=schedule)))
     assert not flights.touched
     assert {kind for used in flights.in_flight.values() for kind, *_ in used} == {"to host"}
 
@@ -137,7 +132,7 @@ def test_a_missing_wait_is_found(owner, name, options):
     """Otherwise the tests above could not fail."""
     with mock.patch.object(owner, "wait_event" if owner is Streams else "wait",
                            lambda self, *given, **options: result_of(given[-1]) if owner is SliceOps else None):
-        flights = two_steps(0, tiny(8, **EIGHT | options))
+        flights, _ = run_under(InFlight, tiny(8, **EIGHT | options))
     assert any(f"what {name} has received" in one for one in flights.touched), flights.touched
 
 

@@ -12,7 +12,6 @@
     checkpoints          layouts and damaged checkpoints
     huggingface          a small model of every family, and ways to change its files
     benchmark            runs bench.py
-    published_sizes      configurations of published size and ideal machines, for estimates
 """
 
 from pathlib import Path

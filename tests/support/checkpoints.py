@@ -2,11 +2,10 @@
 
 from pathlib import Path
 
-from support.harness import Outcome, build, shard_spec, tiny
+from support.harness import build, tiny, train_steps
 
-import train
+from nanodomino.checkpoint import load as checkpoints
 from nanodomino.checkpoint.format import FORMAT, manifest_text
-from nanodomino.checkpoint.load import restore
 from nanodomino.checkpoint.save import Saver
 
 
@@ -27,23 +26,21 @@ UNEVEN = dict(hidden_size=24, ffn_hidden_size=52, bucket_size=700)        # rank
 def config_for(tp, pp, dp, slices, zero_stage, schedule, **settings):
     cp = settings.get("context_parallel_size", 1)
     return tiny(tp * pp * dp * cp, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, slices=slices,
-                zero_stage=zero_stage, schedule=schedule, num_layers=4, micro_batch_size=6, **settings)
+                zero_stage=zero_stage, schedule=schedule, num_layers=4, micro_batch_size=6, eval_iters=0, **settings)
 
 
 def train_from(config, weights, data, first, last, load=None, save_to=None):
     """On this rank, run steps first + 1 .. last, starting from full weights or a checkpoint; save at the end."""
-    mesh, model, optimizer, stage = build(config, weights)
+    mesh, model, optimizer, _ = built = build(config, weights)
     if load:
-        assert restore(Path(load), model, optimizer, mesh) == first
-    results = [train.train_step(step, stage, optimizer, data, config, mesh) for step in range(first + 1, last + 1)]
+        assert checkpoints.restore(Path(load), model, optimizer, mesh) == first
+    outcome = train_steps(built, config, data, range(first + 1, last + 1))
     if save_to:
         saver = Saver(Path(save_to), mesh, keep_last=3)
         saver.save(last, model, optimizer, config)
         saver.wait()
         assert saver.failure() is None
-    shards = {name: (weight.detach().clone(), shard_spec(weight)) for name, weight in model.named_parameters()}
-    return Outcome((mesh.pp_rank, mesh.axis("dp")[1], mesh.tp_rank), [result.loss for result in results],
-                   [result.grad_norm for result in results], [], shards, 0.0)
+    return outcome
 
 
 def make_saver(config, folder, keep_last=1):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from nanodomino.comm import collectives
 
 
-def delayed_collectives(when):
+def delayed_collectives(when, config=None):
     """Return patches [(object, name, replacement)] that carry collectives out 'late' (at wait()) or 'early'."""
     real_all_reduce, real_exchange = dist.all_reduce, collectives.exchange
 

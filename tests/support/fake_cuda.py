@@ -19,6 +19,7 @@ from support.harness import corpus_without_files
 import train
 from nanodomino.estimate import rank as dry_run
 from nanodomino.estimate.accounts import Accounts, arguments_of, flatten
+from nanodomino.estimate.formulas import Machine
 from nanodomino.overlap import compute
 from nanodomino.settings.config import Config
 
@@ -141,6 +142,13 @@ def run_under(accounts_class, config: Config, rank=0) -> tuple:
     with mock.patch.object(dry_run, "Accounts", make):
         run = dry_run.dry_run(program, config, rank)
     return made[0], run
+
+
+def machine(**changes) -> Machine:
+    """Return a machine that is infinitely fast except in the given rates."""
+    fast = dict(matmul_rate=1e40, intra_host_rate=1e40, inter_host_rate=1e40, latency=0.0, ranks_per_host=8,
+                memory_rate=1e40)
+    return Machine(**fast | changes)
 
 
 def gpu_config(**settings) -> Config:

@@ -3,7 +3,7 @@
     with flash_on_cpu() as sequences: ...
 
 torch's own varlen_attn runs, with its autograd formula. Only the two flash attention kernels below it are replaced, by
-plain attention that computes one document after the other. A document may have more keys than queries: then the last
+torch's attention for CPUs, one document after the other. A document may have more keys than queries: then the last
 query attends to all keys. Within the context, nanodomino.layers takes the CPU for a GPU that has the kernels.
 `sequences` lists, for each forward, how many queries the documents have.
 """
@@ -16,35 +16,23 @@ import torch
 from nanodomino.layers import attention_mask
 
 
-def probabilities(q, k, window):
-    """Return the causal attention probabilities [heads, n, m] of one document: q [n, heads, d], k [m, heads, d].
-    window: how many tokens before itself a query sees; -1: all"""
-    scores = torch.einsum("qhd,khd->hqk", q, k) / q.size(-1) ** 0.5
-    later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + len(k) - len(q))
+def attention(q, k, v, window, gradient=None):
+    """Return one document's causal attention by torch's kernel for CPUs: the output [n, heads, d] or, given its
+    gradient, the gradients of q [n, heads, d], k and v [m, groups, d]. window: how many tokens before itself a query
+    sees; -1: all"""
+    n, m, groups = len(q), len(k), k.size(1)
+    hidden = torch.ones(n, m, dtype=torch.bool).triu(1 + m - n)
     if window >= 0:
-        later |= torch.ones_like(later).tril(len(k) - len(q) - window - 1)
-    return scores.masked_fill(later, -torch.inf).softmax(dim=-1)
-
-
-def per_head(q, *keys_and_values):
-    """Repeat each [n, groups, d] so that every head of q [n, heads, d] has its own."""
-    return (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in keys_and_values)
-
-
-def attend(q, k, v, window):
-    """Return the attention output [n, heads, d] of one document: q [n, heads, d], k and v [n, groups, d]."""
-    k, v = per_head(q, k, v)
-    return torch.einsum("hqk,khd->qhd", probabilities(q, k, window), v)
-
-
-def attend_backward(gradient, q, k, v, window):
-    """Return the gradients of q, k and v, by the chain rule. Autograd does not work below a custom operation."""
-    groups, (k, v) = k.size(1), per_head(q, k, v)
-    p, grad_p = probabilities(q, k, window), torch.einsum("qhd,khd->hqk", gradient, v)
-    grad_scores = p * (grad_p - (p * grad_p).sum(dim=-1, keepdim=True)) / q.size(-1) ** 0.5
-    grad_k, grad_v = torch.einsum("hqk,qhd->khd", grad_scores, q), torch.einsum("hqk,qhd->khd", p, gradient)
-    return (torch.einsum("hqk,khd->qhd", grad_scores, k),
-            *(x.unflatten(1, (groups, -1)).sum(dim=2) for x in (grad_k, grad_v)))
+        hidden |= torch.ones(n, m, dtype=torch.bool).tril(m - n - window - 1)
+    mask = torch.zeros(n, m, dtype=q.dtype).masked_fill(hidden, -torch.inf)
+    given = [x.repeat_interleave(q.size(1) // x.size(1), dim=1).transpose(0, 1)[None] for x in (q, k, v)]
+    result = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*given, attn_mask=mask)
+    if gradient is None:
+        return result[0][0].transpose(0, 1)
+    gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradient.transpose(0, 1)[None], *given, *result, 0.0, False, attn_mask=mask)
+    grad_q, *others = (x[0].transpose(0, 1) for x in gradients)
+    return grad_q, *(x.unflatten(1, (groups, -1)).sum(dim=2) for x in others)
 
 
 def lengths_of(q, k, v, starts, starts_k, longest, longest_k, dropout, is_causal, windows):
@@ -72,14 +60,15 @@ def flash_on_cpu():
         n, m = lengths_of(q, k, v, starts, starts_k, longest, longest_k, dropout, is_causal, windows)
         sequences.append(n)
         before = windows["window_size_left"]
-        out = torch.cat([attend(*document, before) for document in zip(q.split(n), k.split(m), v.split(m))])
+        out = torch.cat([attention(*document, before) for document in zip(q.split(n), k.split(m), v.split(m))])
         return out, q.new_zeros(q.size(1), len(q)), q.new_zeros(2), q.new_zeros(0), q.new_zeros(0)
 
     def backward(gradient, q, k, v, out, logsumexp, starts, starts_k, longest, longest_k, dropout, is_causal, rng_state,
                  unused, **windows):
         n, m = lengths_of(q, k, v, starts, starts_k, longest, longest_k, dropout, is_causal, windows)
-        before, documents = windows["window_size_left"], zip(gradient.split(n), q.split(n), k.split(m), v.split(m))
-        return tuple(map(torch.cat, zip(*(attend_backward(*document, before) for document in documents))))
+        documents = zip(q.split(n), k.split(m), v.split(m), gradient.split(n))
+        gradients = (attention(*document, windows["window_size_left"], grad_out) for *document, grad_out in documents)
+        return tuple(map(torch.cat, zip(*gradients)))
 
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_flash_attention_forward", forward, "CPU")

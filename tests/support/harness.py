@@ -33,6 +33,7 @@ from nanodomino.settings.flags import names_affecting
 from nanodomino.zero import ZeroOptimizer
 
 
+TOLERANCE = 1e-9         # largest relative error of any number, in float64
 VOCABULARY = 29          # padded to 32, so that the last rank owns fewer words; padded to 64, it owns none
 
 # Settings of published model families. With tp 4, each rank has one of the 4 query groups.
@@ -81,14 +82,12 @@ class FixedData:
     tokens: torch.Tensor
     labels: torch.Tensor
     loss_mask: torch.Tensor
-    positions: torch.Tensor | None = None      # None: 0, 1, ..
-    documents: torch.Tensor | None = None      # None: each row is one
-    depth_masks: list[torch.Tensor] = ()       # a loss mask for each depth, which only the reference reads
     config: Config | None = None               # whose options extend a batch
+    missing: int = 0                           # how many windows the last batch of an evaluation lacks
 
     @property
     def windows(self):
-        return self.tokens.size(0) * self.tokens.size(1)
+        return self.tokens.size(0) * self.tokens.size(1) - self.missing
 
     def batch(self, first_sample, microbatch, dp_rank, dp, micro_batch_size, global_batch_size, shuffle=True):
         step, first = first_sample // global_batch_size, dp_rank * (global_batch_size // dp)
@@ -115,6 +114,12 @@ def count_documents(tokens):
     return positions, documents
 
 
+def places_of(config, tokens):
+    """Return the (positions, documents) of tokens that the reference model takes; None where the config resets none."""
+    positions, documents = count_documents(tokens)
+    return positions if config.reset_position_ids else None, documents if config.reset_attention_mask else None
+
+
 def count_depth_masks(tokens, loss_mask, depths, within_documents):
     """Return the loss masks of the depths for tokens [..., s + 1], in a plain loop: depth d predicts token i + d + 1 if
     there is one, if the main loss counts it, and, within_documents, unless a document ends at a token from i to i + d.
@@ -136,20 +141,15 @@ def random_data(config: Config, steps: int, seed=7) -> FixedData:
     order = torch.randperm(config.global_batch_size, generator=generator)
     share = torch.linspace(-0.2, 1.1, config.global_batch_size)[order]
     loss_mask = (torch.rand(shape, generator=generator) < share[:, None]).float()
-    by_position, by_attention = config.reset_position_ids, config.reset_attention_mask
-    if by_position or by_attention:
+    if config.reset_position_ids or config.reset_attention_mask:
         tokens = torch.where(torch.rand(tokens.shape, generator=generator) < 0.25, END_OF_TEXT, tokens)
-    positions, documents = count_documents(tokens[..., :-1]) if by_position or by_attention else (None, None)
-    depth_masks = count_depth_masks(tokens, loss_mask, config.mtp_num_layers,
-                                    within_documents=by_position or by_attention)
-    return FixedData(tokens[..., :-1], tokens[..., 1:], loss_mask, positions if by_position else None,
-                     documents if by_attention else None, depth_masks, config)
+    return FixedData(tokens[..., :-1], tokens[..., 1:], loss_mask, config)
 
 
 @dataclass
 class Outcome:
-    """The results of one rank."""
-    place: tuple                 # the indices on the axes pp, dp and tp of the mesh
+    """The results of one rank, or of a whole training: then tensors are full, and without their shard_spec()."""
+    place: tuple | None          # the indices on the axes pp, dp and tp of the mesh; None: the whole training
     losses: list
     norms: list
     gradients: list              # of each step, of the mean loss, before clipping: {name: (tensor, shard_spec())}
@@ -157,6 +157,7 @@ class Outcome:
     evaluation: float
     statistics: list = ()        # of each step: StepResult.statistics
     sample: str = ""             # what write_sample printed
+    apart: frozenset = frozenset()       # names of what must be equal on several ranks and is not
 
 
 def device_here() -> torch.device:
@@ -237,14 +238,18 @@ def shard_spec(weight):
     return weight.spec.shape, weight.spec.offset, weight.spec.size
 
 
-def full_tensors(outcomes: list[Outcome], shards_of) -> dict:
+def full_tensors(outcomes: list[Outcome], shards_of, apart: set | None = None) -> dict:
     """Join the shards of all ranks to full tensors by name. shards_of: outcome -> {name: (tensor, shard_spec())}.
-    Raises AssertionError unless replicas, and copies on other stages and tp ranks, are equal bit for bit."""
+
+    Replicas, and copies on other stages and tp ranks, must be equal bit for bit: the names of those that differ are
+    added to `apart`; without it, this raises AssertionError.
+    """
     boxes, full, dims = {}, {}, {}
     for outcome in outcomes:
         for name, (tensor, box) in shards_of(outcome).items():
-            here = boxes.setdefault((name, box), tensor)
-            assert torch.equal(here, tensor), f"{name}: copies on {outcome.place} differ"
+            if not torch.equal(boxes.setdefault((name, box), tensor), tensor):
+                assert apart is not None, f"{name}: copies on {outcome.place} differ"
+                apart.add(name)
     for (name, (shape, offset, size)), tensor in boxes.items():
         whole = full.setdefault(name, torch.full(shape, math.nan, dtype=tensor.dtype))
         whole[tuple(slice(start, start + length) for start, length in zip(offset, size))] = tensor.view(size)
@@ -254,22 +259,69 @@ def full_tensors(outcomes: list[Outcome], shards_of) -> dict:
             for name, whole in full.items()}
 
 
+# ---- comparison
+
+def error_of(ours, theirs) -> float:
+    """Return the largest deviation of a number or tensor, relative to the largest entry of `theirs`. Equal infinities
+    agree. NaN is infinitely wrong."""
+    ours, theirs = (torch.as_tensor(value, dtype=torch.float64) for value in (ours, theirs))
+    largest = float(theirs.abs().max())
+    # A bias that all keys share cancels in softmax: without positions, the key norm's bias has a gradient of rounding.
+    error = float((ours - theirs).abs().masked_fill(ours == theirs, 0.0).max()) / (largest if largest > 1e-14 else 1.0)
+    return math.inf if math.isnan(error) else error
+
+
+def worst(ours: dict, theirs: dict) -> tuple[float, str]:
+    """Return (the largest error_of() all tensors, the tensor's name); a tensor that one side lacks is infinitely
+    wrong."""
+    return max((error_of(ours[name], theirs[name]) if name in ours and name in theirs else math.inf, name)
+               for name in ours.keys() | theirs.keys())
+
+
 def difference(ours: dict, theirs: dict) -> float:
     """Return the largest deviation over all tensors, each relative to the tensor's own largest entry."""
-    assert ours.keys() == theirs.keys(), f"names that only one side has: {sorted(ours.keys() ^ theirs.keys())}"
-    deviations = {name: float((ours[name] - theirs[name]).abs().max()) for name in theirs}
-    nans = [name for name, deviation in deviations.items() if math.isnan(deviation)]
-    assert not nans, f"not a number in {nans}"
-    largest = {name: float(theirs[name].abs().max()) for name in theirs}
-    # A bias that all keys share cancels in softmax: without positions, the key norm's bias has a gradient of rounding.
-    return max(deviation / (largest[name] if largest[name] > 1e-14 else 1.0) for name, deviation in deviations.items())
+    error, name = worst(ours, theirs)
+    assert error < math.inf, f"{name} is missing or not a number"
+    return error
 
 
 def relative(ours: list, theirs: list) -> float:
     """Return the largest relative deviation between two lists of numbers."""
-    assert len(ours) == len(theirs) and not any(map(math.isnan, ours + theirs))
-    return max(abs(our - their) / abs(their) for our, their in zip(ours, theirs))
+    return max(error_of(our, their) for our, their in zip(ours, theirs, strict=True))
 
+
+def join_ranks(outcomes: list[Outcome]) -> Outcome:
+    """Join the results of all ranks. Numbers are rank 0's; `apart` names those that another rank disputes."""
+    first, apart, of_gradients = outcomes[0], set(), set()
+    gradients = [full_tensors(outcomes, lambda outcome: outcome.gradients[step], of_gradients)
+                 for step in range(len(first.gradients))]
+    weights = full_tensors(outcomes, lambda outcome: outcome.weights, apart)
+    apart |= {f"gradient of {name}" for name in of_gradients}
+    apart |= {what for what in ("losses", "norms", "evaluation", "statistics")
+              if len({repr(getattr(outcome, what)) for outcome in outcomes}) > 1}
+    return dataclasses.replace(first, place=None, gradients=gradients, weights=weights, apart=frozenset(apart))
+
+
+def judge(right: Outcome, found: Outcome):
+    """Raise AssertionError for the first result that differs by more than rounding."""
+    apart = sorted(found.apart - right.apart)
+    assert not apart, f"ranks that must agree do not: {', '.join(apart)}"
+    for what in ("losses", "norms"):
+        for step, (ours, theirs) in enumerate(zip(getattr(found, what), getattr(right, what), strict=True), start=1):
+            skipped = not math.isfinite(ours) and not math.isfinite(theirs)
+            assert skipped or error_of(ours, theirs) < TOLERANCE, f"{what}, step {step}: {ours}, not {theirs}"
+    for step, (ours, theirs) in enumerate(zip(found.gradients, right.gradients, strict=True), start=1):
+        error, name = worst(ours, theirs)
+        assert error < TOLERANCE, f"gradient of {name} in step {step} is off by {error:.1e}"
+    for ours, theirs in zip(found.statistics, right.statistics, strict=True):
+        assert ours == pytest.approx(theirs, rel=TOLERANCE, abs=0.0), "the statistics of experts or depths"
+    error, name = worst(found.weights, right.weights)
+    assert error < TOLERANCE, f"weight {name} is off by {error:.1e}"
+    assert error_of(found.evaluation, right.evaluation) < TOLERANCE, (
+        f"evaluation: {found.evaluation:.5f}, not {right.evaluation:.5f}")
+
+
+# ---- the plain model
 
 def weights_and_data(config: Config, steps: int, rigged=()):
     """Return what a training starts from: (full weights by name, FixedData of `steps` global batches). rigged: (end of
@@ -294,37 +346,42 @@ def train_plainly(config: Config, weights, data: FixedData, steps: int):
     """Train the reference model. Returns (a record of each step, final weights). In a worker of the pool, the dropout
     masks are drawn on its device: the same seed gives other random numbers on a GPU than on a CPU."""
     rates = [train.learning_rate(step, config) for step in range(1, steps + 1)]
-    batches = [(data.tokens[i], data.labels[i], data.loss_mask[i].double(),
-                None if data.positions is None else data.positions[i],
-                None if data.documents is None else data.documents[i],
-                *(mask[i].double() for mask in data.depth_masks)) for i in range(steps)]
+    batches = [(tokens, labels, mask, *places_of(config, tokens), *count_depth_masks(
+        torch.cat([tokens, labels[:, -1:]], dim=1), mask, config.mtp_num_layers,
+        within_documents=config.reset_position_ids or config.reset_attention_mask))
+        for tokens, labels, mask, _ in zip(data.tokens, data.labels, data.loss_mask.double(), range(steps))]
     return train_reference(config, weights, batches, rates, [masks_of(config, step) for step in range(steps)])
 
 
 _references = {}
 
 
-def reference_for(pool, config: Config, steps: int, rigged=()):
-    """Train the reference model on rank 0 of the pool, once for each model and data. Returns (initial weights, data, a
-    record of each step, final weights)."""
-    key = (steps, rigged, *(getattr(config, name) for name in names_affecting(
+def reference_for(pool, config: Config, steps: int, given=(), draw=weights_and_data):
+    """Train the reference model on rank 0 of the pool, from draw(config, steps, given), once for each model and data.
+    Returns (initial weights, data, a record of each step, final weights)."""
+    key = (draw, steps, given, *(getattr(config, name) for name in names_affecting(
         Config, "model", "positions", "optimizer", "run", "losses")))
     if key not in _references:
-        weights, data = weights_and_data(config, steps, rigged)
+        weights, data = draw(config, steps, given)
         _references[key] = (weights, data, *pool.run(train_plainly, config, weights, data, steps, world_size=1)[0])
     return _references[key]
 
 
-def plain_evaluation(config: Config, weights, data: FixedData, count=1):
+def results_of_records(config: Config, data: FixedData, records, final) -> Outcome:
+    """Return the results of reference_for(), with an evaluation of the final weights."""
+    return Outcome(None, [record.loss for record in records], [record.gradient_norm for record in records],
+                   [record.gradients for record in records], final,
+                   plain_evaluation(config, final, data, min(config.eval_iters, len(records))),
+                   [record.statistics for record in records])
+
+
+def plain_evaluation(config: Config, weights, data: FixedData, count):
     """Return the mean loss over the tokens that count of the first `count` global batches, computed in one batch
     instead of as a mean of means."""
     model = ReferenceGPT(config).double().load_full(weights)
-    tokens, labels, loss_mask, positions, documents = (
-        None if tensor is None else tensor[:count].flatten(0, 1)
-        for tensor in (data.tokens, data.labels, data.loss_mask, data.positions, data.documents))
-    positions = torch.arange(config.seq_length) if positions is None else positions
+    tokens, labels, loss_mask = (tensor[:count].flatten(0, 1) for tensor in (data.tokens, data.labels, data.loss_mask))
     with torch.no_grad():
-        return float(masked_loss(model(tokens, positions, documents=documents), labels, loss_mask.double()))
+        return float(masked_loss(model(tokens, *places_of(config, tokens)), labels, loss_mask.double()))
 
 
 def plain_text(config: Config, weights, prompt: list[int], count: int, vocab_size: int,
@@ -335,10 +392,9 @@ def plain_text(config: Config, weights, prompt: list[int], count: int, vocab_siz
     window = prompt[-longest:]
     while len(text) < len(prompt) + count:
         window = window if len(window) <= longest else window[-(longest // 2):]
-        positions, documents = count_documents(tokens := torch.tensor([window]))
+        tokens = torch.tensor([window])
         with torch.no_grad():
-            logits = model(tokens, positions if config.reset_position_ids else torch.arange(len(window)),
-                           documents=documents if config.reset_attention_mask else None)
+            logits = model(tokens, *places_of(config, tokens))
         token = int(logits[0, -1, :vocab_size].argmax())
         if token == end_of_text:
             break
@@ -346,7 +402,7 @@ def plain_text(config: Config, weights, prompt: list[int], count: int, vocab_siz
     return text
 
 
-def check_against_reference(pool, config: Config, steps: int, rigged=(), tolerance=1e-9):
+def check_against_reference(pool, config: Config, steps: int, rigged=()):
     """Train on the pool's ranks and compare losses, norms, gradients, weights, evaluation and a sampled text with the
     reference's. The first replica prints the text. Returns the reference's record of each step.
     """
@@ -355,17 +411,7 @@ def check_against_reference(pool, config: Config, steps: int, rigged=(), toleran
     outcomes = pool.run(train_and_sample_rank, config, weights, data, steps, world_size=config.world_size)
 
     assert all(record.gradient_norm > 0.11 for record in records), "the clipping must bite"
-    for outcome in outcomes:                                    # every rank reports the whole batch, not its own share
-        assert ((outcome.losses, outcome.norms, outcome.statistics)
-                == (outcomes[0].losses, outcomes[0].norms, outcomes[0].statistics))
-    assert relative(outcomes[0].losses, [record.loss for record in records]) < tolerance
-    assert relative(outcomes[0].norms, [record.gradient_norm for record in records]) < tolerance
-    for step, record in enumerate(records):
-        gradients = full_tensors(outcomes, lambda outcome: outcome.gradients[step])
-        assert difference(gradients, record.gradients) < tolerance, f"gradients of step {step + 1}"
-        assert outcomes[0].statistics[step] == pytest.approx(record.statistics, rel=tolerance, abs=0.0)
-    assert difference(full_tensors(outcomes, lambda outcome: outcome.weights), final) < tolerance
-    assert relative([outcomes[0].evaluation], [plain_evaluation(config, final, data)]) < tolerance
+    judge(results_of_records(config, data, records, final), join_ranks(outcomes))
     text = plain_text(config, final, prompt, config.sample_tokens, config.vocab_size)
     for outcome in outcomes:
         assert outcome.sample.splitlines()[1:-1] == [f"{prompt}|{text[len(prompt):]}"] * (outcome.place[1] == 0)

@@ -1,15 +1,13 @@
 """Train with a bug and compare with the right numbers: the machinery of tests/pitfalls.py.
 
-    the right numbers    plain()      reference.py's model on one process, step by step
-    the numbers found    join_ranks() the results of all ranks of the pool, with the bug or without
-    the verdict          judge()      AssertionError if they differ by more than rounding
+    the right numbers    reference_for() reference.py's model on one process, step by step
+    the numbers found    join_ranks()    the results of all ranks of the pool, with the bug or without
+    the verdict          judge()         AssertionError if they differ by more than rounding
 
-All is float64: it agrees to 1e-9 or it is wrong. A bug may make replicas differ, so join_ranks() reports that instead
-of failing as harness.full_tensors would.
+The three are in support/harness.py; every test of a layout compares in the same way.
 """
 
 import dataclasses
-import math
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,17 +15,13 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from support.harness import (FixedData, Outcome, count_depth_masks, full_tensors, plain_evaluation, tiny,
-                             train_plainly, train_rank)
+from support.harness import FixedData, Outcome, join_ranks, reference_for, results_of_records, tiny, train_rank
 from support.reference import random_weights
 
 from nanodomino import model
 from nanodomino.mesh import meta_mesh
-from nanodomino.settings.config import Config
-from nanodomino.settings.flags import names_affecting
 
 
-TOLERANCE = 1e-9         # largest relative error of any number, in float64
 CHECKED = 2              # steps in a test: the second step sees the weights that the first step wrote
 LONG, END = 40, 10       # steps of the runs in docs/pitfalls.md, whose table shows the mean loss of the last END steps
 
@@ -109,16 +103,9 @@ def pool_with_bug(pool, entry: Pitfall, wrong: bool):
 
 # ---- the right numbers
 
-class Text(FixedData):
-    """The last five of each batch's 24 rows do not count, as in the last, incomplete batch of a split."""
-
-    @property
-    def windows(self):
-        return super().windows - 5
-
-
-def text(config, steps) -> Text:
-    """Return data that can be learnt: nine tokens in ten follow from the previous token. The loss mask is uneven."""
+def text(config, steps) -> FixedData:
+    """Return data that can be learnt: nine tokens in ten follow from the previous token. The loss mask is uneven. The
+    last five of each batch's 24 rows do not count, as in the last, incomplete batch of a split."""
     samples, length = config.global_batch_size, config.seq_length
     rows, mask = torch.empty(steps, samples, length + 1, dtype=torch.long), torch.empty(steps, samples, length)
     for step in range(steps):
@@ -131,38 +118,12 @@ def text(config, steps) -> Text:
         share = torch.linspace(-0.2, 1.2, samples)[torch.randperm(samples, generator=generator)]
         mask[step] = torch.rand(samples, length, generator=generator) < share[:, None]
     mask[:, -5:] = 0
-    return Text(rows[..., :-1], rows[..., 1:], mask, config=config,
-                depth_masks=count_depth_masks(rows, mask, config.mtp_num_layers, False))
+    return FixedData(rows[..., :-1], rows[..., 1:], mask, config, missing=5)
 
 
-@dataclass
-class Side:
-    """The results of a run. gradients: full tensors by name for each step. apart: names whose copies differ."""
-    losses: list
-    norms: list
-    gradients: list
-    weights: dict
-    evaluation: float
-    apart: frozenset = frozenset()
-
-
-_plain = {}
-
-
-def plain(entry: Pitfall, steps: int):
-    """Return (initial weights, data, the plain model's results), computed once for each model and data."""
-    config = entry.config
-    key = (entry.drawn, steps, *(getattr(config, name) for name in names_affecting(
-        Config, "model", "positions", "optimizer", "run", "losses")))
-    if key not in _plain:
-        weights = drawn_weights(config) if entry.drawn else random_weights(config, seed=3)
-        data = text(config, steps)
-        records, final = train_plainly(config, weights, data, steps)
-        side = Side([record.loss for record in records], [record.gradient_norm for record in records],
-                    [record.gradients for record in records], final,
-                    plain_evaluation(config, final, data, min(config.eval_iters, steps)))
-        _plain[key] = weights, data, side
-    return _plain[key]
+def text_and_weights(config, steps, drawn):
+    """Return (initial weights, text); the weights are drawn by the model itself or hide no term."""
+    return drawn_weights(config) if drawn else random_weights(config, seed=3), text(config, steps)
 
 
 def drawn_weights(config):
@@ -172,78 +133,14 @@ def drawn_weights(config):
     return {name: weight.detach() for name, weight in model.GPT(whole, alone).named_parameters()}
 
 
-# ---- the numbers found
+# ---- the comparison
 
-def joined(outcomes: list[Outcome], shards_of):
-    """Return (full tensors by name from every rank's shards, names whose copies differ)."""
-    first, apart = {}, set()
-    for outcome in outcomes:
-        for name, (tensor, box) in shards_of(outcome).items():
-            if not torch.equal(first.setdefault((name, box), tensor), tensor):
-                apart.add(name)
-    return full_tensors(outcomes, lambda outcome: {name: (first[name, box], box)
-                                                   for name, (_, box) in shards_of(outcome).items()}), apart
-
-
-def join_ranks(outcomes: list[Outcome]) -> Side:
-    """Join the results of all ranks. Losses and norms are rank 0's; `apart` names those that another rank disputes."""
-    gradients = [joined(outcomes, lambda outcome: outcome.gradients[step])[0]
-                 for step in range(len(outcomes[0].gradients))]
-    weights, apart = joined(outcomes, lambda outcome: outcome.weights)
-    for what in ("losses", "norms", "evaluation"):
-        if len({repr(getattr(outcome, what)) for outcome in outcomes}) > 1:
-            apart.add(what)
-    first = outcomes[0]
-    return Side(first.losses, first.norms, gradients, weights, first.evaluation, frozenset(apart))
-
-
-def error_of(ours: float, theirs: float) -> float:
-    """Return the relative error. Two numbers that are not finite agree."""
-    if not math.isfinite(theirs) or not math.isfinite(ours):
-        return 0.0 if math.isfinite(ours) == math.isfinite(theirs) else math.inf
-    return abs(ours - theirs) / (abs(theirs) or 1.0)
-
-
-def worst(ours: dict, theirs: dict) -> tuple[float, str]:
-    """Return the largest deviation of a tensor relative to its own largest entry, and the tensor's name."""
-    if missing := sorted(theirs.keys() - ours.keys()):
-        return math.inf, missing[0]
-    if not all(tensor.isfinite().all() for tensor in theirs.values()):
-        return 0.0, ""                                             # the step must be skipped
-    errors = {name: float((ours[name] - theirs[name]).abs().max()) / (float(theirs[name].abs().max()) or 1.0)
-              for name in theirs}
-    return max((math.inf if math.isnan(error) else error, name) for name, error in errors.items())
-
-
-def measure(pool, entry: Pitfall, wrong: bool, steps: int) -> tuple[Side, Side]:
+def measure(pool, entry: Pitfall, wrong: bool, steps: int) -> tuple[Outcome, Outcome]:
     """Return (the right results, the results of the ranks with or without the bug)."""
-    weights, data, right = plain(entry, steps)
+    weights, data, *plain = reference_for(pool, entry.config, steps, entry.drawn, text_and_weights)
+    right = results_of_records(entry.config, data, *plain)
     arguments = entry.config, None if entry.drawn else weights, data, steps
     found = join_ranks(pool_with_bug(pool, entry, wrong).run(entry.runner, *arguments, world_size=entry.world_size))
     if entry.straight:
         right = join_ranks(pool_with_bug(pool, entry, False).run(train_rank, *arguments, world_size=entry.world_size))
-    return right, found
-
-
-def judge(right: Side, found: Side):
-    """Raise AssertionError for the first result that differs by more than rounding."""
-    assert not found.apart, f"ranks that must agree do not: {', '.join(sorted(found.apart))}"
-    for what in ("losses", "norms"):
-        for step, (ours, theirs) in enumerate(zip(getattr(found, what), getattr(right, what), strict=True), start=1):
-            assert error_of(ours, theirs) < TOLERANCE, f"{what}, step {step}: {ours}, not {theirs}"
-    for step, (ours, theirs) in enumerate(zip(found.gradients, right.gradients, strict=True), start=1):
-        error, name = worst(ours, theirs)
-        assert error < TOLERANCE, f"gradient of {name} in step {step} is off by {error:.1e}"
-    error, name = worst(found.weights, right.weights)
-    assert error < TOLERANCE, f"weight {name} is off by {error:.1e}"
-    error = error_of(found.evaluation, right.evaluation)
-    assert error < TOLERANCE, f"evaluation: {found.evaluation:.5f}, not {right.evaluation:.5f}"
-
-
-def check(pool, entry: Pitfall, wrong: bool):
-    """Raise AssertionError if the results, with or without the bug, are wrong. Returns measure()'s results."""
-    if entry.check:
-        return entry.check(pool_with_bug(pool, entry, wrong))
-    right, found = measure(pool, entry, wrong, CHECKED)
-    judge(right, found)
     return right, found

@@ -2,8 +2,7 @@
 
 Every parallel layout is compared with this file, in float64. It must be simple enough to be obviously right:
 `nn.Linear`, `nn.Embedding`, `nn.LayerNorm`, attention written out, one batch, one backward, `torch.optim.AdamW`. No
-slices, no microbatches, no ranks. test_reference.py in turn compares it with torch's transformer and with finite
-differences.
+slices, no microbatches, no ranks. test_reference.py in turn compares it with torch's transformer.
 
 The model is GPT-2's (Radford et al. 2019, section 2.3), as GPT-3 kept it. `config` is a resolved Config, of which only
 the model's settings are read: numbers and names.
@@ -312,29 +311,29 @@ class ReferenceGPT(nn.Module):
         self.final_norm = norm_of(config)
         self.output_layer = None if config.tied else nn.Linear(h, config.padded_vocab_size, bias=False)
 
-    def forward(self, tokens, positions, mask=None, documents=None):
-        """tokens [b, s], positions [b, s] or [s] -> logits [b, s, vocab_size]. documents [b, s], if given: a token does
-        not attend to other documents.
+    def forward(self, tokens, positions=None, documents=None, mask=None):
+        """tokens [b, s] -> logits [b, s, vocab_size]. positions [b, s] or [s]; None: 0, 1, ... documents [b, s], if
+        given: a token does not attend to other documents.
 
         `mask(site, shape)`, if given, returns the dropout mask of a site, scaled by 1/(1-p). Sites in order:
         "embedding" [b, s, h]; then in each layer i "layers.{i}.attention.core" [b, n, s, s] on the probabilities,
         "layers.{i}.attention.hidden" and "layers.{i}.mlp.hidden" [b, s, h] on what is added to x.
         """
-        positions = positions.expand(tokens.shape)
+        positions = (torch.arange(tokens.size(1)) if positions is None else positions).expand(tokens.shape)
         x = self.embedding.word_embeddings(tokens)
         if self.config.position_embedding_type == "learned_absolute":
             x = x + self.embedding.position_embeddings(positions)
         x = apply_mask(mask, "embedding", x)
         for layer in self.layers:
             x = layer(x, mask, positions, documents)
-        self.hidden_states = x
+        self.hidden_states, self.places = x, (mask, positions, documents)
         return self.logits(x)
 
     def logits(self, x):
         head = self.embedding.word_embeddings if self.output_layer is None else self.output_layer
         return F.linear(self.final_norm(x), head.weight[: self.config.vocab_size])
 
-    def depth_losses(self, labels, weights, positions, mask=None, documents=None):
+    def depth_losses(self, labels, weights):
         """Return for each depth the sum of its losses that count, after forward(). weights[d - 1] [b, s]: 1 where the
         loss of depth d counts. The labels are t1 .. ts. Where there is no later token, 0 stands in for it.
         """
@@ -342,7 +341,7 @@ class ReferenceGPT(nn.Module):
         for d, (depth, weight) in enumerate(zip(self.mtp, weights), 1):
             following = F.pad(labels, (0, d))[:, d - 1 :]  # t(d) .. t(s + 1)
             words = self.embedding.word_embeddings(following[:, :-1])
-            x = depth(words, x, mask, positions.expand(labels.shape), documents)
+            x = depth(words, x, *self.places)
             losses = F.cross_entropy(self.logits(x).transpose(1, 2), following[:, 1:], reduction="none")
             sums.append((losses * weight).sum())
         return sums
@@ -358,10 +357,9 @@ class ReferenceGPT(nn.Module):
 
     @torch.no_grad()
     def load_full(self, weights):
-        """Copy full tensors in. Raises ValueError if a name is missing or unknown, or if a shape differs."""
+        """Copy full tensors in. Raises AssertionError if a name is missing or unknown, or if a shape differs."""
         named = self.parts()
-        if named.keys() != weights.keys():
-            raise ValueError(f"names that only one side has: {sorted(named.keys() ^ weights.keys())}")
+        assert named.keys() == weights.keys(), f"names that only one side has: {sorted(named.keys() ^ weights.keys())}"
         for name, parameters in named.items():
             full = weights[name]
             if len(parameters) == 3:
@@ -369,9 +367,8 @@ class ReferenceGPT(nn.Module):
             else:
                 tensors = full.chunk(len(parameters), dim=dim_of_parts(name, full))
             for parameter, tensor in zip(parameters, tensors):
-                if parameter.shape != tensor.shape:
-                    raise ValueError(f"{name}: this model has {tuple(parameter.shape)}, given {tuple(tensor.shape)}")
-                parameter.copy_(tensor)  # copy_ alone would broadcast a wrong shape
+                assert parameter.shape == tensor.shape, name     # copy_ would broadcast
+                parameter.copy_(tensor)
         return self
 
     def full(self, value_of):
@@ -439,12 +436,10 @@ def train_reference(config, weights, batches, learning_rates, masks=None):
     for step, (tokens, labels, loss_mask, *places) in enumerate(batches):
         optimizer.zero_grad(set_to_none=True)
         positions, documents, *depth_masks = places or (None, None)
-        positions = torch.arange(tokens.shape[1]) if positions is None else positions
-        logits = model(tokens, positions, masks and masks[step], documents)
+        logits = model(tokens, positions, documents, masks and masks[step])
         loss = masked_loss(logits, labels, loss_mask)
-        sums = model.depth_losses(labels, depth_masks, positions, masks and masks[step], documents)
-        mlps = [layer.mlp for layer in (*model.layers, *(depth.layer for depth in model.mtp))]
-        layers = [mlp for mlp in mlps if isinstance(mlp, Experts)]
+        sums = model.depth_losses(labels, depth_masks)
+        layers = [module for module in model.modules() if isinstance(module, Experts)]
         further = sum(layer.routing_loss for layer in layers)
         if sums:
             further = further + config.mtp_loss_scaling_factor * torch.stack(sums).mean()
@@ -456,9 +451,8 @@ def train_reference(config, weights, batches, learning_rates, masks=None):
         # parameters() lists the tied matrix once, so the norm counts it once; the scale is min(1, clip / (norm + 1e-6))
         norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad or math.inf)
         rows = [(total.item(), mask.sum().item()) for total, mask in zip(sums, depth_masks)]
-        rows += [mlp.statistics for mlp in mlps if isinstance(mlp, Experts)]
-        statistics = [number for row in rows for number in row]
-        records.append(StepRecord(loss.item(), gradients, norm.item(), statistics))
+        rows += [layer.statistics for layer in layers]
+        records.append(StepRecord(loss.item(), gradients, norm.item(), [number for row in rows for number in row]))
         for group in optimizer.param_groups:
             group["lr"] = learning_rates[step]
         optimizer.step()

@@ -38,7 +38,6 @@ from nanodomino.errors import UserError, sentence_and_code
 from nanodomino.run import folder as run_folder, session
 
 
-
 PATIENCE = 300          # seconds until a launch counts as stuck, also on a machine with other work
 TINY = ("--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 8 "
         "--hidden-dropout 0.1 --attention-dropout 0.1 --eval-iters 1 --eval-interval 7 --sample-tokens 0 "

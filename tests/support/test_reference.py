@@ -1,43 +1,17 @@
-"""The reference model against torch's own transformer and finite differences."""
+"""The reference model against torch's own transformer."""
 
-import dataclasses
 import itertools
 from functools import partial
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from support.harness import tiny
+from support.harness import random_data, tiny
 from support.reference import ReferenceGPT, masked_loss, random_weights, train_reference
 
 SMALL = dict(num_layers=2, num_attention_heads=4)
 TIED, UNTIED = tiny(1, **SMALL), tiny(1, **SMALL, untie_embeddings_and_output_weights=True)
-EXPERTS = tiny(1, **SMALL, num_experts=4, moe_ffn_hidden_size=12, moe_shared_expert_intermediate_size=8, swiglu=True,
-               disable_bias_linear=True, moe_aux_loss_coeff=0.0)
-
-
-def random_batch(config, batch_size=3, seed=0):
-    """Return tokens, labels and a loss_mask that leaves each row a different number of tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = batch_size, config.max_position_embeddings
-    tokens, labels = (torch.randint(config.vocab_size, shape, generator=generator) for _ in range(2))
-    loss_mask = (torch.arange(shape[1]) > torch.arange(batch_size)[:, None]).double()
-    return tokens, labels, loss_mask
-
-
-def loaded(config, weights=None):
-    return ReferenceGPT(config).double().load_full(weights or random_weights(config))
-
-
-def loss_of(config, weights, batch):
-    tokens, labels, loss_mask = batch
-    return masked_loss(loaded(config, weights)(tokens, torch.arange(tokens.shape[1])), labels, loss_mask).item()
-
-
-def gradients_of(config, weights, batch):
-    return train_reference(config, weights, [batch], [0.0])[0][0].gradients
 
 
 def torch_transformer(config, weights):
@@ -74,18 +48,19 @@ def test_random_weights_let_no_term_hide_and_depend_on_the_seed_alone():
 # ---- forward and gradients
 
 def test_logits_and_gradients_equal_torchs_own_transformer():
-    weights, (tokens, labels, loss_mask) = random_weights(UNTIED), random_batch(UNTIED)
+    weights, data = random_weights(UNTIED), random_data(UNTIED, 1)
+    tokens, labels, loss_mask = data.tokens[0], data.labels[0], data.loss_mask[0].double()
     encoder, rows = torch_transformer(UNTIED, weights)
     words, positions = weights["embedding.word_embeddings.weight"], weights["embedding.position_embeddings.weight"]
     hidden = (words[tokens] + positions).requires_grad_()
     causal = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], dtype=torch.float64)
     encoded = encoder(hidden, mask=causal, is_causal=True)
     theirs = encoded @ weights["output_layer.weight"][: UNTIED.vocab_size].t()
-    ours = loaded(UNTIED, weights)(tokens, torch.arange(tokens.shape[1]))
+    ours = ReferenceGPT(UNTIED).double().load_full(weights)(tokens)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
     masked_loss(theirs, labels, loss_mask).backward()
-    gradients = gradients_of(UNTIED, weights, (tokens, labels, loss_mask))
+    gradients = train_reference(UNTIED, weights, [(tokens, labels, loss_mask)], [0.0])[0][0].gradients
     for i, layer in enumerate(encoder.layers):
         for name, parameter, cut in (("attention.qkv.weight", layer.self_attn.in_proj_weight, rows),
                                      ("attention.dense.bias", layer.self_attn.out_proj.bias, slice(None)),
@@ -94,20 +69,3 @@ def test_logits_and_gradients_equal_torchs_own_transformer():
             torch.testing.assert_close(gradients[f"layers.{i}.{name}"][cut], parameter.grad, rtol=1e-10, atol=1e-14)
     torch.testing.assert_close(gradients["embedding.position_embeddings.weight"], hidden.grad.sum(0), rtol=1e-10,
                                atol=1e-14)
-
-
-@pytest.mark.parametrize("config", [
-    TIED, UNTIED, EXPERTS,
-    dataclasses.replace(EXPERTS, moe_router_score_function="sigmoid", moe_router_topk_scaling_factor=2.0,
-                        moe_router_topk=3),
-    dataclasses.replace(EXPERTS, moe_router_pre_softmax=True, swiglu=False, moe_router_topk=1)],
-    ids=["tied", "untied", "experts", "sigmoid", "pre-softmax"])
-def test_gradients_equal_finite_differences_in_every_tensor(config):
-    weights, batch, step = random_weights(config), random_batch(config), 1e-5
-    gradients = gradients_of(config, weights, batch)
-    generator = torch.Generator().manual_seed(3)
-    for name, tensor in weights.items():
-        direction = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
-        up, down = (loss_of(config, weights | {name: tensor + sign * step * direction}, batch) for sign in (1, -1))
-        expected = (gradients[name] * direction).sum().item()
-        assert (up - down) / (2 * step) == pytest.approx(expected, rel=1e-6, abs=1e-9), name
