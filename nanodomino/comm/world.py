@@ -11,6 +11,8 @@ Without these variables the process is a world of size 1. NCCL connects GPUs, gl
 
 import ctypes
 import os
+import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -70,6 +72,24 @@ def nccl_options(timeout: timedelta, thread_blocks=None) -> dict:
     return dict(backend="nccl", pg_options=options)
 
 
+def choose_interface(master_addr: str):
+    """Set GLOO_SOCKET_IFNAME to the interface that leads to MASTER_ADDR, unless the user has set it.
+
+    gloo announces the address of the host's own name. On many systems that is 127.0.0.1, where each host reaches only
+    itself."""
+    import fcntl                                               # not on Windows, where errors.py says so
+
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((master_addr, 9))                        # UDP sends nothing; an unknown host is gloo's to report
+        if probe.getsockname()[0].startswith("127."):          # this host is MASTER_ADDR itself
+            probe.connect(("192.0.2.1", 9))                    # no host has this address (RFC 5737)
+        own = socket.inet_aton(probe.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):                            # raised for an interface that has no address
+                if fcntl.ioctl(probe, 0x8915, name.encode().ljust(40, b"\0"))[20:24] == own:        # SIOCGIFADDR
+                    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
 def start_world(launch: LaunchInfo, device: torch.device, timeout: int = TIMEOUT):
     """Initialize the default process group. Without a launcher it has a single member. Raises UserError if the
     processes cannot connect. timeout: seconds that a collective may take."""
@@ -81,6 +101,8 @@ def start_world(launch: LaunchInfo, device: torch.device, timeout: int = TIMEOUT
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     else:
         keep_freed_memory()
+    if launch.world_size > launch.local_world_size:            # there are several hosts
+        choose_interface(address)
     store = dist.HashStore()
     try:
         if launch.launched:
@@ -95,11 +117,6 @@ def start_world(launch: LaunchInfo, device: torch.device, timeout: int = TIMEOUT
         raise UserError(f"the {launch.world_size} processes cannot connect at MASTER_ADDR {address}, MASTER_PORT "
                         f"{port} ({str(error).splitlines()[0]}); choose a free port on a host that every process can "
                         f"reach, and start all {launch.world_size} processes") from None
-    except RuntimeError as error:                              # gloo's: the store is reached, but not the other ranks
-        require("connectFullMesh" not in str(error) or launch.world_size == launch.local_world_size, "gloo cannot "
-                f"connect the hosts ({str(error).splitlines()[0]}); set GLOO_SOCKET_IFNAME on each host to the network "
-                "interface that leads to the others, such as eth0")
-        raise
 
 
 def from_rank_0(value):
