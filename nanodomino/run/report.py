@@ -129,15 +129,13 @@ class Report:
                     **{name: value for name, value in counts.items() if shown or not isinstance(value, dict)})
         self.bar.set_postfix(loss=f"{result.loss:.3f}", tokens_per_second=f"{speed:,.0f}", refresh=False)
         self.bar.update()
-        loss_scale = f" | loss scale {result.loss_scale:g}" if self.config.dtype == "float16" else ""
-        if result.skipped:
-            what = "the gradient norm" if math.isfinite(result.loss) else "the loss"
-            self.say(f"step {step:5d} | skipped, because {what} is not finite | loss {result.loss:.4f} | "
-                     f"grad norm {result.grad_norm:.3f}{loss_scale}")
-        elif shown:
-            self.say(f"step {step:5d} | loss {result.loss:.4f} {self.entropies} | grad norm {result.grad_norm:.3f} | "
+        if shown or result.skipped:
+            bad = "the gradient norm" if math.isfinite(result.loss) else "the loss"
+            self.say(f"step {step:5d} | {f'skipped, because {bad} is not finite | ' * result.skipped}"
+                     f"loss {result.loss:.4f} {self.entropies} | grad norm {result.grad_norm:.3f} | "
                      f"lr {learning_rate:.2e} | {seconds * 1000:.0f} ms | {speed:,.0f} tokens/s | "
-                     f"mfu {'n/a' if mfu is None else f'{mfu:.1%}'}{loss_scale}{words}")
+                     f"mfu {'n/a' if mfu is None else f'{mfu:.1%}'}"
+                     f"{f' | loss scale {result.loss_scale:g}' * (self.config.dtype == 'float16')}{words}")
 
     def losses(self, step: int, split: str, loss: float, tokens: int, windows: int):
         """Report the mean loss, perplexity and bits per byte of the `tokens` labels that count in the first `windows`
