@@ -59,19 +59,6 @@ def keep_freed_memory():
         libc.mallopt(M_TRIM_THRESHOLD, -1)                     # never shrink the heap
 
 
-def nccl_options(timeout: timedelta, thread_blocks=None) -> dict:
-    """Return new_group's arguments for an NCCL group. thread_blocks: the most thread blocks that an operation may use.
-    Kernels that run at the same time get the rest.
-
-    The group gets a high-priority CUDA stream. Otherwise its operations could wait for matmuls launched after them.
-    Megatron-LM sets CUDA_DEVICE_MAX_CONNECTIONS=1 instead. Then kernels start in the order of their launches, and a
-    matmul waits for all collectives launched before it to start."""
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timeout                                 # otherwise new_group() warns that it replaces a default
-    options.config.max_ctas = thread_blocks or options.config.max_ctas
-    return dict(backend="nccl", pg_options=options)
-
-
 def choose_interface(master_addr: str):
     """Set GLOO_SOCKET_IFNAME to the interface that leads to MASTER_ADDR, unless the user has set it.
 

@@ -137,7 +137,6 @@ class Session:
                 "the same flags and data")
         self.run = run = from_rank_0(run)
         self.config = dataclasses.replace(config, sample_offset=run.sample_offset)
-        self.starts_from_weights = run.weights_only            # of another run, without its optimizer state
         self.trace = Trace(device, recording=False)
         self.watchdog = Watchdog(launch, device, config.timeout)
         self.on_action = self.watchdog.mark
@@ -182,7 +181,8 @@ class Session:
         config, step, self.trace.recording = self.config, self.step, False
         self.done, self.stopped_by_signal, self.loss = step, result.stop, result.loss
         self.last_good = min(self.last_good, step - 1) if result.skipped else step - 1
-        self.stopped = result.stop or (config.exit_interval is not None and step % config.exit_interval == 0)
+        self.stopped = result.stop or bool(config.exit_interval and step % config.exit_interval == 0
+                                           and step < config.train_iters)
         self.report.step(step, result, learning_rate, time.perf_counter() - self.step_start)
         if step in config.traced_steps and (step == config.traced_steps[-1] or self.stopped):
             self.report.say(draw_timeline(self.trace, self.mesh, self.run.folder / f"trace-{step:08d}"))
@@ -230,16 +230,13 @@ class Session:
         self.saver.save(self.done, model, optimizer, self.config)
         self.report.draw_curve()
 
-    def end_early(self) -> int:
-        """Report a run that was asked to stop. Returns the exit code."""
-        self.report.end(self.done, time.perf_counter() - self.start_time)
-        self.report.say(f"stopped early after saving the checkpoint of step {self.done}; --run-dir {self.run.folder} "
-                        "resumes from it")
-        return 128 + (self.watchdog.signal or signal.SIGTERM) if self.stopped_by_signal else 0
-
     def end(self, model) -> int:
-        """Report the end of the run and print a sample. Returns the exit code."""
+        """Report the end of the run and, unless the run was asked to stop, print a sample. Returns the exit code."""
         self.report.end(self.done, time.perf_counter() - self.start_time)
+        if self.stopped:
+            self.report.say(f"stopped early after saving the checkpoint of step {self.done}; --run-dir "
+                            f"{self.run.folder} resumes from it")
+            return 128 + (self.watchdog.signal or signal.SIGTERM) if self.stopped_by_signal else 0
         self.watchdog.watching = False                         # the other replicas may wait long for the sample
         if not math.isfinite(self.loss):
             raise self.not_finite(f"the loss of step {self.done} is {self.loss}; ")
