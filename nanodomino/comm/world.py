@@ -22,7 +22,6 @@ import torch.distributed as dist
 from nanodomino.errors import UserError, require
 
 TIMEOUT = 600            # seconds; the default of --timeout
-LAUNCHER_SIZES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")    # copies that srun or mpirun starts
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class LaunchInfo:
 def read_launch_environment(environment=os.environ) -> LaunchInfo:
     """Read torchrun's variables. Raises UserError if srun or mpirun has started copies that can't train together."""
     hosts = environment.get("GROUP_WORLD_SIZE", "1")           # set by torchrun
-    for name in LAUNCHER_SIZES:
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):    # how many srun or mpirun has started
         copies = environment.get(name, "1")
         require(copies in ("1", hosts), f"{name} says that {copies} copies were started, which would train separate "
                 "models; start one torchrun per host, without --standalone (see docs/running.md for SLURM), or unset "
@@ -60,10 +59,8 @@ def keep_freed_memory():
 
 
 def choose_interface(master_addr: str):
-    """Set GLOO_SOCKET_IFNAME to the interface that leads to MASTER_ADDR, unless the user has set it.
-
-    gloo announces the address of the host's own name. On many systems that is 127.0.0.1, where each host reaches only
-    itself."""
+    """Set GLOO_SOCKET_IFNAME to the interface that leads to MASTER_ADDR, unless the user has set it. By default gloo
+    announces the address of the host's own name: on many systems 127.0.0.1, where each host reaches only itself."""
     import fcntl                                               # not on Windows, where errors.py says so
 
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -80,7 +77,6 @@ def choose_interface(master_addr: str):
 def start_world(launch: LaunchInfo, device: torch.device, timeout: int = TIMEOUT):
     """Initialize the default process group. Without a launcher it has a single member. Raises UserError if the
     processes cannot connect. timeout: seconds that a collective may take."""
-    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT")
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # If two ranks started the collectives of several groups in different orders, each could occupy its GPU and wait
@@ -89,7 +85,7 @@ def start_world(launch: LaunchInfo, device: torch.device, timeout: int = TIMEOUT
     else:
         keep_freed_memory()
     if launch.world_size > launch.local_world_size:            # there are several hosts
-        choose_interface(address)
+        choose_interface(os.environ["MASTER_ADDR"])
     store = dist.HashStore()
     try:
         if launch.launched:
@@ -101,9 +97,10 @@ def start_world(launch: LaunchInfo, device: torch.device, timeout: int = TIMEOUT
                                 world_size=launch.world_size, store=store, timeout=timedelta(seconds=timeout),
                                 device_id=device if device.type == "cuda" else None)
     except (dist.DistNetworkError, dist.DistStoreError) as error:        # port in use, host unknown, rank missing
-        raise UserError(f"the {launch.world_size} processes cannot connect at MASTER_ADDR {address}, MASTER_PORT "
-                        f"{port} ({str(error).splitlines()[0]}); choose a free port on a host that every process can "
-                        f"reach, and start all {launch.world_size} processes") from None
+        place = ", ".join(f"{name} {os.environ.get(name)}" for name in ("MASTER_ADDR", "MASTER_PORT"))
+        raise UserError(f"the {launch.world_size} processes cannot connect at {place} ({str(error).splitlines()[0]}); "
+                        "choose a free port on a host that every process can reach, and start all "
+                        f"{launch.world_size} processes") from None
 
 
 def from_rank_0(value):

@@ -157,9 +157,10 @@ def sample_token(logits, temperature: float, top_k: int, generator) -> int:
     return int(torch.multinomial(logits.softmax(dim=-1).cpu(), 1, generator=generator))
 
 
-def write_sample(model: GPT, config, corpus, dataset, mesh: Mesh):
+def write_sample(model: GPT, corpus, dataset):
     """Let the first replica continue the first tokens of a split, and print the text. If an option spreads a replica's
     weights over several ranks of the dp group, all of them generate the same text. Raises NotFinite."""
+    mesh, config = model.mesh, model.config
     _, index = mesh.axis("dp")
     if index < max([1, *(mesh.axis(name)[0] for name in config.groups_that_generate_together)]):
         prompt = dataset.batch(0, 0, 0, 1, 1, 1, shuffle=False).tokens[0, :PROMPT_TOKENS].tolist()

@@ -42,8 +42,7 @@ def open_run(config: Config) -> Run:
     require(config.run_dir or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0",
             "torchrun's --max-restarts needs --run-dir, or a restart would start a new run; add --run-dir FOLDER")
     begun = config.run_dir and checkpoints_of(run_dir)
-    # a mistake should show before a folder is made
-    to_load = find_checkpoint_to_load(config) if config.load and not begun else None
+    to_load = find_checkpoint_to_load(config) if config.load and not begun else None  # if refused, no folder is made
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         for number in itertools.count(1) if config.run_dir is None else ():

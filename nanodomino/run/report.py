@@ -83,8 +83,7 @@ class Report:
                      "continue, or start a new run from these weights with --load FOLDER --finetune")
         lines.append("; ".join(filter(None, (state, *news))))
         if done < steps:
-            windows = max((tokens["train"] - 1) // config.seq_length, 1)
-            epochs = config.consumed_train_samples(steps) / windows
+            epochs = config.consumed_train_samples(steps) / ((tokens["train"] - 1) // config.seq_length)
             lines.append(f"{counted(steps, 'step')} = {format(epochs, '.0f' if epochs >= 10 else '.2g')} epochs of "
                          f"this text{', of which more than 4 teach little (2305.16264)' * (epochs > 4)}; {memory}")
         print("\n".join(filter(None, lines)), flush=True)

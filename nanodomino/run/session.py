@@ -104,9 +104,8 @@ def open_session(arguments: list[str], launch: LaunchInfo, program):
 
 
 class Session:
-    """Holds what a run has besides model and optimizer. done: the number of finished steps; step: the latest to start.
-    program: the module train.py, whose dataset_builder reads the data, and whose train_step is run dry to estimate
-    memory."""
+    """Holds what a run has besides model and optimizer. done: the number of finished steps. program: the
+    module train.py, whose dataset_builder reads the data, and whose train_step is run dry to estimate memory."""
 
     def __init__(self, arguments: list[str], launch: LaunchInfo, program):
         config = from_command_line(arguments, launch.world_size)
@@ -140,8 +139,7 @@ class Session:
         self.trace = Trace(device, recording=False)
         self.watchdog = Watchdog(launch, device, config.timeout)
         self.on_action = self.watchdog.mark
-        self.done = self.step = 0
-        self.loss, self.last_good = 0.0, -1    # of the latest step; the weights after step last_good had a finite loss
+        self.done, self.loss, self.last_good = 0, 0.0, -1      # the weights after step last_good had a finite loss
         self.stopped = self.stopped_by_signal = False
 
     def load(self, model, optimizer):
@@ -162,10 +160,9 @@ class Session:
         while self.done < self.config.train_iters and not self.stopped:
             if failure := self.saver.failure():
                 self.report.say(f"warning: {failure}; training continues")
-            self.step = self.watchdog.step = self.done + 1
-            self.step_start = time.perf_counter()
-            self.trace.recording = self.step in self.config.traced_steps
-            yield self.step
+            self.watchdog.step, self.step_start = self.done + 1, time.perf_counter()
+            self.trace.recording = self.watchdog.step in self.config.traced_steps
+            yield self.watchdog.step
         self.saver.wait()
         if failure := self.saver.failure():                    # fatal, since no later checkpoint follows
             raise UserError(f"{failure}; free some disk space and start again to resume from the last checkpoint")
@@ -178,11 +175,10 @@ class Session:
     def after_step(self, result, learning_rate: float, optimizer):
         """Report a finished step, draw its timeline, and decide whether to stop. Raises UserError if too many steps in
         a row were skipped. result: its StepResult."""
-        config, step, self.trace.recording = self.config, self.step, False
+        config, step, self.trace.recording = self.config, self.watchdog.step, False
         self.done, self.stopped_by_signal, self.loss = step, result.stop, result.loss
         self.last_good = min(self.last_good, step - 1) if result.skipped else step - 1
-        self.stopped = result.stop or bool(config.exit_interval and step % config.exit_interval == 0
-                                           and step < config.train_iters)
+        self.stopped = result.stop or step < config.train_iters and step % (config.exit_interval or step + 1) == 0
         self.report.step(step, result, learning_rate, time.perf_counter() - self.step_start)
         if step in config.traced_steps and (step == config.traced_steps[-1] or self.stopped):
             self.report.say(draw_timeline(self.trace, self.mesh, self.run.folder / f"trace-{step:08d}"))
@@ -196,7 +192,7 @@ class Session:
         self.saver.wait()                                      # a checkpoint may still be being written
         self.report.draw_curve()
         self.watchdog.watching = False                         # rank 0 may read large checkpoints for long
-        config, loaded = self.config, None if self.step else self.run.checkpoint
+        config, loaded = self.config, None if self.watchdog.step else self.run.checkpoint
         folder = loaded.absolute().parent.parent if loaded else self.run.folder
         good = from_rank_0(newest_finite_checkpoint(folder, self.last_good) if dist.get_rank() == 0 else None)
         lr = min(config.lr / 10, config.preset["lr"])
@@ -241,6 +237,5 @@ class Session:
         if not math.isfinite(self.loss):
             raise self.not_finite(f"the loss of step {self.done} is {self.loss}; ")
         if self.config.sample_tokens:
-            dataset = self.datasets.get("valid", self.datasets["train"])
-            write_sample(model, self.config, self.corpus, dataset, self.mesh)
+            write_sample(model, self.corpus, self.datasets.get("valid", self.datasets["train"]))
         return 0

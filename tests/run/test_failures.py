@@ -112,10 +112,14 @@ def test_only_rank_0_writes_to_standard_output_and_ctrl_c_before_training_is_sil
     (0, OSError(5, "bad disk", "data"), False, "error: data: bad disk; fix that, or choose another file or folder\n"),
     (3, UserError("heads 3; try 4"), True, "error: heads 3; try 4\n"),
     (2, ValueError("mine"), False, "rank 2 failed: ValueError: mine\n"),
-    (2, RuntimeError("Connection closed by peer"), True, "rank 2 lost its peers: Connection closed by peer\n")])
+    (2, RuntimeError("Connection closed by peer"), True, "rank 2 lost its peers (dead or hanging: rank 0, 1, 3): "
+     "Connection closed by peer\n")])
 def test_a_rank_whose_error_is_probably_an_echo_waits_before_it_prints(monkeypatch, capsys, rank, error, waits, says):
     """But it does print: a token id outside the vocabulary is found by one replica, which may not hold rank 0."""
     slept = []
+    for name, value in (("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(failures.dist, "TCPStore", lambda *_, **__: failures.dist.HashStore())
     monkeypatch.setattr(time, "sleep", slept.append)
     monkeypatch.setattr(os, "_exit", sys.exit)
     with pytest.raises(SystemExit) as caught:

@@ -24,9 +24,9 @@ import train
 from nanodomino.checkpoint import save
 from nanodomino.checkpoint.load import checkpoints_of
 from nanodomino.checkpoint.format import verify
+from nanodomino.checkpoint.save import drift_warning
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.run.failures import PEER_ERROR, unresponsive_ranks
-from nanodomino.run.session import drift_warning
 
 LENGTH = ["--train-iters", 14, "--save-interval", 3]
 LONG = ["--train-iters", 1_000_000, "--eval-interval", 1_000_000]
