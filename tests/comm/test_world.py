@@ -1,19 +1,21 @@
 """Which kernels a run chooses, and how processes on several hosts find each other."""
 
 import os
+import socket
 import subprocess
 import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from benchmarks.slow_network import slow_wire
 from support import ROOT
 from support.harness import tiny
 from support.runs import TINY, main_on_rank, make_corpus
 
+from nanodomino.comm import world
 from nanodomino.comm.device import choose_kernels
-from nanodomino.comm.world import LaunchInfo, start_world
 from nanodomino.errors import UserError
 
 
@@ -56,18 +58,37 @@ def test_gathered_keys_need_a_bias_if_heads_are_too_large_for_varlen_attention()
 
 # ---- several hosts
 
-@pytest.mark.parametrize("hosts, error, says", [
-    (2, "Gloo connectFullMesh failed with Connect timeout", "on each host to the network interface that leads to the"),
-    (1, "Gloo connectFullMesh failed with Connect timeout", "^Gloo connectFullMesh failed with Connect timeout$"),
-    (2, "Connection closed by peer", "^Connection closed by peer$")])
-def test_hosts_that_announce_an_address_of_their_own_are_told_to_name_the_interface(monkeypatch, hosts, error, says):
-    """gloo announces the address of the host's own name, which may be 127.0.0.1. On one host a rank has died."""
-    def fail(*_, **__):
-        raise RuntimeError(error)
+class FakeSocket(nullcontext):
+    """A UDP socket of a host with three interfaces, which leads to three addresses."""
+    interfaces = {"lo": "127.0.0.1", "eth0": "172.16.0.3", "eth1": "10.0.0.9"}
+    towards = {"10.0.0.7": "10.0.0.9", "localhost": "127.0.1.1", "192.0.2.1": "172.16.0.3"}
 
-    monkeypatch.setattr(dist, "init_process_group", fail)
-    with pytest.raises(UserError if hosts == 2 and "Mesh" in error else RuntimeError, match=says):
-        start_world(LaunchInfo(0, 2, 0, 2 // hosts), torch.device("cpu"))
+    def connect(self, address):
+        if address[0] not in self.towards:
+            raise socket.gaierror("no such name")
+        self.enter_result.address = self.towards[address[0]]
+
+    def getsockname(self):
+        return self.address, 1
+
+    def ioctl(self, request, name):
+        return bytes(20) + socket.inet_aton(self.interfaces[name.rstrip(b"\0").decode()]) + bytes(16)
+
+
+@pytest.mark.parametrize("master, before, after", [
+    ("10.0.0.7", {}, "eth1"), ("10.0.0.7", dict(GLOO_SOCKET_IFNAME="ib0"), "ib0"), ("localhost", {}, "eth0"),
+    ("nobody.invalid", {}, None)],
+    ids=["towards-the-master", "the-users-wins", "the-masters-own-name", "no-such-host"])
+def test_the_interface_towards_the_master_is_chosen_unless_the_user_has_set_one(monkeypatch, master, before, after):
+    probe = FakeSocket()
+    probe.enter_result = probe
+    monkeypatch.setattr(world, "socket", SimpleNamespace(
+        socket=lambda *_: probe, if_nameindex=lambda: [*enumerate(probe.interfaces)], AF_INET=2, SOCK_DGRAM=2,
+        inet_aton=socket.inet_aton))
+    monkeypatch.setattr("fcntl.ioctl", FakeSocket.ioctl)
+    monkeypatch.setattr(os, "environ", before)
+    world.choose_interface(master)
+    assert before.get("GLOO_SOCKET_IFNAME") == after
 
 
 MEET = """
@@ -81,7 +102,7 @@ print("the sum is", int(ranks))
 """
 
 
-def test_two_hosts_with_a_named_interface_meet():
+def test_two_hosts_find_each_other_without_a_setting():
     """For the world and for a group of the mesh: two processes, each in a network namespace of its own whose host name
     resolves to 127.0.0.1."""
     try:
@@ -91,6 +112,7 @@ def test_two_hosts_with_a_named_interface_meet():
                 environment = os.environ | environment | {
                     "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
                     "MASTER_PORT": "29511", "OMP_NUM_THREADS": "1"}
+                environment = {name: value for name, value in environment.items() if not name.endswith("IFNAME")}
                 processes.append(subprocess.Popen([*prefix, sys.executable, "-c", MEET], env=environment, text=True,
                                                   cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
             ended = [(process.communicate(timeout=300)[0], process.returncode) for process in processes]
