@@ -40,7 +40,7 @@ def too_old():
     (dict(capability=(7, 0), architectures=CUDA_13), {}, f"a GPU has compute capability 7.0, .*{WHEEL}"),
     (dict(capability=(7, 5), architectures=CUDA_13), {}, None), (dict(architectures=CUDA_13), {}, None),
     (dict(capability=(13, 1), architectures=CUDA_13), {}, None), (AMD, {}, None),
-    (AMD, dict(fp8_format="hybrid"), "--fp8-format needs a GPU")], ids=str)
+    (AMD, dict(fp8_format="hybrid"), "--fp8-format needs a GPU")])
 def test_a_gpu_that_this_torch_cannot_use(monkeypatch, gpus, settings, sentence):
     """Before it counts GPUs, torch asks NVML, which also works where CUDA does not. An AMD GPU with the number 9.4 has
     none of Hopper's kernels, and another 8-bit type."""

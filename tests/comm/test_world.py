@@ -4,8 +4,7 @@ import os
 import socket
 import subprocess
 import sys
-from contextlib import nullcontext
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -14,8 +13,8 @@ from support import ROOT
 from support.harness import tiny
 from support.runs import TINY, main_on_rank, make_corpus
 
-from nanodomino.comm import world
 from nanodomino.comm.device import choose_kernels
+from nanodomino.comm.world import choose_interface
 from nanodomino.errors import UserError
 
 
@@ -58,21 +57,8 @@ def test_gathered_keys_need_a_bias_if_heads_are_too_large_for_varlen_attention()
 
 # ---- several hosts
 
-class FakeSocket(nullcontext):
-    """A UDP socket of a host with three interfaces, which leads to three addresses."""
-    interfaces = {"lo": "127.0.0.1", "eth0": "172.16.0.3", "eth1": "10.0.0.9"}
-    towards = {"10.0.0.7": "10.0.0.9", "localhost": "127.0.1.1", "192.0.2.1": "172.16.0.3"}
-
-    def connect(self, address):
-        if address[0] not in self.towards:
-            raise socket.gaierror("no such name")
-        self.enter_result.address = self.towards[address[0]]
-
-    def getsockname(self):
-        return self.address, 1
-
-    def ioctl(self, request, name):
-        return bytes(20) + socket.inet_aton(self.interfaces[name.rstrip(b"\0").decode()]) + bytes(16)
+INTERFACES = {"lo": "127.0.0.1", "eth0": "172.16.0.3", "eth1": "10.0.0.9"}
+SENDS_FROM = {"10.0.0.7": "10.0.0.9", "localhost": "127.0.1.1", "192.0.2.1": "172.16.0.3"}     # to reach an address
 
 
 @pytest.mark.parametrize("master, before, after", [
@@ -80,14 +66,19 @@ class FakeSocket(nullcontext):
     ("nobody.invalid", {}, None)],
     ids=["towards-the-master", "the-users-wins", "the-masters-own-name", "no-such-host"])
 def test_the_interface_towards_the_master_is_chosen_unless_the_user_has_set_one(monkeypatch, master, before, after):
-    probe = FakeSocket()
-    probe.enter_result = probe
-    monkeypatch.setattr(world, "socket", SimpleNamespace(
-        socket=lambda *_: probe, if_nameindex=lambda: [*enumerate(probe.interfaces)], AF_INET=2, SOCK_DGRAM=2,
-        inet_aton=socket.inet_aton))
-    monkeypatch.setattr("fcntl.ioctl", FakeSocket.ioctl)
+    def connect(address):
+        if address[0] not in SENDS_FROM:
+            raise socket.gaierror("no such name")
+        probe.getsockname.return_value = SENDS_FROM[address[0]], 1
+
+    probe = mock.MagicMock(connect=connect)
+    probe.__enter__.return_value = probe
+    monkeypatch.setattr(socket, "socket", lambda *_: probe)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [*enumerate(INTERFACES)])
+    monkeypatch.setattr("fcntl.ioctl", lambda probe, request, name: bytes(20) + socket.inet_aton(
+        INTERFACES[name.rstrip(b"\0").decode()]) + bytes(16))
     monkeypatch.setattr(os, "environ", before)
-    world.choose_interface(master)
+    choose_interface(master)
     assert before.get("GLOO_SOCKET_IFNAME") == after
 
 
