@@ -16,7 +16,6 @@ from support import ROOT
 from support.fork_server import LAUNCHER
 
 from bench import QUESTIONS
-from nanodomino import errors
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.errors import UserError
 from nanodomino.run import failures
@@ -90,21 +89,6 @@ def test_commands_run_with_a_safe_path_and_a_reader_that_has_gone(tmp_path, clos
     safe = {"PYTHONSAFEPATH": "1", "PYTHONPATH": ""}
     ended = end(tmp_path, *words, environment=safe, stdout=closed_pipe)
     assert (ended[0], ended[2]) == (code, error)
-
-
-@pytest.mark.parametrize("rank, printed", [(0, "hello\n"), (1, "")])
-def test_only_rank_0_writes_to_standard_output_and_ctrl_c_before_training_is_silent(monkeypatch, capsys, rank, printed):
-    """Rank 1 may be the first rank of another host. Once training has started, the Watchdog handles Ctrl-C."""
-    def interrupted(arguments, launch):
-        print("hello")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(errors, "tolerate_lost_output", lambda: None)
-    monkeypatch.setattr(failures, "read_launch_environment", lambda: LaunchInfo(rank, 2, 0, 1, launched=True))
-    monkeypatch.setattr(sys, "stdout", sys.stdout)             # restored at the end
-    with pytest.raises(SystemExit) as caught:
-        failures.run_rank(interrupted, [])
-    assert caught.value.code == 130 and capsys.readouterr() == (printed, "")
 
 
 @pytest.mark.parametrize("rank, error, waits, says", [
