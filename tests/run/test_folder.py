@@ -46,11 +46,10 @@ def test_a_new_run_on_a_full_disk_is_refused(open_folder, tmp_path):
         pytest.skip("needs the right to mount")
     try:
         (tmp_path / "ballast").write_bytes(bytes(60_000))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.chdir(tmp_path)
-            for run_dir in (None, "mine/run"):
-                with pytest.raises(UserError, match=r"can't be written to \(No space left on device\); choose another"):
-                    open_folder(run_dir)
+        os.chdir(tmp_path)                                     # from the folder below into the one that is mounted
+        for run_dir in (None, "mine/run"):
+            with pytest.raises(UserError, match=r"can't be written to \(No space left on device\); choose another"):
+                open_folder(run_dir)
     finally:
         subprocess.run(["umount", "-l", tmp_path], check=True)
 
