@@ -11,33 +11,30 @@ import torch
 from benchmarks.slow_network import slow_wire
 from support import ROOT
 from support.harness import tiny
-from support.runs import TINY, main_on_rank, make_corpus
 
 from nanodomino.comm.device import choose_kernels
 from nanodomino.comm.world import choose_interface
 from nanodomino.errors import UserError
 
 
-def kernels_of_a_run(flags):
-    """Return (exit code, torch's choices) after a run of train.py."""
+def kernels_of(config):
+    """Return what torch may choose after choose_kernels()."""
     os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-    code = main_on_rank(flags, ()).code
-    return code, dict(strict=torch.get_deterministic_debug_mode() == 2, cudnn=torch.backends.cuda.cudnn_sdp_enabled(),
-                      fills=torch.utils.deterministic.fill_uninitialized_memory,
-                      workspace=os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+    choose_kernels(config, torch.device("cpu"))
+    return dict(strict=torch.get_deterministic_debug_mode() == 2, cudnn=torch.backends.cuda.cudnn_sdp_enabled(),
+                fills=torch.utils.deterministic.fill_uninitialized_memory,
+                workspace=os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
 
 
-@pytest.mark.parametrize("flags, changes", [
-    ([], {}), (["--reset-attention-mask"], dict(cudnn=False)),
-    (["--deterministic-mode"], dict(strict=True, cudnn=False, fills=False, workspace=":4096:8"))],
+@pytest.mark.parametrize("settings, changes", [
+    ({}, {}), (dict(reset_attention_mask=True), dict(cudnn=False)),
+    (dict(deterministic_mode=True), dict(strict=True, cudnn=False, fills=False, workspace=":4096:8"))],
     ids=["usual", "documents", "deterministic"])
-def test_the_kernels_of_a_run(pool, tmp_path, flags, changes):
+def test_the_kernels_of_a_run(pool, settings, changes):
     """In torch's warn-only mode the backward of fused attention would stay nondeterministic. With a mask, the backward
     of cuDNN's attention may return NaN."""
-    flags = [*TINY, "--data-path", str(make_corpus(tmp_path)), "--train-iters", "2", "--eval-iters", "0", *flags,
-             "--run-dir", str(tmp_path / "run")]
     usual = dict(strict=False, cudnn=True, fills=True, workspace=None)
-    assert pool.run(kernels_of_a_run, flags, world_size=1) == [(0, usual | changes)]
+    assert pool.run(kernels_of, tiny(1, **settings), world_size=1) == [usual | changes]
 
 
 @pytest.mark.parametrize("layout, deterministic", [
