@@ -166,7 +166,7 @@ def pretrain(session: Session) -> int:
     def loss_on(dataset, whole):
         return evaluate(domino, dataset, config, mesh, whole, session.on_action)
 
-    if session.starts_from_weights and config.train_iters > 0:     # fine-tuning's baseline
+    if session.run.weights_only and config.train_iters > 0:        # fine-tuning's baseline
         session.report_loss("valid", loss_on)
     for step in session.steps():
         result = train_step(step, domino, optimizer, datasets["train"], config, mesh, session.stop_requested,
@@ -176,9 +176,7 @@ def pretrain(session: Session) -> int:
             session.report_loss("valid", loss_on)
         if session.time_to(config.save_interval) or session.stopped:
             session.save(model, optimizer)
-    if session.stopped_by_signal or session.done < config.train_iters:
-        return session.end_early()
-    for split in ("valid", "test"):
+    for split in () if session.stopped else ("valid", "test"):
         session.report_loss(split, loss_on)
     return session.end(model)
 

@@ -28,9 +28,8 @@ from nanodomino.mesh import lay_out
 from nanodomino.model import meta_stage
 from nanodomino.pictures.drawing import svg, timeline
 from nanodomino.pictures.merged_trace import COLLECTIVES, Recording
-from nanodomino.run.report import describe_stage
 from nanodomino.schedules import simulation
-from nanodomino.schedules.simulation import message_sent
+from nanodomino.schedules.simulation import describe_stage, message_sent
 from nanodomino.settings.config import Config
 from nanodomino.settings.presets import PUBLISHED_VOCABULARIES
 

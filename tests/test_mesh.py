@@ -18,7 +18,6 @@ from support.runs import TINY, main_on_rank, make_corpus
 from torch.distributed.distributed_c10d import _world
 
 from nanodomino import mesh
-from nanodomino.comm import world
 from nanodomino.comm.world import LaunchInfo, start_world
 from nanodomino.errors import UserError
 from nanodomino.mesh import make_mesh, meta_mesh
@@ -89,7 +88,7 @@ def test_no_collective_or_message_waits_for_a_matmul_that_was_launched_after_it(
         urgent=is_high_priority_stream, config=SimpleNamespace(max_ctas=None))
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
     for given in ({}, dict(thread_blocks=4)):
-        made = world.nccl_options(timedelta(seconds=9), **given)
+        made = mesh.nccl_options(timedelta(seconds=9), **given)
         assert made["backend"] == "nccl" and made["pg_options"].urgent
         assert made["pg_options"]._timeout == timedelta(seconds=9)
         assert made["pg_options"].config.max_ctas == given.get("thread_blocks")

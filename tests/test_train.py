@@ -135,7 +135,7 @@ def drawn_with(seed, folder):
     data = train.dataset_builder(config, corpus, mesh.device)["train"]
     written = io.StringIO()
     with contextlib.redirect_stdout(written), torch.no_grad():
-        session.write_sample(model, config, corpus, data, mesh)
+        session.write_sample(model, corpus, data)
     still = train.get_batch(data, config, mesh, 0, False, 0, 0)
     losses, _ = run_to_end(stage.forward(still))
     return {"weights": torch.cat([weight.flatten() for weight in drawn.parameters()]).tolist(),

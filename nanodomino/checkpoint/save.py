@@ -19,6 +19,7 @@ import dataclasses
 import os
 import threading
 import weakref
+from collections import defaultdict
 from datetime import timedelta
 from pathlib import Path
 
@@ -28,6 +29,7 @@ import torch.distributed as dist
 from nanodomino.checkpoint.format import FORMAT, SUFFIX, local_boxes, step_of, write_boxes, write_manifest
 from nanodomino.checkpoint.load import checkpoints_of, together
 from nanodomino.comm.world import TIMEOUT
+from nanodomino.errors import counted
 from nanodomino.files import delete
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
@@ -77,6 +79,27 @@ def copy_to_host(optimizer: ZeroOptimizer, mesh: Mesh, copies: dict):
                 copies[bucket, state].copy_(own[start - bucket.own_offset:][:end - start], non_blocking=True)
     if mesh.device.type == "cuda":
         torch.cuda.current_stream().synchronize()
+
+
+def drift_warning(model: GPT, mesh: Mesh) -> str:
+    """Return a warning that names parameters whose copies differ in a bit; "" if all copies are equal. All ranks must
+    call this together, and get the same text.
+
+    Every parameter has a copy on each replica (dp), an expert only on replicas that hold it. A parameter that is not
+    sharded has a copy on each tensor-parallel rank too, a tied embedding one on the first and one on the last stage.
+    With ZeRO, the copies over dp are equal by construction, because one owner updates each part and all-gathers it. All
+    other copies apply equal gradients, which are equal only if kernels are deterministic. No loss shows a difference.
+    """
+    own = {(name, *(mesh.axis(axis)[1] for axis in weight.spec.kind.shards)): torch.hash_tensor(weight.detach()).item()
+           for name, weight in model.named_parameters()}       # {(name, shard): hash}
+    everyone, found = [None] * dist.get_world_size(), defaultdict(set)
+    dist.all_gather_object(everyone, own)
+    for copy, value in (item for hashes in everyone for item in hashes.items()):
+        found[copy].add(value)
+    drifted = sorted({name for (name, *_), hashes in found.items() if len(hashes) > 1})
+    return (f"copies of {counted(len(drifted), 'parameter')} have drifted apart ({', '.join(drifted[:3])}), so the "
+            "ranks train slightly different models; a run resumed from this checkpoint has equal copies again; try "
+            "--deterministic-mode or --no-compile") if drifted else ""
 
 
 class Saver:

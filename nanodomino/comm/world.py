@@ -11,6 +11,8 @@ Without these variables the process is a world of size 1. NCCL connects GPUs, gl
 
 import ctypes
 import os
+import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -20,7 +22,6 @@ import torch.distributed as dist
 from nanodomino.errors import UserError, require
 
 TIMEOUT = 600            # seconds; the default of --timeout
-LAUNCHER_SIZES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")    # copies that srun or mpirun starts
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class LaunchInfo:
 def read_launch_environment(environment=os.environ) -> LaunchInfo:
     """Read torchrun's variables. Raises UserError if srun or mpirun has started copies that can't train together."""
     hosts = environment.get("GROUP_WORLD_SIZE", "1")           # set by torchrun
-    for name in LAUNCHER_SIZES:
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):    # how many srun or mpirun has started
         copies = environment.get(name, "1")
         require(copies in ("1", hosts), f"{name} says that {copies} copies were started, which would train separate "
                 "models; start one torchrun per host, without --standalone (see docs/running.md for SLURM), or unset "
@@ -57,23 +58,25 @@ def keep_freed_memory():
         libc.mallopt(M_TRIM_THRESHOLD, -1)                     # never shrink the heap
 
 
-def nccl_options(timeout: timedelta, thread_blocks=None) -> dict:
-    """Return new_group's arguments for an NCCL group. thread_blocks: the most thread blocks that an operation may use.
-    Kernels that run at the same time get the rest.
+def choose_interface(master_addr: str):
+    """Set GLOO_SOCKET_IFNAME to the interface that leads to MASTER_ADDR, unless the user has set it. By default gloo
+    announces the address of the host's own name: on many systems 127.0.0.1, where each host reaches only itself."""
+    import fcntl                                               # not on Windows, where errors.py says so
 
-    The group gets a high-priority CUDA stream. Otherwise its operations could wait for matmuls launched after them.
-    Megatron-LM sets CUDA_DEVICE_MAX_CONNECTIONS=1 instead. Then kernels start in the order of their launches, and a
-    matmul waits for all collectives launched before it to start."""
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timeout                                 # otherwise new_group() warns that it replaces a default
-    options.config.max_ctas = thread_blocks or options.config.max_ctas
-    return dict(backend="nccl", pg_options=options)
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((master_addr, 9))                        # UDP sends nothing; an unknown host is gloo's to report
+        if probe.getsockname()[0].startswith("127."):          # this host is MASTER_ADDR itself
+            probe.connect(("192.0.2.1", 9))                    # no host has this address (RFC 5737)
+        own = socket.inet_aton(probe.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):                            # raised for an interface that has no address
+                if fcntl.ioctl(probe, 0x8915, name.encode().ljust(40, b"\0"))[20:24] == own:        # SIOCGIFADDR
+                    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def start_world(launch: LaunchInfo, device: torch.device, timeout: int = TIMEOUT):
     """Initialize the default process group. Without a launcher it has a single member. Raises UserError if the
     processes cannot connect. timeout: seconds that a collective may take."""
-    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT")
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # If two ranks started the collectives of several groups in different orders, each could occupy its GPU and wait
@@ -81,6 +84,8 @@ def start_world(launch: LaunchInfo, device: torch.device, timeout: int = TIMEOUT
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     else:
         keep_freed_memory()
+    if launch.world_size > launch.local_world_size:            # there are several hosts
+        choose_interface(os.environ["MASTER_ADDR"])
     store = dist.HashStore()
     try:
         if launch.launched:
@@ -92,14 +97,10 @@ def start_world(launch: LaunchInfo, device: torch.device, timeout: int = TIMEOUT
                                 world_size=launch.world_size, store=store, timeout=timedelta(seconds=timeout),
                                 device_id=device if device.type == "cuda" else None)
     except (dist.DistNetworkError, dist.DistStoreError) as error:        # port in use, host unknown, rank missing
-        raise UserError(f"the {launch.world_size} processes cannot connect at MASTER_ADDR {address}, MASTER_PORT "
-                        f"{port} ({str(error).splitlines()[0]}); choose a free port on a host that every process can "
-                        f"reach, and start all {launch.world_size} processes") from None
-    except RuntimeError as error:                              # gloo's: the store is reached, but not the other ranks
-        require("connectFullMesh" not in str(error) or launch.world_size == launch.local_world_size, "gloo cannot "
-                f"connect the hosts ({str(error).splitlines()[0]}); set GLOO_SOCKET_IFNAME on each host to the network "
-                "interface that leads to the others, such as eth0")
-        raise
+        place = ", ".join(f"{name} {os.environ.get(name)}" for name in ("MASTER_ADDR", "MASTER_PORT"))
+        raise UserError(f"the {launch.world_size} processes cannot connect at {place} ({str(error).splitlines()[0]}); "
+                        "choose a free port on a host that every process can reach, and start all "
+                        f"{launch.world_size} processes") from None
 
 
 def from_rank_0(value):

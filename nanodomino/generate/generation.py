@@ -29,6 +29,8 @@ from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
 from nanodomino.parallel import gather_logits
 
+PROMPT_TOKENS = 32       # length of the prompt of write_sample()
+
 
 class KeyValueCache:
     """Holds the rotated keys and the values of each attention layer of this stage, both [1, query groups/t, size, d].
@@ -153,3 +155,18 @@ def sample_token(logits, temperature: float, top_k: int, generator) -> int:
     if 0 < top_k < logits.numel():
         logits[logits < logits.topk(top_k).values[-1]] = -torch.inf
     return int(torch.multinomial(logits.softmax(dim=-1).cpu(), 1, generator=generator))
+
+
+def write_sample(model: GPT, corpus, dataset):
+    """Let the first replica continue the first tokens of a split, and print the text. If an option spreads a replica's
+    weights over several ranks of the dp group, all of them generate the same text. Raises NotFinite."""
+    mesh, config = model.mesh, model.config
+    _, index = mesh.axis("dp")
+    if index < max([1, *(mesh.axis(name)[0] for name in config.groups_that_generate_together)]):
+        prompt = dataset.batch(0, 0, 0, 1, 1, 1, shuffle=False).tokens[0, :PROMPT_TOKENS].tolist()
+        tokens = generate(model, mesh, prompt, config.sample_tokens, corpus.vocab_size, config.temperature,
+                          config.top_k, config.seed, end_of_text=corpus.end_of_text)
+        if index == 0:
+            decode = corpus.tokenizer().decode
+            print(f"---- a sample (temperature {config.temperature}, top-k {config.top_k}); the first {len(prompt)} "
+                  f"tokens are the prompt\n{decode(prompt)}|{decode(tokens[len(prompt):])}\n----", flush=True)

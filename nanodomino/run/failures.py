@@ -47,11 +47,10 @@ def run_rank(main, arguments: list[str]):
     """Call main(arguments, launch), which returns an exit code, and end this process with that code. Only rank 0 writes
     to standard output."""
     def on_this_rank():
-        launch = LaunchInfo()
+        launch = read_launch_environment()
+        if launch.rank != 0:
+            sys.stdout = open(os.devnull, "w")
         try:
-            launch = read_launch_environment()
-            if launch.rank != 0:
-                sys.stdout = open(os.devnull, "w")
             return main(arguments, launch)
         except Exception as error:
             report_and_exit(launch, error)
@@ -88,14 +87,13 @@ def report_and_exit(launch: LaunchInfo, error: Exception):
 def unresponsive_ranks(launch: LaunchInfo) -> str:
     """Return text such as " (dead or hanging: rank 2, 3)"; "" if all ranks have reported or torchrun's store does not
     answer. A living rank that has lost a peer reports this to the store, then waits for the others' reports."""
-    silent, store = [], None
+    silent = []
     with suppress(KeyError, RuntimeError):
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
                               timeout=timedelta(seconds=PAUSE))
         store = dist.PrefixStore(f"lost a peer {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         store.set(str(launch.rank), "")
-    time.sleep(PAUSE)
-    with suppress(AttributeError, RuntimeError):
+        time.sleep(PAUSE)
         silent = [str(rank) for rank in range(launch.world_size) if not store.check([str(rank)])]
     return f" (dead or hanging: rank {', '.join(silent)})" if silent else ""
 

@@ -42,7 +42,7 @@ def open_run(config: Config) -> Run:
     require(config.run_dir or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0",
             "torchrun's --max-restarts needs --run-dir, or a restart would start a new run; add --run-dir FOLDER")
     begun = config.run_dir and checkpoints_of(run_dir)
-    to_load = None if begun else find_checkpoint_to_load(config)         # a mistake should show before a folder is made
+    to_load = find_checkpoint_to_load(config) if config.load and not begun else None  # if refused, no folder is made
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         for number in itertools.count(1) if config.run_dir is None else ():
@@ -88,10 +88,8 @@ def starts_from(checkpoint: Path, config: Config, run_dir: Path, loaded=False) -
     return Run(run_dir, checkpoint, weights_only, config.sample_offset, (*start, *news(saved, config, step, taken)))
 
 
-def find_checkpoint_to_load(config: Config) -> Path | None:
-    """Return the checkpoint that --load names, or None. Raises UserError if it does not fit the settings."""
-    if not config.load:
-        return None
+def find_checkpoint_to_load(config: Config) -> Path:
+    """Return the checkpoint that --load names. Raises UserError if there is none, or it does not fit the settings."""
     checkpoint = find_checkpoint(Path(config.load))
     record = read_manifest(checkpoint)["config"]
     frozen = ("positions",) if not config.finetune or config.position_embedding_type == "learned_absolute" else ()

@@ -26,7 +26,7 @@ from nanodomino.estimate.formulas import (active_parameter_count, find_peak_flop
 from nanodomino.files import open_regular_file, write_file
 from nanodomino.mesh import Mesh
 from nanodomino.pictures.drawing import loss_curve, svg
-from nanodomino.schedules.simulation import picture, stage_layers
+from nanodomino.schedules.simulation import describe_stage, picture
 from nanodomino.settings.config import Config
 
 
@@ -83,8 +83,7 @@ class Report:
                      "continue, or start a new run from these weights with --load FOLDER --finetune")
         lines.append("; ".join(filter(None, (state, *news))))
         if done < steps:
-            windows = max((tokens["train"] - 1) // config.seq_length, 1)
-            epochs = config.consumed_train_samples(steps) / windows
+            epochs = config.consumed_train_samples(steps) / ((tokens["train"] - 1) // config.seq_length)
             lines.append(f"{counted(steps, 'step')} = {format(epochs, '.0f' if epochs >= 10 else '.2g')} epochs of "
                          f"this text{', of which more than 4 teach little (2305.16264)' * (epochs > 4)}; {memory}")
         print("\n".join(filter(None, lines)), flush=True)
@@ -129,15 +128,13 @@ class Report:
                     **{name: value for name, value in counts.items() if shown or not isinstance(value, dict)})
         self.bar.set_postfix(loss=f"{result.loss:.3f}", tokens_per_second=f"{speed:,.0f}", refresh=False)
         self.bar.update()
-        loss_scale = f" | loss scale {result.loss_scale:g}" if self.config.dtype == "float16" else ""
-        if result.skipped:
-            what = "the gradient norm" if math.isfinite(result.loss) else "the loss"
-            self.say(f"step {step:5d} | skipped, because {what} is not finite | loss {result.loss:.4f} | "
-                     f"grad norm {result.grad_norm:.3f}{loss_scale}")
-        elif shown:
-            self.say(f"step {step:5d} | loss {result.loss:.4f} {self.entropies} | grad norm {result.grad_norm:.3f} | "
+        if shown or result.skipped:
+            bad = "the gradient norm" if math.isfinite(result.loss) else "the loss"
+            self.say(f"step {step:5d} | {f'skipped, because {bad} is not finite | ' * result.skipped}"
+                     f"loss {result.loss:.4f} {self.entropies} | grad norm {result.grad_norm:.3f} | "
                      f"lr {learning_rate:.2e} | {seconds * 1000:.0f} ms | {speed:,.0f} tokens/s | "
-                     f"mfu {'n/a' if mfu is None else f'{mfu:.1%}'}{loss_scale}{words}")
+                     f"mfu {'n/a' if mfu is None else f'{mfu:.1%}'}"
+                     f"{f' | loss scale {result.loss_scale:g}' * (self.config.dtype == 'float16')}{words}")
 
     def losses(self, step: int, split: str, loss: float, tokens: int, windows: int):
         """Report the mean loss, perplexity and bits per byte of the `tokens` labels that count in the first `windows`
@@ -167,17 +164,6 @@ class Report:
                  f"{peak_memory(self.mesh.device) / 2**20:,.0f} MiB, everything in {self.run_dir}")
 
 
-def describe_stage(config: Config, stage: int) -> str:
-    """Return what a pipeline stage holds, chunk by chunk: 'embedding, layers 0 to 3; layers 8 to 11'."""
-    placement, chunks, behind_head = config.placement, [], config.behind_head
-    for virtual_stage in (placement.virtual_stage(stage, chunk) for chunk in range(placement.chunks)):
-        layers = stage_layers(config.num_layers, virtual_stage, placement.last + 1, behind_head.layers)
-        held = f"layers {layers[0]} to {layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}"
-        ends = ["head", *filter(None, [behind_head.in_words])] if virtual_stage == placement.last else []
-        chunks.append(", ".join([*["embedding"] * (virtual_stage == 0), held, *ends]))
-    return "; ".join(chunks)
-
-
 def what_hides_what(config: Config) -> str:
     """Return, in a sentence, which work runs while a collective within a layer is in flight."""
     if config.tp == 1 and not config.sent_by_branches:
@@ -195,14 +181,12 @@ def continue_metrics(path: Path, first_step: int, rescored: set):
     """Open metrics.jsonl to append lines. Keep the lines that a run with `first_step` steps done continues. A killed
     run may have written lines of later steps, and half a line at the end. rescored: the losses of step `first_step`
     that the run will score again."""
-    lines, kept = [], []
+    kept = []
     with suppress(FileNotFoundError), open_regular_file(path) as file:
-        lines = file.read().splitlines(keepends=True) if first_step else []
-    for line in lines:
-        with suppress(ValueError, KeyError, TypeError, RecursionError):
-            values = json.loads(line)
-            last = first_step - 1 if values.keys() & rescored else first_step
-            if values["step"] <= last and line.endswith(b"\n"):
-                kept.append(line)
+        for line in file if first_step else ():
+            with suppress(ValueError, KeyError, TypeError, RecursionError):
+                values = json.loads(line)
+                if values["step"] <= first_step - bool(values.keys() & rescored) and line.endswith(b"\n"):
+                    kept.append(line)
     write_file(path, b"".join(kept))
     return open_regular_file(path, "ab", buffering=0)

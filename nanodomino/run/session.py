@@ -15,7 +15,6 @@ import gc
 import math
 import signal
 import time
-from collections import defaultdict
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from data.prepare import DEFAULT_CORPUS, check_unchanged, prepare_default_corpus
 from nanodomino.checkpoint.format import step_of
 from nanodomino.checkpoint.load import newest_finite_checkpoint, recorded_settings, restore
-from nanodomino.checkpoint.save import Saver
+from nanodomino.checkpoint.save import Saver, drift_warning
 from nanodomino.comm.device import choose_kernels, find_device
 from nanodomino.comm.trace import Trace
 from nanodomino.comm.world import LaunchInfo, from_rank_0, start_world
@@ -33,9 +32,8 @@ from nanodomino.corpus.prepared_folder import Corpus, load_corpus
 from nanodomino.errors import NotFinite, UserError, counted, import_optional, require
 from nanodomino.estimate.stages import require_memory
 from nanodomino.files import read_json
-from nanodomino.generate.generation import generate
-from nanodomino.mesh import Mesh, make_mesh
-from nanodomino.model import GPT
+from nanodomino.generate.generation import write_sample
+from nanodomino.mesh import make_mesh
 from nanodomino.run.failures import Watchdog
 from nanodomino.run.folder import open_run
 from nanodomino.run.report import Report
@@ -44,8 +42,6 @@ from nanodomino.settings.flags import Parser, add_flags, expand_home, flag_setti
 from nanodomino.settings.records import check_record, remembered_settings, taken_over
 from nanodomino.settings.rules import check_needs
 from nanodomino.pictures.drawing import draw_timeline
-
-PROMPT_TOKENS = 32       # length of the prompt, taken from the validation text, for the sample at the end
 
 
 def command_line_parser() -> Parser:
@@ -60,19 +56,18 @@ def command_line_parser() -> Parser:
 def from_command_line(arguments: list[str], world_size: int) -> Config:
     """Return the resolved Config of a command line. Raises UserError."""
     flags = vars(command_line_parser().parse_args(arguments))
-    requested = read_settings(Path(flags["config"])) | flags if "config" in flags else flags
-    run = recorded_settings(Path(requested["run_dir"])) if requested.get("run_dir") else None
-    remembered, loaded, given = {}, None, {name for name, value in requested.items() if value is not None}
-    if run:
-        remembered = remembered_settings(check_record(run, requested["run_dir"]))
-        given |= {*(run.get("given") or ())} - requested.keys()
-    elif requested.get("load") and (loaded := recorded_settings(Path(requested["load"]))):
-        remembered = taken_over(check_record(loaded, requested["load"]), requested.get("finetune"))
-        given |= remembered.keys()
-        longer = (requested.get("seq_length") or 0) > remembered.get("max_position_embeddings", 0)
-        if longer and requested.get("finetune") and remembered.get("position_embedding_type") != "learned_absolute":
-            remembered.pop("max_position_embeddings", None)    # no weight depends on it
-    remembered["trained_positions"] = (run or loaded or {}).get("trained_positions")
+    requested = (read_settings(Path(flags["config"])) if "config" in flags else {}) | flags
+    records = {name: recorded_settings(Path(requested[name])) for name in ("run_dir", "load") if requested.get(name)}
+    source = next(filter(records.get, records), None)          # a run's own settings are newer than what it has loaded
+    record = check_record(records[source], requested[source]) if source else {}
+    resumed, finetune = source == "run_dir", requested.get("finetune")
+    remembered = remembered_settings(record) if resumed else taken_over(record, finetune)
+    given = {name for name, value in requested.items() if value is not None}
+    given |= {*((record.get("given") or ()) if resumed else remembered)} - requested.keys()
+    longer = (requested.get("seq_length") or 0) > remembered.get("max_position_embeddings", 0)
+    if longer and finetune and not resumed and remembered.get("position_embedding_type") != "learned_absolute":
+        remembered.pop("max_position_embeddings", None)        # no weight depends on it
+    remembered["trained_positions"] = record.get("trained_positions")
     given -= set(names_affecting(Config, "launch"))
     config = Config(**remembered | requested, given=tuple(sorted(given))).resolve(world_size)
     check_needs(config, flags)
@@ -83,8 +78,7 @@ def read_settings(path: Path) -> dict:
     """Return the settings in a JSON file. null restores a default, even if the run remembers another value. The program
     writes `given` into a run's config.json. In a file without it, a user has given all settings. Raises UserError."""
     record = {name: expand_home(value) for name, value in check_record(read_json(path), f"--config {path}").items()}
-    unset = {setting.name: setting.default for setting in flag_settings(Config)
-             if setting.name in record and record[setting.name] is None}
+    unset = {setting.name: setting.default for setting in flag_settings(Config) if record.get(setting.name, 0) is None}
     return unset | (remembered_settings(record) if "given" in record else
                     {name: value for name, value in record.items() if value is not None})
 
@@ -110,9 +104,8 @@ def open_session(arguments: list[str], launch: LaunchInfo, program):
 
 
 class Session:
-    """Holds what a run has besides model and optimizer. done: the number of finished steps; step: the latest to start.
-    program: the module train.py, whose dataset_builder reads the data, and whose train_step is run dry to estimate
-    memory."""
+    """Holds what a run has besides model and optimizer. done: the number of finished steps. program: the
+    module train.py, whose dataset_builder reads the data, and whose train_step is run dry to estimate memory."""
 
     def __init__(self, arguments: list[str], launch: LaunchInfo, program):
         config = from_command_line(arguments, launch.world_size)
@@ -143,12 +136,10 @@ class Session:
                 "the same flags and data")
         self.run = run = from_rank_0(run)
         self.config = dataclasses.replace(config, sample_offset=run.sample_offset)
-        self.starts_from_weights = run.weights_only            # of another run, without its optimizer state
         self.trace = Trace(device, recording=False)
         self.watchdog = Watchdog(launch, device, config.timeout)
         self.on_action = self.watchdog.mark
-        self.done = self.step = 0
-        self.loss, self.last_good = 0.0, -1    # of the latest step; the weights after step last_good had a finite loss
+        self.done, self.loss, self.last_good = 0, 0.0, -1      # the weights after step last_good had a finite loss
         self.stopped = self.stopped_by_signal = False
 
     def load(self, model, optimizer):
@@ -169,10 +160,9 @@ class Session:
         while self.done < self.config.train_iters and not self.stopped:
             if failure := self.saver.failure():
                 self.report.say(f"warning: {failure}; training continues")
-            self.step = self.watchdog.step = self.done + 1
-            self.step_start = time.perf_counter()
-            self.trace.recording = self.step in self.config.traced_steps
-            yield self.step
+            self.watchdog.step, self.step_start = self.done + 1, time.perf_counter()
+            self.trace.recording = self.watchdog.step in self.config.traced_steps
+            yield self.watchdog.step
         self.saver.wait()
         if failure := self.saver.failure():                    # fatal, since no later checkpoint follows
             raise UserError(f"{failure}; free some disk space and start again to resume from the last checkpoint")
@@ -185,10 +175,10 @@ class Session:
     def after_step(self, result, learning_rate: float, optimizer):
         """Report a finished step, draw its timeline, and decide whether to stop. Raises UserError if too many steps in
         a row were skipped. result: its StepResult."""
-        config, step, self.trace.recording = self.config, self.step, False
+        config, step, self.trace.recording = self.config, self.watchdog.step, False
         self.done, self.stopped_by_signal, self.loss = step, result.stop, result.loss
         self.last_good = min(self.last_good, step - 1) if result.skipped else step - 1
-        self.stopped = result.stop or (config.exit_interval is not None and step % config.exit_interval == 0)
+        self.stopped = result.stop or step < config.train_iters and step % (config.exit_interval or step + 1) == 0
         self.report.step(step, result, learning_rate, time.perf_counter() - self.step_start)
         if step in config.traced_steps and (step == config.traced_steps[-1] or self.stopped):
             self.report.say(draw_timeline(self.trace, self.mesh, self.run.folder / f"trace-{step:08d}"))
@@ -202,7 +192,7 @@ class Session:
         self.saver.wait()                                      # a checkpoint may still be being written
         self.report.draw_curve()
         self.watchdog.watching = False                         # rank 0 may read large checkpoints for long
-        config, loaded = self.config, None if self.step else self.run.checkpoint
+        config, loaded = self.config, None if self.watchdog.step else self.run.checkpoint
         folder = loaded.absolute().parent.parent if loaded else self.run.folder
         good = from_rank_0(newest_finite_checkpoint(folder, self.last_good) if dist.get_rank() == 0 else None)
         lr = min(config.lr / 10, config.preset["lr"])
@@ -236,56 +226,16 @@ class Session:
         self.saver.save(self.done, model, optimizer, self.config)
         self.report.draw_curve()
 
-    def end_early(self) -> int:
-        """Report a run that was asked to stop. Returns the exit code."""
-        self.report.end(self.done, time.perf_counter() - self.start_time)
-        self.report.say(f"stopped early after saving the checkpoint of step {self.done}; --run-dir {self.run.folder} "
-                        "resumes from it")
-        return 128 + (self.watchdog.signal or signal.SIGTERM) if self.stopped_by_signal else 0
-
     def end(self, model) -> int:
-        """Report the end of the run and print a sample. Returns the exit code."""
+        """Report the end of the run and, unless the run was asked to stop, print a sample. Returns the exit code."""
         self.report.end(self.done, time.perf_counter() - self.start_time)
+        if self.stopped:
+            self.report.say(f"stopped early after saving the checkpoint of step {self.done}; --run-dir "
+                            f"{self.run.folder} resumes from it")
+            return 128 + (self.watchdog.signal or signal.SIGTERM) if self.stopped_by_signal else 0
         self.watchdog.watching = False                         # the other replicas may wait long for the sample
         if not math.isfinite(self.loss):
             raise self.not_finite(f"the loss of step {self.done} is {self.loss}; ")
         if self.config.sample_tokens:
-            dataset = self.datasets.get("valid", self.datasets["train"])
-            write_sample(model, self.config, self.corpus, dataset, self.mesh)
+            write_sample(model, self.corpus, self.datasets.get("valid", self.datasets["train"]))
         return 0
-
-
-def write_sample(model, config: Config, corpus: Corpus, dataset, mesh: Mesh):
-    """Let the first replica continue the first tokens of a split, and print the text. If an option spreads a replica's
-    weights over several ranks of the dp group, these generate the same text. Raises NotFinite."""
-    _, index = mesh.axis("dp")
-    if index < max([1, *(mesh.axis(name)[0] for name in config.groups_that_generate_together)]):
-        prompt = dataset.batch(0, 0, 0, 1, 1, 1, shuffle=False).tokens[0, :PROMPT_TOKENS].tolist()
-        tokens = generate(model, mesh, prompt, config.sample_tokens, corpus.vocab_size, config.temperature,
-                          config.top_k, config.seed, end_of_text=corpus.end_of_text)
-        if index == 0:
-            decode = corpus.tokenizer().decode
-            print(f"---- a sample (temperature {config.temperature}, top-k {config.top_k}); the "
-                  f"first {len(prompt)} tokens are the prompt\n"
-                  f"{decode(prompt)}|{decode(tokens[len(prompt):])}\n----", flush=True)
-
-
-def drift_warning(model: GPT, mesh: Mesh) -> str:
-    """Return a warning that names parameters whose copies differ in a bit; "" if all copies are equal. All ranks must
-    call this together, and get the same text.
-
-    Every parameter has a copy on each replica (dp), an expert only on replicas that hold it. A parameter that is not
-    sharded has a copy on each tensor-parallel rank too, a tied embedding one on the first and one on the last stage.
-    With ZeRO, the copies over dp are equal by construction, because one owner updates each part and all-gathers it. All
-    other copies apply equal gradients, which are equal only if kernels are deterministic. No loss shows a difference.
-    """
-    own = {(name, *(mesh.axis(axis)[1] for axis in weight.spec.kind.shards)): torch.hash_tensor(weight.detach()).item()
-           for name, weight in model.named_parameters()}       # {(name, shard): hash}
-    everyone, found = [None] * dist.get_world_size(), defaultdict(set)
-    dist.all_gather_object(everyone, own)
-    for copy, value in (item for hashes in everyone for item in hashes.items()):
-        found[copy].add(value)
-    drifted = sorted({name for (name, *_), hashes in found.items() if len(hashes) > 1})
-    return (f"copies of {counted(len(drifted), 'parameter')} have drifted apart ({', '.join(drifted[:3])}), so the "
-            "ranks train slightly different models; a run resumed from this checkpoint has equal copies again; try "
-            "--deterministic-mode or --no-compile") if drifted else ""

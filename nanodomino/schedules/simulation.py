@@ -75,6 +75,17 @@ class Placement:
         return self.location(self.virtual_stage(stage, action.chunk) + action.direction) if action.direction else None
 
 
+def describe_stage(config, stage: int) -> str:
+    """Return what a pipeline stage holds, chunk by chunk: 'embedding, layers 0 to 3; layers 8 to 11'."""
+    placement, chunks, behind_head = config.placement, [], config.behind_head
+    for virtual_stage in (placement.virtual_stage(stage, chunk) for chunk in range(placement.chunks)):
+        layers = stage_layers(config.num_layers, virtual_stage, placement.last + 1, behind_head.layers)
+        held = f"layers {layers[0]} to {layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}"
+        ends = ("head", behind_head.in_words) if virtual_stage == placement.last else ()
+        chunks.append(", ".join(filter(None, ("embedding" * (virtual_stage == 0), held, *ends))))
+    return "; ".join(chunks)
+
+
 @dataclass(frozen=True)
 class Message:
     """A microbatch's hidden states (direction 1) or their gradient (direction -1)."""

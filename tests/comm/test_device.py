@@ -15,7 +15,7 @@ from support.harness import build, tiny
 from support.runs import make_corpus, train_in_pool
 
 import train
-from nanodomino.comm.device import capability_of, find_device
+from nanodomino.comm.device import find_device
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.domino import Domino
 from nanodomino.errors import UserError
@@ -24,6 +24,7 @@ from nanodomino.generate import __main__ as generate
 from nanodomino.settings.config import Config
 
 GPU = torch.device("cuda", 0)
+AMD = dict(capability=(9, 4), architectures=["gfx942"])
 CUDA_13 = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120".split()
 WHEEL = r"pip install torch==[\d.]+ --index-url https://download.pytorch.org/whl/cu126, or try --device cpu"
 
@@ -33,33 +34,20 @@ def too_old():
                        "driver by downloading and installing a new version from the URL: http://www.nvidia.com/")
 
 
-def test_a_driver_that_is_older_than_torch(monkeypatch):
-    """Before it counts GPUs, torch asks NVML, which also works where CUDA does not."""
-    show_gpus(monkeypatch, init=too_old)
-    with pytest.raises(UserError, match=r"can't use .*too old \(found CUDA 12.4\)\); update .*of CUDA 12 " + WHEEL):
-        find_device(Config(), LaunchInfo())
-
-
-@pytest.mark.parametrize("capability, runs", [((6, 0), False), ((7, 0), False), ((7, 5), True), ((9, 0), True),
-                                              ((13, 1), True)])
-def test_a_gpu_that_is_older_than_all_for_which_torch_is_compiled(monkeypatch, capability, runs):
-    show_gpus(monkeypatch, capability=capability, architectures=CUDA_13)
-    sentence = f"a GPU has compute capability {'.'.join(map(str, capability))}, .*{WHEEL}"
-    with nullcontext() if runs else pytest.raises(UserError, match=sentence):
-        assert find_device(Config(), LaunchInfo()) == GPU
-
-
-def install_triton(monkeypatch, problem=None):
-    """Install a triton that, unless there is a problem, compiles the file of C that it needs."""
-    class Driver:
-        @property
-        def active(self):
-            if problem:
-                raise problem
-            return self
-
-    for name, module in {"triton": ModuleType("triton"), "triton.runtime": SimpleNamespace(driver=Driver())}.items():
-        monkeypatch.setitem(sys.modules, name, module)
+@pytest.mark.parametrize("gpus, settings, sentence", [
+    (dict(init=too_old), {}, r"can't use .*too old \(found CUDA 12.4\)\); update .*of CUDA 12 " + WHEEL),
+    (dict(capability=(6, 0), architectures=CUDA_13), {}, f"a GPU has compute capability 6.0, .*{WHEEL}"),
+    (dict(capability=(7, 0), architectures=CUDA_13), {}, f"a GPU has compute capability 7.0, .*{WHEEL}"),
+    (dict(capability=(7, 5), architectures=CUDA_13), {}, None), (dict(architectures=CUDA_13), {}, None),
+    (dict(capability=(13, 1), architectures=CUDA_13), {}, None), (AMD, {}, None),
+    (AMD, dict(fp8_format="hybrid"), "--fp8-format needs a GPU")])
+def test_a_gpu_that_this_torch_cannot_use(monkeypatch, gpus, settings, sentence):
+    """Before it counts GPUs, torch asks NVML, which also works where CUDA does not. An AMD GPU with the number 9.4 has
+    none of Hopper's kernels, and another 8-bit type."""
+    show_gpus(monkeypatch, **gpus)
+    monkeypatch.setattr(torch.version, "hip", "7.0" if gpus is AMD else None)
+    with pytest.raises(UserError, match=sentence) if sentence else nullcontext():
+        assert find_device(Config(**settings), LaunchInfo()) == GPU
 
 
 @pytest.mark.parametrize("capability, problem, settings, warning", [
@@ -68,27 +56,29 @@ def install_triton(monkeypatch, problem=None):
     ((6, 0), None, dict(dtype="float16"), "torch.compile needs compute capability 7.0"),
     ((9, 0), RuntimeError("Failed to find C compiler."), {}, r"gcc and python3-dev .* \(Failed to find C compiler.\)"),
     ((9, 0), AssertionError("libcuda.so cannot found!\n"), {}, r"ldconfig -p \(libcuda.so cannot found!\)"),
+    ((9, 0), AttributeError("half installed"), {}, r"ldconfig -p \(half installed\)"),
+    ((9, 0), "missing", {}, "the packages triton, gcc and python3-dev"),
     ((9, 0), AssertionError(), dict(compile=False), None),
     ((9, 0), AssertionError(), dict(compile_backend="aot_eager"), None)])
 def test_a_compiler_that_cannot_work_is_turned_off(monkeypatch, capsys, capability, problem, settings, warning):
+    """Triton compiles a file of C when it is first asked for its driver. A broken one can raise any error. A host warns
+    once."""
+    class Driver:
+        @property
+        def active(self):
+            if problem:
+                raise problem
+            return self
+
     show_gpus(monkeypatch, capability=capability)
-    install_triton(monkeypatch, problem)
+    monkeypatch.setitem(sys.modules, "triton", None if problem == "missing" else ModuleType("triton"))
+    monkeypatch.setitem(sys.modules, "triton.runtime", SimpleNamespace(driver=Driver()))
     for local_rank in (0, 1):
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             monkeypatch.setenv(name, str(local_rank))
-        compile = Config(**settings).with_device(GPU).compile
-        assert compile == (not warning and settings.get("compile", True))
+        assert Config(**settings).with_device(GPU).compile == (not warning and settings.get("compile", True))
     said = capsys.readouterr().err
     assert re.fullmatch(f"warning: running with --no-compile: .*{warning}.*\n" if warning else "", said), said
-
-
-def test_a_broken_triton_does_not_crash_the_start(monkeypatch, tmp_path):
-    """Its import can raise any error."""
-    show_gpus(monkeypatch)
-    (tmp_path / "triton.py").write_text("raise AttributeError('half installed')")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "triton", raising=False)
-    assert not Config().with_device(GPU).compile
 
 
 def test_a_backend_that_fuses_nothing_leaves_the_cross_entropy_in_blocks():
@@ -115,15 +105,6 @@ def test_an_a100_generates_from_a_model_that_was_trained_in_fp8(pool, tmp_path, 
     monkeypatch.setattr(generate, "start_world", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         generate.main(["--load", str(tmp_path / "run"), "--device", "cuda"], LaunchInfo())
-
-
-def test_amds_numbers_are_not_nvidias(monkeypatch):
-    """A gfx942 says 9.4. It has none of Hopper's kernels, and another 8-bit type."""
-    show_gpus(monkeypatch, capability=(9, 4), architectures=["gfx942"])
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert capability_of(GPU) == (8, 0) and find_device(Config(), LaunchInfo()) == GPU
-    with pytest.raises(UserError, match="--fp8-format needs a GPU"):
-        find_device(Config(fp8_format="hybrid"), LaunchInfo())
 
 
 def test_what_joins_a_grid_of_gpus_has_chosen_their_kernels():

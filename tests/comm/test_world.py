@@ -1,42 +1,40 @@
 """Which kernels a run chooses, and how processes on several hosts find each other."""
 
 import os
+import socket
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from benchmarks.slow_network import slow_wire
 from support import ROOT
 from support.harness import tiny
-from support.runs import TINY, main_on_rank, make_corpus
 
 from nanodomino.comm.device import choose_kernels
-from nanodomino.comm.world import LaunchInfo, start_world
+from nanodomino.comm.world import choose_interface
 from nanodomino.errors import UserError
 
 
-def kernels_of_a_run(flags):
-    """Return (exit code, torch's choices) after a run of train.py."""
+def kernels_of(config):
+    """Return what torch may choose after choose_kernels()."""
     os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-    code = main_on_rank(flags, ()).code
-    return code, dict(strict=torch.get_deterministic_debug_mode() == 2, cudnn=torch.backends.cuda.cudnn_sdp_enabled(),
-                      fills=torch.utils.deterministic.fill_uninitialized_memory,
-                      workspace=os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+    choose_kernels(config, torch.device("cpu"))
+    return dict(strict=torch.get_deterministic_debug_mode() == 2, cudnn=torch.backends.cuda.cudnn_sdp_enabled(),
+                fills=torch.utils.deterministic.fill_uninitialized_memory,
+                workspace=os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
 
 
-@pytest.mark.parametrize("flags, changes", [
-    ([], {}), (["--reset-attention-mask"], dict(cudnn=False)),
-    (["--deterministic-mode"], dict(strict=True, cudnn=False, fills=False, workspace=":4096:8"))],
+@pytest.mark.parametrize("settings, changes", [
+    ({}, {}), (dict(reset_attention_mask=True), dict(cudnn=False)),
+    (dict(deterministic_mode=True), dict(strict=True, cudnn=False, fills=False, workspace=":4096:8"))],
     ids=["usual", "documents", "deterministic"])
-def test_the_kernels_of_a_run(pool, tmp_path, flags, changes):
+def test_the_kernels_of_a_run(pool, settings, changes):
     """In torch's warn-only mode the backward of fused attention would stay nondeterministic. With a mask, the backward
     of cuDNN's attention may return NaN."""
-    flags = [*TINY, "--data-path", str(make_corpus(tmp_path)), "--train-iters", "2", "--eval-iters", "0", *flags,
-             "--run-dir", str(tmp_path / "run")]
     usual = dict(strict=False, cudnn=True, fills=True, workspace=None)
-    assert pool.run(kernels_of_a_run, flags, world_size=1) == [(0, usual | changes)]
+    assert pool.run(kernels_of, tiny(1, **settings), world_size=1) == [usual | changes]
 
 
 @pytest.mark.parametrize("layout, deterministic", [
@@ -56,18 +54,29 @@ def test_gathered_keys_need_a_bias_if_heads_are_too_large_for_varlen_attention()
 
 # ---- several hosts
 
-@pytest.mark.parametrize("hosts, error, says", [
-    (2, "Gloo connectFullMesh failed with Connect timeout", "on each host to the network interface that leads to the"),
-    (1, "Gloo connectFullMesh failed with Connect timeout", "^Gloo connectFullMesh failed with Connect timeout$"),
-    (2, "Connection closed by peer", "^Connection closed by peer$")])
-def test_hosts_that_announce_an_address_of_their_own_are_told_to_name_the_interface(monkeypatch, hosts, error, says):
-    """gloo announces the address of the host's own name, which may be 127.0.0.1. On one host a rank has died."""
-    def fail(*_, **__):
-        raise RuntimeError(error)
+INTERFACES = {"lo": "127.0.0.1", "eth0": "172.16.0.3", "eth1": "10.0.0.9"}
+SENDS_FROM = {"10.0.0.7": "10.0.0.9", "localhost": "127.0.1.1", "192.0.2.1": "172.16.0.3"}     # to reach an address
 
-    monkeypatch.setattr(dist, "init_process_group", fail)
-    with pytest.raises(UserError if hosts == 2 and "Mesh" in error else RuntimeError, match=says):
-        start_world(LaunchInfo(0, 2, 0, 2 // hosts), torch.device("cpu"))
+
+@pytest.mark.parametrize("master, before, after", [
+    ("10.0.0.7", {}, "eth1"), ("10.0.0.7", dict(GLOO_SOCKET_IFNAME="ib0"), "ib0"), ("localhost", {}, "eth0"),
+    ("nobody.invalid", {}, None)],
+    ids=["towards-the-master", "the-users-wins", "the-masters-own-name", "no-such-host"])
+def test_the_interface_towards_the_master_is_chosen_unless_the_user_has_set_one(monkeypatch, master, before, after):
+    def connect(address):
+        if address[0] not in SENDS_FROM:
+            raise socket.gaierror("no such name")
+        probe.getsockname.return_value = SENDS_FROM[address[0]], 1
+
+    probe = mock.MagicMock(connect=connect)
+    probe.__enter__.return_value = probe
+    monkeypatch.setattr(socket, "socket", lambda *_: probe)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [*enumerate(INTERFACES)])
+    monkeypatch.setattr("fcntl.ioctl", lambda probe, request, name: bytes(20) + socket.inet_aton(
+        INTERFACES[name.rstrip(b"\0").decode()]) + bytes(16))
+    monkeypatch.setattr(os, "environ", before)
+    choose_interface(master)
+    assert before.get("GLOO_SOCKET_IFNAME") == after
 
 
 MEET = """
@@ -81,7 +90,7 @@ print("the sum is", int(ranks))
 """
 
 
-def test_two_hosts_with_a_named_interface_meet():
+def test_two_hosts_find_each_other_without_a_setting():
     """For the world and for a group of the mesh: two processes, each in a network namespace of its own whose host name
     resolves to 127.0.0.1."""
     try:
@@ -91,6 +100,7 @@ def test_two_hosts_with_a_named_interface_meet():
                 environment = os.environ | environment | {
                     "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
                     "MASTER_PORT": "29511", "OMP_NUM_THREADS": "1"}
+                environment = {name: value for name, value in environment.items() if not name.endswith("IFNAME")}
                 processes.append(subprocess.Popen([*prefix, sys.executable, "-c", MEET], env=environment, text=True,
                                                   cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
             ended = [(process.communicate(timeout=300)[0], process.returncode) for process in processes]

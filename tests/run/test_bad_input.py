@@ -48,12 +48,9 @@ def cut(name: str, end: int):
 
 
 def flip(name: str):
-    """Flip one bit, in the middle of a file."""
-    def change(folder):
-        content = bytearray((folder / name).read_bytes())
-        content[len(content) // 2] ^= 1
-        (folder / name).write_bytes(content)
-    return change
+    """Flip one bit of the last byte of a file."""
+    return lambda folder: (folder / name).write_bytes(
+        (content := (folder / name).read_bytes())[:-1] + bytes([content[-1] ^ 1]))
 
 
 def change_meta(**changes):
@@ -83,11 +80,6 @@ def forge(folder):
 def foreign_tokens(folder):
     (folder / "data/train.bin").write_bytes(22894 * b"\xff")
     change_meta()(folder)
-
-
-def files_for_checkpoints(folder):
-    remove("run/checkpoints")(folder)
-    (folder / "run/checkpoints").touch()
 
 
 def leave(folder):
@@ -120,7 +112,6 @@ TABLE = [
     (TRAIN, "--run-dir data", leave, "--run-dir data holds no run, but other files (meta.json, test.bin, train.bin ...)"
      "; choose a new or an empty folder"),
     (TRAIN, "--run-dir run", flip(SHARD), "run holds only damaged checkpoints", "restore a checkpoint, or mo"),
-    (TRAIN, "--run-dir run", files_for_checkpoints, "run can't be written to (File exists)", "choose another folder"),
     # other commands
     (GENERATE, "--load run --temperature -1", leave, "--temperature must be at least 0 and at most 3.40282e+38, but"),
     (GENERATE, "--load run --num-samples 0", leave, "--num-samples must be at least 1 and at most", "but is 0"),
@@ -137,8 +128,6 @@ TABLE = [
     (PREPARE, "--input data --output out --split 1,inf,1", leave, "--split must be three numbers"),
     (PREPARE, "--input data --output out --tokenizer word", leave, "unknown tokenizer 'word'", "try one of byte, gpt2")]
 
-
-# ---- in this process
 
 class ReachedTheGroup(Exception):
     """The input was accepted: the next thing would be to communicate with other ranks."""

@@ -16,7 +16,6 @@ from support import ROOT
 from support.fork_server import LAUNCHER
 
 from bench import QUESTIONS
-from nanodomino import errors
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.errors import UserError
 from nanodomino.run import failures
@@ -92,30 +91,19 @@ def test_commands_run_with_a_safe_path_and_a_reader_that_has_gone(tmp_path, clos
     assert (ended[0], ended[2]) == (code, error)
 
 
-@pytest.mark.parametrize("rank, printed", [(0, "hello\n"), (1, "")])
-def test_only_rank_0_writes_to_standard_output_and_ctrl_c_before_training_is_silent(monkeypatch, capsys, rank, printed):
-    """Rank 1 may be the first rank of another host. Once training has started, the Watchdog handles Ctrl-C."""
-    def interrupted(arguments, launch):
-        print("hello")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(errors, "tolerate_lost_output", lambda: None)
-    monkeypatch.setattr(failures, "read_launch_environment", lambda: LaunchInfo(rank, 2, 0, 1, launched=True))
-    monkeypatch.setattr(sys, "stdout", sys.stdout)             # restored at the end
-    with pytest.raises(SystemExit) as caught:
-        failures.run_rank(interrupted, [])
-    assert caught.value.code == 130 and capsys.readouterr() == (printed, "")
-
-
 @pytest.mark.parametrize("rank, error, waits, says", [
     (0, UserError("heads 3; try 4"), False, "error: heads 3; try 4\n"),
     (0, OSError(5, "bad disk", "data"), False, "error: data: bad disk; fix that, or choose another file or folder\n"),
     (3, UserError("heads 3; try 4"), True, "error: heads 3; try 4\n"),
     (2, ValueError("mine"), False, "rank 2 failed: ValueError: mine\n"),
-    (2, RuntimeError("Connection closed by peer"), True, "rank 2 lost its peers: Connection closed by peer\n")])
+    (2, RuntimeError("Connection closed by peer"), True, "rank 2 lost its peers (dead or hanging: rank 0, 1, 3): "
+     "Connection closed by peer\n")])
 def test_a_rank_whose_error_is_probably_an_echo_waits_before_it_prints(monkeypatch, capsys, rank, error, waits, says):
     """But it does print: a token id outside the vocabulary is found by one replica, which may not hold rank 0."""
     slept = []
+    for name, value in (("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(failures.dist, "TCPStore", lambda *_, **__: failures.dist.HashStore())
     monkeypatch.setattr(time, "sleep", slept.append)
     monkeypatch.setattr(os, "_exit", sys.exit)
     with pytest.raises(SystemExit) as caught:

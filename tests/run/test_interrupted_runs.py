@@ -24,9 +24,9 @@ import train
 from nanodomino.checkpoint import save
 from nanodomino.checkpoint.load import checkpoints_of
 from nanodomino.checkpoint.format import verify
+from nanodomino.checkpoint.save import drift_warning
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.run.failures import PEER_ERROR, unresponsive_ranks
-from nanodomino.run.session import drift_warning
 
 LENGTH = ["--train-iters", 14, "--save-interval", 3]
 LONG = ["--train-iters", 1_000_000, "--eval-interval", 1_000_000]
@@ -211,8 +211,7 @@ def test_a_rank_that_hangs_is_named_with_the_step(job, fault):
 
 @pytest.mark.parametrize("lost, text", [
     (True, "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:41234"),
-    (True, "Read error [127.0.0.1]:2134: Connection reset by peer"), (True, "writev [127.0.0.1]:8871: Broken pipe"),
-    (True, "Timed out waiting 10000ms for recv operation to complete"),
+    (True, "writev [127.0.0.1]:8871: Broken pipe"), (True, "Timed out waiting 10000ms for recv operation to complete"),
     (True, "Application timeout caused pair closure"), (True, "timed out waiting for the device"),
     (True, "SO_ERROR: Connection refused, remote=[10.0.0.2]:52011"), (True, "Gloo connectFullMesh failed"),
     (True, "wait timeout after 300000ms, keys: /default_pg/0//cuda//timeout_dump"),
@@ -241,24 +240,16 @@ def test_a_rank_is_called_dead_if_it_reports_nothing_since_the_last_restart(monk
 
 # ---- not finite
 
-def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(pool, tmp_path):
-    """Otherwise the ranks would diverge. The loss of rank 3 alone is NaN."""
-    make_corpus(tmp_path)
-    ended = train_in_pool(pool, tmp_path, "--run-dir", tmp_path / "run", "--train-iters", 5, "--tp", 2, "--pp", 2,
-                          world_size=4, bad_steps=[2, 4])
-    assert ended.code == 0 and saved_steps(tmp_path / "run") == [5], ended
-    assert [step for step, skipped in metric_points(tmp_path / "run", "skipped") if skipped] == [2, 4]
-    assert all(loss < 6 for step, loss in metric_points(tmp_path / "run", "loss") if step not in (2, 4))
-
-
-def test_only_skipped_steps_in_a_row_end_a_run(pool, tmp_path):
-    """Of the saved weights, those of step 2 were the last whose loss is known to be finite. test_resume.py shows that a
-    checkpoint holds the count, so a run that restarts every few steps does not continue forever without a good one."""
+def test_steps_that_are_not_finite_on_some_ranks_are_skipped_by_all_and_end_a_run_in_a_row(pool, tmp_path):
+    """Otherwise the ranks would diverge: the losses of ranks 2 and 3 alone are NaN. Of the saved weights, those of step
+    2 were the last whose loss is known to be finite. test_resume.py shows that a checkpoint holds the count, so a run
+    that restarts every few steps does not continue forever without a good one."""
     make_corpus(tmp_path)
     run = tmp_path / "run"
-    ended = train_in_pool(pool, tmp_path, "--run-dir", run, "--train-iters", 8, "--max-skipped-steps", 2,
-                          "--save-interval", 2, bad_steps=(1, 3, 5, 6))
+    ended = train_in_pool(pool, tmp_path, "--run-dir", run, "--train-iters", 8, "--max-skipped-steps", 2, "--tp", 2,
+                          "--pp", 2, "--save-interval", 2, world_size=4, bad_steps=(1, 3, 5, 6))
     assert [step for step, skipped in metric_points(run, "skipped") if skipped] == [1, 3, 5, 6]
+    assert all(loss < 6 for step, loss in metric_points(run, "loss") if step in (2, 4))
     assert "error: 2 steps in a row, up to step 6, had a loss or gradient that is not finite" in ended.output
     assert ended.code == 1 and f"train.py --load {run}/checkpoints/step-00000002 --train-iters 8 --lr " in ended.output
 

@@ -21,7 +21,8 @@ from nanodomino.checkpoint.load import checkpoints_of
 from nanodomino.checkpoint.save import delete_checkpoint
 from nanodomino.estimate.formulas import flops_per_token, parameter_count
 from nanodomino.model import meta_stage
-from nanodomino.run.report import continue_metrics, describe_stage, what_hides_what
+from nanodomino.run.report import continue_metrics, what_hides_what
+from nanodomino.schedules.simulation import describe_stage
 from nanodomino.zero import StepResult
 
 

@@ -24,10 +24,10 @@ from nanodomino.comm.trace import NO_TRACE
 from nanodomino.corpus.prepared_folder import Corpus
 from nanodomino.data import Batch
 from nanodomino.domino import Domino
+from nanodomino.generate.generation import write_sample
 from nanodomino.mesh import make_mesh
 from nanodomino.optim.buckets import local_shard
 from nanodomino.run.report import Report
-from nanodomino.run.session import write_sample
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import names_affecting
 from nanodomino.zero import ZeroOptimizer
@@ -192,7 +192,7 @@ def train_and_sample_rank(config: Config, weights, data: FixedData, steps: int) 
     corpus = SimpleNamespace(vocab_size=config.vocab_size, end_of_text=END_OF_TEXT,
                              tokenizer=lambda: SimpleNamespace(decode=str))
     with contextlib.redirect_stdout(screen):
-        write_sample(model, config, corpus, data, mesh)
+        write_sample(model, corpus, data)
     return dataclasses.replace(outcome, sample=screen.getvalue())
 
 
