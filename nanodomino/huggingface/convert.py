@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from nanodomino.checkpoint.format import (FORMAT, SUFFIX, Index, read_header, read_tensor, stored_name, write_manifest,
                                           write_tensors)
-from nanodomino.checkpoint.load import fill_weights, find_checkpoint, open_weights
+from nanodomino.checkpoint.load import load_weights, find_checkpoint, open_weights
 from nanodomino.corpus.tokenizers import FILES
 from nanodomino.errors import counted, require
 from nanodomino.files import delete, read_json, write_file
@@ -171,7 +171,7 @@ def compare(folder: Path, checkpoint: Path, samples=5, length=32, window=4) -> s
     groups = dict.fromkeys(mesh.rows, dist.ProcessGroup(0, 1))           # groups of one member never communicate
     model = GPT(config, dataclasses.replace(mesh, device=torch.device("cpu"), groups=groups), parallel_output=False,
                 initialize=False)
-    fill_weights(checkpoint, model)
+    load_weights(checkpoint, model)
     ours = model(tokens, positions)
     differences = (ours - theirs).abs().flatten(1) / theirs.abs().max()
     sample = differences.amax(1).median(0).indices
