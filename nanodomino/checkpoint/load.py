@@ -5,8 +5,6 @@
     runs/nano-001/checkpoints/.step-00000200.unfinished/    a checkpoint that is being written
     runs/nano-001/checkpoints/.step-00000050.discarded/     a checkpoint that is being deleted
 
-The next launch deletes hidden folders that a killed process has left. It never deletes a folder with another name.
-
 Each rank reads only the values that it owns, directly into its flat buffers. With ZeRO it owns 1/dp of the parameters
 that it holds. Then the replicas all-gather the weights, exactly as after each step.
 """

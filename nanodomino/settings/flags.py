@@ -3,14 +3,7 @@
     min_lr: float = setting("The training", None, "final learning rate", affects="losses", derived=True)
 
 This line in Config defines a field, its flag, its help, its row in docs/settings.md and its range check. It also
-decides what happens when a run is resumed or an older checkpoint is loaded. Four settings as examples:
-
-                                        normalization      min_lr               log_interval    trace
-    default                             the preset's       lr / 10              25              None (off)
-    may a resumed run change it?        no                 yes; losses change   yes             yes
-    does a resumed run remember it?     yes                only if given        yes             no
-    the argument affects=               "model"            "losses"             "nothing"       "launch"
-    another argument                                       derived=True
+decides what happens when a run is resumed or an older checkpoint is loaded: see EFFECTS.
 
 A setting is *given* if a flag or a --config file set it, in this launch or in an earlier launch of the run, or if the
 run took it from --load. Config.given lists the names. A derived setting that was not given is computed again at each

@@ -88,10 +88,6 @@ def check_needs(config, names):
         for need in setting.metadata["needs"]:
             require(holds(need, config), f"{flag}{'' if value is True else f' {value}'} needs {need} to have an "
                     f"effect; change that, or leave out {flag}")
-    require("ffn_hidden_size" not in names or not config.num_experts or config.moe_layer_freq > 1
-            or config.ffn_hidden_size == config.moe_ffn_hidden_size,
-            f"--ffn-hidden-size {config.ffn_hidden_size} has no effect, because every layer has experts of width "
-            f"{config.moe_ffn_hidden_size}; leave it out")
 
 
 # ---- combinations
@@ -144,7 +140,6 @@ def check_rules(c):
             f"{MAX_TOKENS} tokens; lower one of them")
     require(c.slices <= micro, f"slices {c.slices} must be at most micro-batch-size {micro}, since each slice needs a "
             f"sample; try --slices {micro}, or --columns 2 to overlap within a slice")
-    require(c.columns <= c.hidden_size, f"columns {c.columns} must be at most hidden-size {c.hidden_size}; try 2 or 4")
 
     length, parts, positions = c.seq_length, c.seq_length_divisor, c.max_position_embeddings
     check_divisible("seq-length", length, "2 cp (and by cp x tp with --sequence-parallel), here", parts,

@@ -61,7 +61,6 @@ TABLE = [
     (1, "--micro-batch-size 65 --global-batch-size 65 --seq-length 1048576 --max-position-embeddings 1048576",
      "micro-batch-size 65 x seq-length 1048576 must be at most 67108864 tokens; lower one of them"),
     (4, "--micro-batch-size 1 --slices 2", "slices 2 must be at most micro-batch-size 1", "--columns"),
-    (1, "--columns 97", "columns 97 must be at most hidden-size 96; try 2 or 4"),
     (1, "--seq-length 64 --max-position-embeddings 63", "seq-length 64", "try --max-position-embeddings 64"),
     (4, "--vocab-size 256", "vocabulary of 257 tokens does not fit --vocab-size 256", "give at least 257"),
     (1, "--micro-batch-size 65537", "--micro-batch-size must be at least 1 and at most 65536, but is 65537"),
@@ -80,7 +79,6 @@ TABLE = [
     (1, "--lr-decay-style constant --min-lr 0", "--min-lr 0.0 needs --lr-decay-style cosine or linear"),
     (1, "--position-embedding-type none --reset-position-ids", "needs --position-embedding-type rope or learned"),
     (1, "--top-k 5 --sample-tokens 0", "--top-k 5 needs --sample-tokens above 0 to have an effect"),
-    (1, "--model nano-moe --ffn-hidden-size 48 --moe-ffn-hidden-size 16", "--ffn-hidden-size 48 has no effect"),
     (1, "--load run --init-method-std 0.1", "--init-method-std 0.1 needs no --load"),
     (1, "--finetune", "--finetune needs a checkpoint to take the weights from", "add --load FOLDER"),
     # names
