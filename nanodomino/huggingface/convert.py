@@ -144,10 +144,8 @@ def compare(folder: Path, checkpoint: Path, samples=5, length=32, window=4) -> s
     """Compare the logits of a checkpoint with those of Transformers. Return words about the largest difference. Raises
     UserError if they differ by more than rounding.
 
-    A wrong reading of config.json must show in a few tokens. So the distance between neighbours grows from one position
-    to a third of all positions, where a wrong base or scaling of RoPE turns q and k most. A sliding window is shortened
-    in both models. Both compute in fp64, but Transformers rounds norms and routers to fp32. That can change the choice
-    between two experts, so the median of the samples counts.
+    docs/huggingface.md says how a few tokens show a wrong reading of config.json. Transformers rounds routers to fp32,
+    which can change the choice between two experts, so the median of the samples counts.
     """
     configuration = load_configuration(folder)
     if getattr(configuration, "sliding_window", None):

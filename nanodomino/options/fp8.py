@@ -51,7 +51,7 @@ prediction have few FLOPs or need the precision. Experts stay, too, because thei
 bits. With --first-last-layers-bf16, so do the first and the last layer.
 
 **Results depend on the layout.** A rank's amax is that of its own shard, slice and microbatch. Another layout has other
-scales, so it rounds differently. With rowwise scales, the forward of a column-parallel matmul is the same on all layouts
+scales, so it rounds differently. With rowwise scales, the forward of a column-parallel matmul is alike on all layouts
 without --columns, because these cut no row of W1 or of h.
 """
 
