@@ -5,8 +5,6 @@
     runs/nano-001/checkpoints/.step-00000200.unfinished/    a checkpoint that is being written
     runs/nano-001/checkpoints/.step-00000050.discarded/     a checkpoint that is being deleted
 
-The next launch deletes hidden folders that a killed process has left. It never deletes a folder with another name.
-
 Each rank reads only the values that it owns, directly into its flat buffers. With ZeRO it owns 1/dp of the parameters
 that it holds. Then the replicas all-gather the weights, exactly as after each step.
 """
@@ -50,11 +48,6 @@ def newest_intact_checkpoint(run_dir: Path, report=print, last_step=math.inf) ->
     return None
 
 
-def newest_finite_checkpoint(run_dir: Path, last_step: int) -> Path | None:
-    """Return a run's newest intact checkpoint up to `last_step`, or None. A run saves only finite weights."""
-    return newest_intact_checkpoint(run_dir, lambda text: None, last_step)
-
-
 def find_checkpoint(folder: Path) -> Path:
     """Return the checkpoint that --load names: the newest intact one if `folder` is a run's, else `folder` itself.
     Raises UserError if there is none or it is damaged."""
@@ -94,16 +87,11 @@ def restore(folder: Path, model: GPT, optimizer: ZeroOptimizer, mesh: Mesh, weig
     return 0 if weights_only else index.manifest["step"]
 
 
-def fill_weights(folder: Path, model: GPT):
+def load_weights(folder: Path, model: GPT):
     """Read the weights of a checkpoint into a model of any layout, one parameter at a time. Raises UserError."""
     index = Index(folder)
     for name, weight in model.named_parameters():
         index.read(f"weight.{name}", Box(weight.spec.offset, weight.spec.size), weight.detach().view(weight.spec.size))
-
-
-def load_weights(folder: Path, model: GPT):
-    """Call fill_weights() on all ranks together, so that an error on one rank ends all of them. Raises UserError."""
-    together(lambda: fill_weights(folder, model))
 
 
 def together(function, group=None):

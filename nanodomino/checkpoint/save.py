@@ -1,8 +1,7 @@
 """Saves checkpoints in the background. Each rank writes its share, and renaming the folder completes the checkpoint.
 
 **Each rank writes its share.** Ranks that hold the same values share the work (range_to_save). So a share, the host
-memory for it and the time that training waits for the copy all fall as 1/dp. With AdamW a share is 12/dp bytes for each
-parameter that the rank holds: the fp32 master weight and two fp32 moments.
+memory for it and the time that training waits for the copy all fall as 1/dp.
 
 **In the background.** Training waits only for the copy to host memory. Then a thread on each rank writes the copy. The
 thread has its own process group, so that its collectives can't mix with training's. It makes no CUDA calls: they would

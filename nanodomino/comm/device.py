@@ -126,7 +126,7 @@ def choose_kernels(config, device: torch.device):
     the backward of fused attention. cuDNN's attention can return NaN in its backward if there is an attention bias
     (github.com/pytorch/pytorch/issues/196678). The compiler may benchmark kernels on each rank separately, but the
     tensor-parallel ranks must not choose different ones."""
-    torch.backends.cuda.enable_cudnn_sdp(not (config.deterministic_mode or config.uses_attention_bias))
+    torch.backends.cuda.enable_cudnn_sdp(not (config.deterministic_mode or config.masks_attention))
     if config.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")      # 8 buffers of 4096 KiB
         torch.use_deterministic_algorithms(True)

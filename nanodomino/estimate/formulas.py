@@ -224,9 +224,10 @@ def bytes_outside_torch(config: Config, stage: int) -> int:
 
 
 def memory_of_process(device, local_world_size: int) -> int:
-    """Return the bytes of a process's GPU that are free, or its part of the host's memory."""
+    """Return the bytes that a process may use: of its GPU what is free, with its CUDA context, which exists already;
+    or its part of the host's memory."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        return torch.cuda.mem_get_info(device)[0] + CONTEXT_BYTES
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_world_size
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from nanodomino.checkpoint.format import read_manifest, step_of
-from nanodomino.checkpoint.load import config_of, find_checkpoint, load_weights, newest_finite_checkpoint
+from nanodomino.checkpoint.load import config_of, find_checkpoint, load_weights, newest_intact_checkpoint, together
 from nanodomino.comm.device import choose_kernels, find_device
 from nanodomino.comm.world import LaunchInfo, from_rank_0, start_world
 from nanodomino.corpus.prepared_folder import load_corpus
@@ -155,14 +155,16 @@ def main(arguments: list[str], launch: LaunchInfo) -> int:
     start_world(launch, device, config.timeout)
     mesh = make_mesh(1, 1, tp, device)
     model = GPT(config, mesh, initialize=False)
-    load_weights(from_rank_0(checkpoint), model)
+    checkpoint = from_rank_0(checkpoint)
+    together(lambda: load_weights(checkpoint, model))
     seed = from_rank_0(secrets.randbelow(2**31) if flags.seed is None else flags.seed)
     if flags.seed is None and launch.rank == 0:
         print(f"seed {seed}: --seed {seed} gives the same texts again", file=sys.stderr)
     try:
         write_texts(flags, model, mesh, tokenizer, seed)
     except NotFinite as error:
-        good = newest_finite_checkpoint(checkpoint.absolute().parent.parent, (step_of(checkpoint) or 0) - 1)
+        good = newest_intact_checkpoint(checkpoint.absolute().parent.parent, lambda text: None,
+                                        (step_of(checkpoint) or 0) - 1)
         raise NotFinite(f"{error}; " + (f"use the last good checkpoint: --load {good}" if good
                                         else f"give another checkpoint than {checkpoint}")) from None
     dist.barrier()

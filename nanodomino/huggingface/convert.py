@@ -9,12 +9,8 @@
     DIR/tokenizer.json ...      the tokenizer's files, copied in both directions
 
 **The same bits.** Every 16-bit number can be represented in fp32, so import loses nothing. Export uses the dtype of the
-imported model by default. Import pads the vocabulary with rows of zeros, which export leaves out.
-
-**Proof.** Import runs the same tokens through Transformers' model and through ours, one after the other, and refuses a
-model if the logits differ. Apart from that, import and export hold one parameter at a time in memory.
-
-**No code.** safetensors files hold only numbers. Loading pytorch_model.bin can run code, so it is never read.
+imported model by default. Import pads the vocabulary with rows of zeros, which export leaves out. Apart from compare(),
+import and export hold one parameter at a time in memory. docs/huggingface.md has the rest.
 """
 
 import dataclasses
@@ -31,9 +27,9 @@ import torch.distributed as dist
 
 from nanodomino.checkpoint.format import (FORMAT, SUFFIX, Index, read_header, read_tensor, stored_name, write_manifest,
                                           write_tensors)
-from nanodomino.checkpoint.load import fill_weights, find_checkpoint, open_weights
+from nanodomino.checkpoint.load import load_weights, find_checkpoint, open_weights
 from nanodomino.corpus.tokenizers import FILES
-from nanodomino.errors import counted, require
+from nanodomino.errors import require
 from nanodomino.files import delete, read_json, write_file
 from nanodomino.huggingface.families import (FAMILIES, attempt, import_transformers, load_configuration, read_config,
                                              write_config)
@@ -148,10 +144,8 @@ def compare(folder: Path, checkpoint: Path, samples=5, length=32, window=4) -> s
     """Compare the logits of a checkpoint with those of Transformers. Return words about the largest difference. Raises
     UserError if they differ by more than rounding.
 
-    A wrong reading of config.json must show in a few tokens. So the distance between neighbours grows from one position
-    to a third of all positions, where a wrong base or scaling of RoPE turns q and k most. A sliding window is shortened
-    in both models. Both compute in fp64, but Transformers rounds norms and routers to fp32. That can change the choice
-    between two experts, so the median of the samples counts.
+    docs/huggingface.md says how a few tokens show a wrong reading of config.json. Transformers rounds routers to fp32,
+    which can change the choice between two experts, so the median of the samples counts.
     """
     configuration = load_configuration(folder)
     if getattr(configuration, "sliding_window", None):
@@ -171,7 +165,7 @@ def compare(folder: Path, checkpoint: Path, samples=5, length=32, window=4) -> s
     groups = dict.fromkeys(mesh.rows, dist.ProcessGroup(0, 1))           # groups of one member never communicate
     model = GPT(config, dataclasses.replace(mesh, device=torch.device("cpu"), groups=groups), parallel_output=False,
                 initialize=False)
-    fill_weights(checkpoint, model)
+    load_weights(checkpoint, model)
     ours = model(tokens, positions)
     differences = (ours - theirs).abs().flatten(1) / theirs.abs().max()
     sample = differences.amax(1).median(0).indices
@@ -183,19 +177,6 @@ def compare(folder: Path, checkpoint: Path, samples=5, length=32, window=4) -> s
 
 
 # ---- export
-
-def split_into_files(mappings: list[TensorMapping], dtype: torch.dtype, max_bytes: int) -> list[list[TensorMapping]]:
-    """Return the mappings in one list per weight file. A file has at most max_bytes, or a single larger parameter."""
-    files, space = [], 0
-    for mapping in mappings:
-        size = element_count([mapping]) * dtype.itemsize
-        if size > space:
-            files.append([])
-            space = max_bytes
-        files[-1].append(mapping)
-        space -= size
-    return files
-
 
 def convert_to_hf(mapping: TensorMapping, index: Index, config: Config, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Read one parameter, or one expert's part, and return {Hugging Face name: tensor}. Raises UserError if a value
@@ -209,9 +190,9 @@ def convert_to_hf(mapping: TensorMapping, index: Index, config: Config, dtype: t
     return tensors
 
 
-def export_model(folder: Path, out: Path, dtype_name: str | None = None, max_bytes=5 * 10**9) -> str:
+def export_model(folder: Path, out: Path, dtype_name: str | None = None) -> str:
     """Export a checkpoint, or a run's newest, to `out`, and return a line about the result. Raises UserError.
-    dtype_name: None for the dtype of the run or of the imported model. max_bytes: see split_into_files()."""
+    dtype_name: None for the dtype of the run or of the imported model."""
     checkpoint = find_checkpoint(folder)
     index, model = open_weights(checkpoint)
     config, depths = dataclasses.replace(model.config, mtp_num_layers=0), model.config.behind_head.in_words
@@ -222,26 +203,17 @@ def export_model(folder: Path, out: Path, dtype_name: str | None = None, max_byt
     dtype_name = dtype_name or config.dtype
     dtype, configuration = DTYPES[dtype_name], write_config(config, dtype_name)
     mappings = map_tensors(config, FAMILIES[configuration.model_type].modules)
-    files = split_into_files(mappings, dtype, max_bytes)
-    names = [WEIGHTS] if len(files) == 1 else [f"model-{number:05d}-of-{len(files):05d}.safetensors"
-                                               for number in range(1, len(files) + 1)]
     with new_folder(out) as temporary:
-        weight_map = {}
-        for name, mappings_of_file in zip(names, files):
-            types = {hf_name: (dtype, shape) for one in mappings_of_file for hf_name, shape in one.hf_shapes.items()}
-            write_tensors(temporary / name, types, (
-                part for one in mappings_of_file for part in convert_to_hf(one, index, config, dtype).values()))
-            weight_map |= dict.fromkeys(types, name)
-        if len(files) > 1:
-            content = dict(metadata=dict(total_size=element_count(mappings) * dtype.itemsize), weight_map=weight_map)
-            write_file(temporary / INDEX, json.dumps(content, indent=2).encode())
+        types = {name: (dtype, shape) for one in mappings for name, shape in one.hf_shapes.items()}
+        write_tensors(temporary / WEIGHTS, types, (
+            part for one in mappings for part in convert_to_hf(one, index, config, dtype).values()))
         imported = any((checkpoint / name).is_file() for name in TOKENIZER_FILES)       # else take the data folder's
         source = checkpoint if imported or not config.data_path else Path(config.data_path)
         copied = copy_tokenizer(source, temporary)
         configuration.update(special_tokens(temporary, source / "meta.json"))
         configuration.save_pretrained(temporary)
-    return (f"{out}: {configuration.architectures[0]}, {counted(len(files), 'weight file')}, "
-            f"{element_count(mappings):,} elements in {dtype_name}, {copied}{left_out}")
+    return (f"{out}: {configuration.architectures[0]}, {len(types)} tensors, {element_count(mappings):,} elements in "
+            f"{dtype_name}, {copied}{left_out}")
 
 
 def special_tokens(folder: Path, meta: Path) -> dict:

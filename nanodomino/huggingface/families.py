@@ -4,9 +4,8 @@ Transformers reads and writes config.json. Its configuration objects know the de
 all entries. What remains is which entry (LlamaConfig.rms_norm_eps) is which setting (Config.layernorm_epsilon), and
 which settings a family fixes (Config.swiglu). A Family is a table of both.
 
-Import compares the logits of a few tokens with those of Transformers (convert.py). This finds any entry that changes
-the model and that no table names. But a few tokens can't show everything, so read_config() reads the scaling of RoPE,
-the length of a sliding window and GPT-2's activation exactly, or refuses them.
+Import compares the logits of a few tokens with those of Transformers (convert.py), which finds any entry that changes
+the model and that no table names. What a few tokens do not show, read_config() reads exactly or refuses.
 
 Export takes the first family that fits: reading what it writes must give the same model. So a model that could be a
 Llama or a Mistral becomes a Llama.

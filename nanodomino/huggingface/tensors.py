@@ -11,9 +11,8 @@ of r = n/g heads:
     experts.dense_h_to_4h  [E, 2, f, h]                                      w1, w3 [f, h] of each of the E experts
     word_embeddings  [padded v, h]          wte    [v, h]                    embed_tokens [v, h]
 
-In nanodomino the rows of qkv are ordered group by group: the r q heads, the k head and the v head of group 0, then
-those of group 1, and so on. So a contiguous shard holds whole groups, and each tensor-parallel rank can compute
-attention on its own. GPT-2 computes x W (its Conv1D), the others x W^T; therefore GPT-2's matrices are transposed.
+layers/attention.py says why the rows of qkv are ordered group by group. GPT-2 computes x W (its Conv1D), the others
+x W^T; therefore GPT-2's matrices are transposed.
 """
 
 import re

@@ -12,10 +12,8 @@ into t contiguous parts gives each rank whole groups:
 
 Then q and k may be normalized (qk_layernorm) and rotated by their positions. attention_mask.py explains the rotation,
 and which keys a query sees. Without attention dropout, torch's fused kernel never writes the [s, s] probabilities to
-memory. With dropout they are computed explicitly, because the fused kernel's mask would depend on the layout.
-
-Training calls core_forward and core_backward, in which autograd differentiates only attend() (gradients.py). The
-backward of norms and rotations is written by hand, and torch.compile (--compile) fuses it into a few kernels.
+memory. With dropout they are computed explicitly, because the fused kernel's mask would depend on the layout. In
+training, autograd differentiates only attend() (gradients.py).
 """
 
 from functools import partial

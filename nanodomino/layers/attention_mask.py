@@ -193,15 +193,11 @@ class AttentionInputs:
     extend_cache: Callable | None = None     # in generation: k, v of new tokens -> k, v of all tokens
 
 
-def fits_varlen(config) -> bool:
-    """Return whether varlen_attn can compute this model's attention on GPUs that have the kernel."""
-    channels = config.kv_channels              # the kernel takes multiples of 8; above 192, some GPUs have no backward
-    return config.params_dtype.itemsize == 2 and config.attention_dropout == 0 and channels % 8 == 0 and channels <= 192
-
-
 def uses_varlen(config, device: torch.device) -> bool:
     """Return whether attention that is not plainly causal uses varlen_attn on this device."""
-    return fits_varlen(config) and has_flash_attention(device)
+    channels = config.kv_channels              # the kernel takes multiples of 8; above 192, some GPUs have no backward
+    return (config.params_dtype.itemsize == 2 and config.attention_dropout == 0 and channels % 8 == 0
+            and channels <= 192 and has_flash_attention(device))
 
 
 def document_begins(documents):

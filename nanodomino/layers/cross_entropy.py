@@ -21,7 +21,6 @@ three numbers per token (Megatron-LM, 1909.08053, section 3):
 **Memory.** Logits are the largest tensor of a step. They stay in their own dtype until the gradient overwrites them.
 Training creates no other tensor of their size, because it makes fp32 temporaries for a block of rows at a time. With
 `narrow` (--fp16-lm-cross-entropy), the temporaries have the logits' own dtype. Sums are always in fp32 or wider.
-vocab_parallel_cross_entropy(), which the plain model uses, copies the logits to fp32 and leaves backward to autograd.
 """
 
 import torch

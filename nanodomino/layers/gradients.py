@@ -4,9 +4,6 @@
 bits, a contribution that is much smaller than the sum so far would be rounded away. So the sum is kept in fp32 or
 wider, in main_grad (Megatron-LM's name). Where torch can, it adds a matmul of 16-bit tensors without rounding it first.
 
-**The residual addition** x' = x + dropout(y + bias) adds the output y of a sublayer to the residual stream. Plain
-autograd differentiates add_residual(). Training calls residual_backward() instead.
-
 **Segments.** Plain autograd records one graph of the whole forward and runs it backward in its own order. Domino needs
 another order, so backward is written by hand. Fused attention is the exception: each device has its own kernel, and
 only torch knows the kernel's backward. So attention gets a separate graph, which starts at q, k and v:
@@ -88,7 +85,7 @@ def add_residual(x, y, bias, mask):
 
 
 def residual_backward(gradient, mask, has_bias):
-    """Turn the gradient of x + dropout(y + bias) into the gradients of x, y and bias (None without a bias). Without
+    """Turn the gradient of add_residual() into the gradients of x, y and bias (None without a bias). Without
     dropout, the gradients of x and y are the same tensor, so the caller must not write to either."""
     grad_y = drop(gradient, mask)
     return gradient, grad_y, grad_y.sum(dim=(0, 1), dtype=wide_dtype(grad_y)) if has_bias else None

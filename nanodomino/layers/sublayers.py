@@ -5,8 +5,7 @@
 The core is attention itself (attention.py), or the activation function of an MLP. It works on this rank's output of the
 first matmul: the rank's own heads, or its own ffn features. So f and g (parallel.py) are the only communication. Norm
 and core are written twice: once as a definition, which autograd differentiates, and once as a hand-written forward and
-backward, which training runs (overlap/). The hand-written pair shows what is kept for backward, and it costs the host a
-quarter of autograd's time. Tests compare the two.
+backward, which training runs (overlap/), and which costs the host a quarter of autograd's time. Tests compare the two.
 
 **Norms.** Mean and variance are over the last dimension. Every tensor-parallel rank holds the whole weight:
 

@@ -6,10 +6,9 @@ large gradients (github.com/KellerJordan/Muon; 2502.16982):
 
     m = b m + (1 - b) g     u = b m + (1 - b) g     w = (1 - lr decay) w - lr 0.2 sqrt(max(rows, columns)) orthogonal(u)
 
-The factor 0.2 sqrt(max(rows, columns)) gives the update the size of AdamW's (2502.16982, section 2.2). A small model
-learns more at twice AdamW's --lr, the default here (docs/running.md). Five Newton-Schulz iterations approximate U V^T
-by matmuls alone, in the training type. Matrices that share one weight, such as q, k and v, are updated one by one. Word
-embedding, head, position embedding and vectors stay with AdamW: their rows are looked up one by one.
+The factor 0.2 sqrt(max(rows, columns)) gives the update the size of AdamW's (2502.16982, section 2.2). Five
+Newton-Schulz iterations approximate U V^T by matmuls alone, in the training type. Matrices that share one weight, such
+as q, k and v, are updated one by one. Word embedding, head, position embedding and vectors stay with AdamW.
 
 **Whole matrices.** A rank holds only a shard of a matrix (tensor parallelism), and updates only its partition of a flat
 bucket (ZeRO). So each step gathers twice: first the updates u of a bucket over the replicas, then the tensor-parallel

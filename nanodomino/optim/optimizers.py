@@ -22,8 +22,7 @@ they start at 2^-19, and they shrink as the model learns. But backward is linear
 
 A scale of 1 would be too small: after 60 steps of the preset nano a quarter of the numbers that enter backward's
 matmuls are below 2^-14. Much more than the initial 2^15 would be too large, since a logit's gradient can be as large as
-the scale. Sums over tokens can be larger still, so they are computed in fp32. Megatron-LM scales the mean loss: its
-initial scale of 2^32 is 2^13 per token if a replica has 2^19 tokens. zero.py divides the parameters' gradients, in
+the scale. (Megatron-LM scales the mean loss, so its scales are larger.) zero.py divides the parameters' gradients, in
 fp32, by the scale and the number of tokens before it computes the norm. A power of two changes only exponents. So such
 a scale changes no bit of the result unless a number over- or underflows.
 

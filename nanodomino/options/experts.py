@@ -1,7 +1,7 @@
 """Mixture of experts: an MLP with E sets of weights (the experts), of which each token uses k (1701.06538).
 
-A model with more experts has more parameters, but a token costs the same. With expert parallelism (ep), ep replicas
-share the experts: each holds E/ep of them, and the tokens travel. For example 4 experts on ep = 2 replicas, k = 2:
+With expert parallelism (ep), ep replicas share the experts: each holds E/ep of them, and the tokens travel. For example
+4 experts on ep = 2 replicas, k = 2:
 
                         replica 0: experts 0, 1     replica 1: experts 2, 3
     tokens              A            B              C            D
@@ -366,14 +366,9 @@ def expert_groups(ep: int, rows: dict) -> dict:
 
 
 def report(counts: dict, tokens: int) -> tuple[dict, str]:
-    """Return (what metrics.jsonl records, words for the progress line) of a step's statistics.
-
+    """Return (what metrics.jsonl records, words for the progress line) of a step's statistics: docs/running.md#experts.
     counts: {name of a layer's MoE: [how many tokens chose each expert, .., the sum of the router's losses]}
-    tokens: the number of tokens that the step's loss counts
-    auxiliary_loss: what the losses of all routers add to the loss; see router.py
-    expert_load: {layer: how often each expert was chosen, divided by the mean of the layer}
-    busiest_expert: the largest load in any layer
-    """
+    tokens: the number of tokens that the step's loss counts"""
     rows = {name.removesuffix(".mlp"): row for name, row in counts.items() if name.endswith(".mlp")}
     if not rows:
         return {}, ""

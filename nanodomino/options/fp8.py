@@ -31,7 +31,7 @@ of its operands, because fp8 tensor cores take both only in this order:
     weight gradient    grad_W = grad_y^T x    grad_y^T [out, n]   x^T [in, n]       hybrid: e5m2 x e4m3
 
 With --no-fp8-wgrad, weight gradients stay in the training type, as in torchao's rowwise_with_gw_hp. With few tokens
-that is also faster, because a matmul in 8 bits can't add to main_grad. Its result is written first and then added.
+that is also faster: a matmul in 8 bits can't add to main_grad.
 
 **Sums.** A tensor core adds products in fewer bits than fp32 has. A matmul can move its partial sums to fp32 registers
 at intervals, which keeps the precision of fp32 but is slower. Backward does so. Forward uses "fast accumulation", which
@@ -41,20 +41,18 @@ leaves these moves out.
 bucket.derived keeps both, in one byte per number, until zero.py changes the weights.
 
 **Activations.** With a tensorwise scale, x^T holds the numbers of x in another order. So x is converted once, and the
-tape keeps it in 1 byte per number instead of 2 or 4. This holds for h, the input of the column-parallel matmul, and for
-the input of an MLP's row-parallel matmul. There are two exceptions. Attention's backward needs attention's output in
-the training type anyway, and with a sharded residual stream backward gathers h again (sequence_parallel.py). With
-rowwise scales x^T has other scales than x. So the tape keeps the training type, and backward converts once more. With
---no-fp8-wgrad the tape keeps the training type, too.
+tape keeps it in 1 byte per number instead of 2 or 4. There are two exceptions. Attention's backward needs attention's
+output in the training type anyway, and with a sharded residual stream backward gathers h again (sequence_parallel.py).
+With rowwise scales x^T has other scales than x. So the tape keeps the training type, and backward converts once more.
+With --no-fp8-wgrad the tape keeps the training type, too.
 
 **What stays in the training type.** Embedding, head, norms, softmax(q k^T) v, routers and the merges of multi-token
 prediction have few FLOPs or need the precision. Experts stay, too, because their grouped matmul is not written for 8
 bits. With --first-last-layers-bf16, so do the first and the last layer.
 
 **Results depend on the layout.** A rank's amax is that of its own shard, slice and microbatch. Another layout has other
-scales, so it rounds differently. The same layout gives the same bits. With rowwise scales, the forward of a
-column-parallel matmul multiplies the same 8-bit numbers on all layouts, because no layout cuts a row of W1 or of h. The
-exception is --columns with --sequence-parallel, which cuts the rows of h.
+scales, so it rounds differently. With rowwise scales, the forward of a column-parallel matmul is alike on all layouts
+without --columns, because these cut no row of W1 or of h.
 """
 
 from dataclasses import dataclass, replace

@@ -16,7 +16,7 @@ predicts t(i+2). Depth 2 continues from the hidden states of depth 1:
 So training makes h also contain what helps to predict later tokens. The depths share the word embedding, the final norm
 and the head of the main model; Megatron-LM gives each depth a final norm of its own. The names enorm, hnorm and eh_proj
 are DeepSeek's and Megatron-LM's. The merge adds no position embedding, because h contains the positions and a token
-keeps its place i. Evaluation and generation run no depth, and the exported model has none.
+keeps its place i. Evaluation and generation run no depth.
 
 **Loss.** With D depths and the factor f (--mtp-loss-scaling-factor), training minimizes
 
@@ -118,12 +118,9 @@ class MultiTokenPrediction:
         return {f"mtp.{depth}": 2 for depth in range(self.layers)}
 
     def report(self, counts: dict) -> tuple[dict, str]:
-        """Return (what metrics.jsonl records, words for the progress line) of a step's statistics.
-
-        mtp_1_loss, ...: a depth's mean loss over the n tokens that it counts. Training adds f/D x n / (tokens of the
-        main loss) times this mean. It may be lower than the main loss, because a depth has one more layer, and it also
-        knows all tokens before the one that it predicts.
-        """
+        """Return (what metrics.jsonl records, words for the progress line) of a step's statistics: each depth's mean
+        loss over the tokens that it counts. It may be lower than the main loss, because a depth has one more layer, and
+        it also knows all tokens before the one that it predicts."""
         means = [total / max(tokens, 1.0) for total, tokens in (counts[name] for name in self.statistics)]
         return ({f"mtp_{depth}_loss": mean for depth, mean in enumerate(means, 1)},
                 "".join(f" | mtp {depth} loss {mean:.4f}" for depth, mean in enumerate(means, 1)))

@@ -12,8 +12,8 @@ are for one layer of GPT-2; X is one activation [b, s, h] (estimate/formulas.py 
     selective    x, h, c                          (4 +  7/t) X     the core: attention, gelu
     full         x                                       2 X       the norm, the column-parallel matmul, the core
 
-If the residual stream is sharded (sequence_parallel.py), a rank keeps only 1/t of x and h, so the 4 becomes 4/t and the
-2 becomes 2/t. Recomputing c then needs all rows of h, but backward gathers them anyway for a weight gradient.
+If the residual stream is sharded (sequence_parallel.py), a rank keeps only 1/t of x and h. Recomputing c then needs all
+rows of h, but backward gathers them anyway for a weight gradient.
 
 **No reduce is repeated.** The x that is kept already contains the previous all-reduce's result, and a is the last
 tensor that backward needs. So all that is recomputed lies between two all-reduces. The row-parallel matmul is not
@@ -29,9 +29,6 @@ flight, the slice restores sublayer k - 1. So at most one sublayer's activations
 
     backward of k     W2, core, W1  ->  [ all-reduce of the gradient of h .................. ]  wait, residual + norm
                                         fetch x, h of k - 1 | weight gradients of k | c, a of k - 1
-
-Domino (domino.py) owns the tape, launches and waits. RecomputePolicy decides what a tape entry keeps, and recomputes h.
-The sublayer's branch (LinearPair in overlap/compute.py) recomputes c and a.
 
 **In the host's memory.** With full recomputation, --checkpoint-in-cpu (DeepSpeed's name) also copies each sublayer's
 input x to the host while later sublayers compute, and copies it back one sublayer before backward needs it. On a CPU it

@@ -11,8 +11,7 @@ and another after it:
       gather       nothing               all-gather              this rank's rows -> all rows, on every rank
       reduce       all-reduce            reduce-scatter          addends of all rows -> sums of this rank's rows
 
-Each of the two is the backward of the other. In the words of parallel.py, f into the matmuls is a gather in forward and
-a reduce in backward, and g out of the matmuls is a reduce in forward and a gather in backward.
+Each of the two is the backward of the other; parallel.py calls them f and g.
 
 An all-reduce is a reduce-scatter followed by an all-gather, so both streams send the same number of bytes, with one
 exception. Backward needs all rows of h for the weight gradient of the column-parallel matmul, but the tape of a sharded

@@ -13,9 +13,6 @@ next one. It treats each token by itself, so it does not matter whether a rank h
 [b, s, h] means the rows that this rank holds. There is no matmul, but many bytes are read and written. So torch.compile
 (--compile) fuses forward into one kernel, and backward into another.
 
-**The branch** is everything between the output h of a sublayer's norm and the reduce of its result y. LinearPair is the
-branch of attention and MLP. Options have others (options/experts.py).
-
 **The ends of the model** are the word embedding, and final norm + head + cross entropy. Both matrices are cut along the
 vocabulary (parallel.py), so both ends need collectives, which other slices hide:
 
@@ -24,8 +21,7 @@ vocabulary (parallel.py), so both ends need collectives, which other slices hide
     loss         forward    all-reduce of the maximum logit,        backward    nothing
                             then of two sums: 3 fp32 per token
 
-Collectives in parentheses are only needed if an option shards the residual stream. The logits [b, s, v/t] are the
-largest tensor of a step. Their gradient overwrites them, which saves a second tensor of their size.
+Collectives in parentheses are only needed if an option shards the residual stream.
 """
 
 from __future__ import annotations
@@ -110,7 +106,8 @@ def residual_norm_backward(grad_x, grad_h, x, statistics, weight, norm_bias, mas
 
 
 class Branch:
-    """The interface of a branch: LinearPair below, or an option's.
+    """The interface of a branch, which is everything between a norm and the reduce of its result y: LinearPair for
+    attention and MLP, or an option's.
 
         keep(h)                           -> h in the form in which the tape keeps it
         forward(slice, h)                 -> (flights of y, tape)

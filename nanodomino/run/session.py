@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from data.prepare import DEFAULT_CORPUS, check_unchanged, prepare_default_corpus
 from nanodomino.checkpoint.format import step_of
-from nanodomino.checkpoint.load import newest_finite_checkpoint, recorded_settings, restore
+from nanodomino.checkpoint.load import newest_intact_checkpoint, recorded_settings, restore
 from nanodomino.checkpoint.save import Saver, drift_warning
 from nanodomino.comm.device import choose_kernels, find_device
 from nanodomino.comm.trace import Trace
@@ -194,7 +194,7 @@ class Session:
         self.watchdog.watching = False                         # rank 0 may read large checkpoints for long
         config, loaded = self.config, None if self.watchdog.step else self.run.checkpoint
         folder = loaded.absolute().parent.parent if loaded else self.run.folder
-        good = from_rank_0(newest_finite_checkpoint(folder, self.last_good) if dist.get_rank() == 0 else None)
+        good = from_rank_0(dist.get_rank() == 0 and newest_intact_checkpoint(folder, print, self.last_good))
         lr = min(config.lr / 10, config.preset["lr"])
         return NotFinite(problem + (
             f"go on from the last good checkpoint with train.py --load {good} --train-iters {config.train_iters} --lr "

@@ -109,8 +109,7 @@ def one_f_one_b(stage: int, stages: int, microbatches: int, chunks=1, look_ahead
         stage 3 |         F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 F5 B5 B5
 
     Eager 1F1B runs `look_ahead` more warm-up forwards for each later stage, so that a stage has work while messages
-    travel (2211.05322, section 4). With 4 stages, 64 microbatches and messages that take as long as a forward, a step
-    takes 207 units of time instead of 301. Stage r of p then holds (1 + look_ahead) (p - r - 1) + 1 microbatches.
+    travel (2211.05322, section 4). Stage r of p then holds (1 + look_ahead) (p - r - 1) + 1 microbatches.
 
         stage 0 |F0 F1 F2 F3 F4       B0 B0 F5 B1 B1    B2 B2    B3 B3    B4 B4    B5 B5
         stage 1 |   F0 F1 F2    B0 B0 F3 B1 B1 F4 B2 B2 F5 B3 B3    B4 B4    B5 B5

@@ -110,15 +110,11 @@ def message_sent(placement: Placement, stage: int, half: Action) -> tuple[int, M
 
 # ---- the timetable
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)        # a key of caches in every step: comparing thousands of actions would take long
 class Timetable:
     """The actions of all stages: rows[i] lists those of stage i in order."""
     placement: Placement
     rows: tuple[tuple, ...]
-
-    def __hash__(self):
-        """Hash only the lengths of the rows: the table is a cache key in every step, and has thousands of actions."""
-        return hash((self.placement, *map(len, self.rows)))
 
     @cached_property
     def forwards(self) -> "Timetable":

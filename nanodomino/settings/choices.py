@@ -15,7 +15,6 @@ import torch
 from nanodomino.comm.device import capability_of
 from nanodomino.errors import require
 from nanodomino.generate.generation import KeyValueCache
-from nanodomino.layers.attention_mask import fits_varlen
 from nanodomino.layers.sublayers import MLP
 from nanodomino.optim.optimizers import OPTIMIZERS
 from nanodomino.options import (context_parallel, documents, experts, fp8, multi_token_prediction, recompute, router,
@@ -45,6 +44,9 @@ class Choices:
     matrix_update = property(lambda self: "muon" if self.optimizer == "muon" else "decay")
     # whether positions or attention depend on where the documents in a sample end
     uses_document_boundaries = property(lambda self: self.reset_position_ids or self.reset_attention_mask)
+    # whether some attention is not plainly causal; then it uses varlen_attn or a bias
+    masks_attention = property(lambda self: bool(self.reset_attention_mask or self.window_size)
+                               or self.cp > 1 and self.cp_comm_type == "all_gather")
     # whether chunks without embedding and head need the tokens
     all_chunks_read_tokens = property(lambda self: self.cp > 1 or self.uses_document_boundaries)
     # the class that keeps keys and values during generation
@@ -116,12 +118,6 @@ class Choices:
     def own_part(self, batch, mesh):
         """Return the batch with this rank's tokens of each sample."""
         return batch if self.cp == 1 else context_parallel.own_part(batch, mesh)
-
-    @property
-    def uses_attention_bias(self) -> bool:
-        """Whether attention may need a bias."""
-        gathers = self.cp > 1 and self.cp_comm_type == "all_gather"
-        return bool(self.reset_attention_mask or self.window_size) or gathers and not fits_varlen(self)
 
     # ---- ranks and parameters
 

@@ -15,8 +15,7 @@ has already failed.
     global_batch_size = micro_batch_size x dp x microbatches
     tp divides the attention heads, the query groups, ffn_hidden_size and the padded vocabulary
 
-A default that changes the result never depends on the number of processes. For example, the default of
-global_batch_size is fixed, and the number of microbatches follows from it. Where Megatron-LM has the same setting, it
+A default that changes the result never depends on the number of processes. Where Megatron-LM has the same setting, it
 has the same name here. `python -m nanodomino.settings.config` prints docs/settings.md.
 """
 

@@ -19,6 +19,7 @@ from nanodomino.settings.presets import DEFAULT_LAYOUTS, FINETUNE_BATCH_SIZE, FI
 # The most forwards that all stages together may run in a step. Every rank lists them all, with their backwards, before
 # the first step. For this many that takes a few seconds and a few hundred megabytes.
 MAX_FORWARDS = 2**16
+MAX_TOKENS = 2**26               # in a microbatch: data.py and a dry run hold them in the host's memory
 
 
 # ---- defaults
@@ -139,9 +140,10 @@ def check_rules(c):
     require(c.microbatches <= most, f"global-batch-size {batch} would be {c.microbatches} microbatches per replica, "
             f"but a step may have at most {MAX_FORWARDS} / (pipeline-model-parallel-size {pp} x virtual-stages "
             f"{v}) = {most}; try --global-batch-size {most * micro * dp} or a larger --micro-batch-size")
+    require(micro * c.seq_length <= MAX_TOKENS, f"micro-batch-size {micro} x seq-length {c.seq_length} must be at most "
+            f"{MAX_TOKENS} tokens; lower one of them")
     require(c.slices <= micro, f"slices {c.slices} must be at most micro-batch-size {micro}, since each slice needs a "
             f"sample; try --slices {micro}, or --columns 2 to overlap within a slice")
-    require(c.columns <= c.hidden_size, f"columns {c.columns} must be at most hidden-size {c.hidden_size}; try 2 or 4")
 
     length, parts, positions = c.seq_length, c.seq_length_divisor, c.max_position_embeddings
     check_divisible("seq-length", length, "2 cp (and by cp x tp with --sequence-parallel), here", parts,

@@ -12,7 +12,7 @@ import pytest
 from support.checkpoints import write_empty_checkpoint
 
 from nanodomino.checkpoint.format import manifest_text, read_header, verify
-from nanodomino.checkpoint.load import checkpoints_of, full_weights, newest_finite_checkpoint, newest_intact_checkpoint
+from nanodomino.checkpoint.load import checkpoints_of, full_weights, newest_intact_checkpoint
 from nanodomino.errors import UserError
 from nanodomino.files import sha256
 
@@ -62,7 +62,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(run_dir, dam
     (newest, previous), (change, words) = checkpoints_of(run_dir), DAMAGES[damage]
     change(newest)
     reports = []
-    assert newest_intact_checkpoint(run_dir, reports.append) == previous == newest_finite_checkpoint(run_dir, 3)
+    assert newest_intact_checkpoint(run_dir, reports.append) == previous
     assert len(reports) == 1 and newest.name in reports[0] and words in reports[0]
     assert reports[0].endswith("; trying the previous checkpoint") and "use another checkpoint" not in reports[0]
 
@@ -154,7 +154,7 @@ def test_only_names_that_save_gives_are_found(tmp_path):
         write_empty_checkpoint(tmp_path / "checkpoints" / name, int(name[5:]) if name in names else 7)
     assert [folder.name for folder in checkpoints_of(tmp_path)] == names[::-1]
     assert newest_intact_checkpoint(tmp_path).name == "step-100000000"
-    assert newest_finite_checkpoint(tmp_path, 10**8 - 1).name == "step-99999999"
+    assert newest_intact_checkpoint(tmp_path, last_step=10**8 - 1).name == "step-99999999"
     assert verify(tmp_path / "checkpoints" / "step-best")["step"] == 7
 
 

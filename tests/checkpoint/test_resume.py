@@ -12,7 +12,7 @@ from support.harness import build, difference, full_tensors, reference_for, rela
 from support.reference import full_shapes
 
 from nanodomino.checkpoint.format import local_boxes, slices
-from nanodomino.checkpoint.load import checkpoints_of, load_weights
+from nanodomino.checkpoint.load import checkpoints_of, load_weights, together
 from nanodomino.checkpoint.save import copy_to_host, range_to_save
 from nanodomino.errors import UserError
 
@@ -126,7 +126,7 @@ def test_ranks_divide_the_work_and_save_each_element_once(pool, tp, pp, dp, zero
 
 
 def load_with_a_bad_disk(config, folder):
-    """The message of load_weights() if rank 1 can't read any file."""
+    """The message of together() if rank 1 can't read any file."""
     def fail(path):
         raise OSError(5, "Input/output error", str(path))
 
@@ -135,7 +135,7 @@ def load_with_a_bad_disk(config, folder):
         if mesh.tp_rank == 1:
             patch.setattr("nanodomino.checkpoint.format.open_regular_file", fail)
         with pytest.raises(UserError) as caught:
-            load_weights(Path(folder), model)
+            together(lambda: load_weights(Path(folder), model))
     return str(caught.value)
 
 

@@ -46,10 +46,14 @@ def test_the_compiler_chooses_the_same_kernels_on_each_tensor_parallel_rank(layo
         assert inductor.deterministic == deterministic
 
 
-def test_gathered_keys_need_a_bias_if_heads_are_too_large_for_varlen_attention():
-    found = [tiny(2, context_parallel_size=2, dtype="bfloat16", kv_channels=size).uses_attention_bias
-             for size in (192, 256)]
-    assert found == [False, True]
+@pytest.mark.parametrize("settings, masks", [
+    ({}, False), (dict(reset_attention_mask=True), True), (dict(window_size=3), True),
+    (dict(context_parallel_size=2), True), (dict(context_parallel_size=2, cp_comm_type="a2a"), False)], ids=str)
+def test_attention_that_may_have_a_bias_does_not_use_cudnn(monkeypatch, settings, masks):
+    chosen = []
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", chosen.append)
+    choose_kernels(tiny(2, **settings), torch.device("cpu"))
+    assert chosen == [not masks]
 
 
 # ---- several hosts

@@ -33,7 +33,6 @@ from nanodomino.settings.config import Config
 from nanodomino.settings.presets import PRESETS
 
 
-LARGE = 10**9            # bytes, above the size of any model here
 BY_DEFAULT = ("gpt2", "llama 3.1", "qwen2", "qwen3", "mixtral", "qwen3-moe", "mistral with a window",
               "qwen2 with a window", "qwen3 with a window", "mixtral with a window", "qwen3-moe with a window")
 SOME_MODELS = [*BY_DEFAULT, *(pytest.param(name, marks=pytest.mark.exhaustive)
@@ -95,7 +94,7 @@ def test_gradients_equal_those_of_transformers(pool, saved, tmp_path, name, layo
 @pytest.mark.parametrize("name", SOME_MODELS)
 def test_logits_are_exact_and_transformers_loads_an_export_with_the_same_bits(
         transformers, saved, tmp_path, monkeypatch, name):
-    """Export writes one file or several. A second import gives the same bits."""
+    """A second import gives the same bits, also from several files."""
     model, folder = saved(name)
     load = transformers.AutoModelForCausalLM.from_pretrained
     with monkeypatch.context() as patch:
@@ -103,21 +102,22 @@ def test_logits_are_exact_and_transformers_loads_an_export_with_the_same_bits(
                       lambda *args, **options: with_exact_norms(load(*args, **options)))
         result = import_model(folder, tmp_path / "imported")
     assert float(result.rpartition("equal to Transformers' up to ")[2]) < 1e-9
-    for size in (LARGE, 30_000):
-        out = tmp_path / str(size)
-        export_model(tmp_path / "imported", out, None, size)
-        loaded, problems = load(out, output_loading_info=True)
-        assert not any(problems.values()), problems
-        assert type(loaded) is type(model) or name == "mistral", "a Mistral is exported as a Llama"
-        assert same_bits(loaded.state_dict(), model.state_dict())
-        (out / "consolidated.safetensors").touch()             # Mistral's folders hold the weights twice
-        import_model(out, tmp_path / f"{size} again")
-        assert same_bits(weights_of(tmp_path / "imported"), weights_of(tmp_path / f"{size} again"))
-        for entry in ("vocab_size", "tie_word_embeddings", "eos_token_id", "bos_token_id", "rope_parameters",
-                      *(["head_dim"] if not name.startswith("qwen2") else []),
-                      *(["sliding_window", "use_sliding_window", "layer_types"] if "window" in name else [])):
-            assert getattr(loaded.config, entry, None) == getattr(model.config, entry, None)
-    assert len([*(tmp_path / "30000").glob("model-*.safetensors")]) > 3
+    out, split = tmp_path / "out", tmp_path / "split"
+    export_model(tmp_path / "imported", out)
+    loaded, problems = load(out, output_loading_info=True)
+    assert not any(problems.values()), problems
+    assert type(loaded) is type(model) or name == "mistral", "a Mistral is exported as a Llama"
+    assert same_bits(loaded.state_dict(), model.state_dict())
+    for entry in ("vocab_size", "tie_word_embeddings", "eos_token_id", "bos_token_id", "rope_parameters",
+                  *(["head_dim"] if not name.startswith("qwen2") else []),
+                  *(["sliding_window", "use_sliding_window", "layer_types"] if "window" in name else [])):
+        assert getattr(loaded.config, entry, None) == getattr(model.config, entry, None)
+    (out / "consolidated.safetensors").touch()                 # Mistral's folders hold the weights twice
+    model.save_pretrained(split, max_shard_size=90_000)
+    assert len([*split.glob("model-*.safetensors")]) > 1
+    for source in (out, split):
+        import_model(source, again := tmp_path / f"{source.name} again")
+        assert same_bits(weights_of(tmp_path / "imported"), weights_of(again))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
@@ -132,7 +132,7 @@ def test_each_dtype_comes_back_with_its_bits(saved, transformers, tmp_path, dtyp
     assert {weight.dtype for weight in weights_of(tmp_path / "imported").values()} == {wide}
     for asked, expected in ((None, dtype), ("bfloat16", "bfloat16")):
         out = tmp_path / f"{asked}"
-        export_model(tmp_path / "imported", out, asked, LARGE)
+        export_model(tmp_path / "imported", out, asked)
         assert read_json(out / "config.json")["dtype"] == expected
         assert same_bits(transformers.AutoModelForCausalLM.from_pretrained(out).state_dict(),
                          {name: weight.to(getattr(torch, expected)) for name, weight in model.state_dict().items()})
@@ -313,5 +313,5 @@ def test_without_the_proof_no_model_is_in_memory_as_a_whole(transformers, tmp_pa
         monkeypatch.setattr(convert, name, observed)
     import_model(tmp_path / "model", tmp_path / "imported", check=False)
     assert len(seen) == tensors and max(seen) - before < 12 * 2**20
-    export_model(tmp_path / "imported", tmp_path / "out", "float32", 4 * 10**6)
+    export_model(tmp_path / "imported", tmp_path / "out", "float32")
     assert len(seen) >= 2 * tensors and max(seen) - before < 20 * 2**20

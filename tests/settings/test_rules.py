@@ -58,8 +58,9 @@ TABLE = [
     # sizes
     (2, "--pp 2 --schedule interleaved --virtual-stages 2 --micro-batch-size 1 --global-batch-size 16385",
      "16385 microbatches per replica", "virtual-stages 2) = 16384; try --global-batch-size 16384"),
+    (1, "--micro-batch-size 65 --global-batch-size 65 --seq-length 1048576 --max-position-embeddings 1048576",
+     "micro-batch-size 65 x seq-length 1048576 must be at most 67108864 tokens; lower one of them"),
     (4, "--micro-batch-size 1 --slices 2", "slices 2 must be at most micro-batch-size 1", "--columns"),
-    (1, "--columns 97", "columns 97 must be at most hidden-size 96; try 2 or 4"),
     (1, "--seq-length 64 --max-position-embeddings 63", "seq-length 64", "try --max-position-embeddings 64"),
     (4, "--vocab-size 256", "vocabulary of 257 tokens does not fit --vocab-size 256", "give at least 257"),
     (1, "--micro-batch-size 65537", "--micro-batch-size must be at least 1 and at most 65536, but is 65537"),
