@@ -35,6 +35,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from nanodomino.comm.device import nccl_options
 from nanodomino.comm.world import TIMEOUT
 from nanodomino.errors import UserError, counted
 
@@ -142,19 +143,6 @@ def make_mesh(pp: int, dp: int, tp: int, device: torch.device, timeout: int = TI
             options = nccl_options(timeout, (thread_blocks or {}).get(name)) if sends else dict(backend="gloo")
         mesh.groups[name] = dist.new_group(mesh.rows[name], timeout=timeout, use_local_synchronization=True, **options)
     return mesh
-
-
-def nccl_options(timeout: timedelta, thread_blocks=None) -> dict:
-    """Return new_group's arguments for an NCCL group. thread_blocks: the most thread blocks that an operation may use.
-    Kernels that run at the same time get the rest.
-
-    The group gets a high-priority CUDA stream. Otherwise its operations could wait for matmuls launched after them.
-    Megatron-LM sets CUDA_DEVICE_MAX_CONNECTIONS=1 instead. Then kernels start in the order of their launches, and a
-    matmul waits for all collectives launched before it to start."""
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timeout                                 # otherwise new_group() warns that it replaces a default
-    options.config.max_ctas = thread_blocks or options.config.max_ctas
-    return dict(backend="nccl", pg_options=options)
 
 
 def meta_mesh(pp: int, dp: int, tp: int, pp_rank=0, dp_rank=0, tp_rank=0, inner_axes=None, more_groups=lambda rows: {},

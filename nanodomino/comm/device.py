@@ -10,8 +10,10 @@ import sys
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
 from nanodomino.comm.world import LaunchInfo, read_launch_environment
 from nanodomino.errors import UserError, require
@@ -68,6 +70,19 @@ def has_flash_attention(device: torch.device) -> bool:
     """Return whether torch's flash attention runs on this device: on GPUs from Ampere on."""
     return (kind_of(device) == "cuda" and capability_of(device) >= (8, 0)
             and (device.type == "meta" or torch.backends.cuda.is_flash_attention_available()))
+
+
+def nccl_options(timeout: timedelta, thread_blocks=None) -> dict:
+    """Return new_group's arguments for an NCCL group. thread_blocks: the most thread blocks that an operation may use.
+    Kernels that run at the same time get the rest.
+
+    The group gets a high-priority CUDA stream. Otherwise its operations could wait for matmuls launched after them.
+    Megatron-LM sets CUDA_DEVICE_MAX_CONNECTIONS=1 instead. Then kernels start in the order of their launches, and a
+    matmul waits for all collectives launched before it to start."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout                                 # otherwise new_group() warns that it replaces a default
+    options.config.max_ctas = thread_blocks or options.config.max_ctas
+    return dict(backend="nccl", pg_options=options)
 
 
 def find_device(config, launch: LaunchInfo) -> torch.device:
