@@ -200,6 +200,7 @@ def test_a_run_with_nothing_left_keeps_its_settings_on_record(pool, small, tmp_p
     loss = metric_points(tmp_path / "run", "test_loss")
     printed = train_in_pool(pool, small, *command, 2, "--lr", 0.02, "--trace", "1:2").output
     assert "this run has already done 2 steps" in printed
+    train_in_pool(pool, small, *command, 2, "--eval-iters", 0)                 # scores nothing, and removes nothing
     assert "2 of 2 steps done" in printed and metric_points(tmp_path / "run", "test_loss") == loss
     assert json.loads((tmp_path / "run" / "config.json").read_text())["lr"] == 0.01
     printed = train_in_pool(pool, small, *command, 3, "--lr", 0.02).output

@@ -42,10 +42,11 @@ class Report:
         self.entropies = f"(unigram {corpus.unigram_entropy:.2f}, bigram {corpus.bigram_entropy:.2f})"
         self.first_step, self.metrics, self.tensorboard, self.warnings = first_step, None, None, set()
         if enabled:
-            if first_step < config.train_iters or not (run_dir / "config.json").exists():
+            finished = first_step >= config.train_iters
+            if not finished or not (run_dir / "config.json").exists():
                 settings = json.dumps(dataclasses.asdict(config), indent=2) + "\n"           # stored for later launches
                 write_file(run_dir / "config.json", settings.encode())
-            rescored = {"test_loss", "valid_loss"} if first_step >= config.train_iters else {"test_loss"}
+            rescored = {"test_loss", *["valid_loss"] * finished} if config.eval_iters else set()
             self.metrics = continue_metrics(run_dir / "metrics.jsonl", first_step, rescored)
             if config.tensorboard_dir:                         # needs the package tensorboard
                 from torch.utils.tensorboard import SummaryWriter
@@ -85,7 +86,7 @@ class Report:
         if done < steps:
             epochs = config.consumed_train_samples(steps) / ((tokens["train"] - 1) // config.seq_length)
             lines.append(f"{counted(steps, 'step')} = {format(epochs, '.0f' if epochs >= 10 else '.2g')} epochs of "
-                         f"this text{', of which more than 4 teach little (2305.16264)' * (epochs > 4)}; {memory}")
+                         f"this text{' (repeated text teaches little after 4: 2305.16264)' * (epochs > 4)}; {memory}")
         print("\n".join(filter(None, lines)), flush=True)
 
     def say(self, line: str):
@@ -171,7 +172,7 @@ def what_hides_what(config: Config) -> str:
     groups = [action.halves for row in config.timetable.rows for action in row]
     hidden_by = (["the compute of another slice"] * (config.slices > 1)
                  + ["the compute of another microbatch"] * any(len(halves) > 1 for halves in groups)
-                 + ["the matmul of the next columns"] * (config.columns > 1 and config.tp > 1))
+                 + ["the matmul of the next columns (only the reduce)"] * (config.columns > 1 and config.tp > 1))
     split = any(half.kind == "weight_backward" for halves in groups for half in halves)
     return (f"overlap: a layer's communication is hidden by {' and '.join(hidden_by) or 'nothing in forward'}"
             + ", in backward also by weight gradients" * (not split) + "; try --slices 2" * (not hidden_by))

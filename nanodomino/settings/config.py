@@ -258,9 +258,9 @@ class Config(Choices):
 
     @property
     def compiler(self):
-        """torch.compile, or None. Each shape gets kernels of its own: for the second shape of a function torch would by
-        default make kernels for any shape, which do not know that rows are divisible by 16. The limit covers fp8's
-        conversions, which meet each shape of a layer's matrices, also transposed, and of slices."""
+        """torch.compile, or None. Each shape gets kernels of its own. By default, torch would compile kernels for
+        dynamic shapes at the second shape of a function, and they can't assume that rows are divisible by 16. The limit
+        covers fp8's conversions, which meet each shape of a layer's matrices, also transposed, and of slices."""
         if not self.compile:
             return None
         return partial(torch.compile, backend=self.compile_backend, dynamic=False, recompile_limit=64)
@@ -320,7 +320,7 @@ class Config(Choices):
         return config
 
     def with_device(self, device: torch.device) -> "Config":
-        """Return a copy in which `compile` is set: if it was None, to True on CUDA; where that can't work, to False."""
+        """Return a copy in which `compile` is True or False: True instead of None on CUDA, unless that can't work."""
         compile = device.type == "cuda" if self.compile is None else self.compile
         works = not compile or not self.fuses or device.type == "cpu" or can_compile(self.params_dtype, device)
         return dataclasses.replace(self, compile=compile and works)
