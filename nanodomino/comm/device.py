@@ -110,7 +110,7 @@ def require_cuda(device: torch.device):
     except RuntimeError as error:
         reason = re.sub(r"version (\d+)0(\d)0", r"CUDA \1.\2", str(error).partition(". Please")[0])
         raise UserError(f"torch for CUDA {torch.version.cuda} can't use the GPUs ({reason}); update the driver, or "
-                        f"keep one of CUDA 12 and {FOR_OLDER}, or try --device cpu") from None
+                        f"with a driver for CUDA 12 {FOR_OLDER}, or try --device cpu") from None
     (major, minor), names = capability_of(device), " ".join(torch.cuda.get_arch_list())
     require(10 * major + minor >= min(map(int, re.findall(r"sm_(\d+)", names)), default=0),
             f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}, but torch for CUDA "

@@ -154,4 +154,4 @@ class Watchdog:
             os._exit(128 + number)
         if not self.signal:
             self.signal, self.signalled_at = number, time.monotonic()
-            self.say("stopping after this step with a checkpoint; a second Ctrl-C or signal stops at once")
+            self.say("stopping after this step with a checkpoint; a second signal, after two seconds, stops at once")

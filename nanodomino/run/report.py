@@ -44,8 +44,7 @@ class Report:
         if enabled:
             finished = first_step >= config.train_iters
             if not finished or not (run_dir / "config.json").exists():
-                settings = json.dumps(dataclasses.asdict(config), indent=2) + "\n"           # stored for later launches
-                write_file(run_dir / "config.json", settings.encode())
+                write_file(run_dir / "config.json", json.dumps(dataclasses.asdict(config), indent=2).encode() + b"\n")
             rescored = {"test_loss", *["valid_loss"] * finished} if config.eval_iters else set()
             self.metrics = continue_metrics(run_dir / "metrics.jsonl", first_step, rescored)
             if config.tensorboard_dir:                         # needs the package tensorboard
@@ -86,7 +85,7 @@ class Report:
         if done < steps:
             epochs = config.consumed_train_samples(steps) / ((tokens["train"] - 1) // config.seq_length)
             lines.append(f"{counted(steps, 'step')} = {format(epochs, '.0f' if epochs >= 10 else '.2g')} epochs of "
-                         f"this text{' (repeated text teaches little after 4: 2305.16264)' * (epochs > 4)}; {memory}")
+                         f"this text{' (more than 4 teach little: arXiv 2305.16264)' * (epochs > 4)}; {memory}")
         print("\n".join(filter(None, lines)), flush=True)
 
     def say(self, line: str):

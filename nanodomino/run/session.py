@@ -165,7 +165,7 @@ class Session:
             yield self.watchdog.step
         self.saver.wait()
         if failure := self.saver.failure():                    # fatal, since no later checkpoint follows
-            raise UserError(f"{failure}; free some disk space and start again to resume from the last checkpoint")
+            raise UserError(f"{failure}; free some disk space and start again, from the last checkpoint if any")
         self.watchdog.to_save = False                          # everything is saved
 
     def stop_requested(self) -> bool:

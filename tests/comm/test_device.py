@@ -35,7 +35,7 @@ def too_old():
 
 
 @pytest.mark.parametrize("gpus, settings, sentence", [
-    (dict(init=too_old), {}, r"can't use .*too old \(found CUDA 12.4\)\); update .*of CUDA 12 " + WHEEL),
+    (dict(init=too_old), {}, r"can't use .*too old \(found CUDA 12.4\)\); update .*for CUDA 12 " + WHEEL),
     (dict(capability=(6, 0), architectures=CUDA_13), {}, f"a GPU has compute capability 6.0, .*{WHEEL}"),
     (dict(capability=(7, 0), architectures=CUDA_13), {}, f"a GPU has compute capability 7.0, .*{WHEEL}"),
     (dict(capability=(7, 5), architectures=CUDA_13), {}, None), (dict(architectures=CUDA_13), {}, None),

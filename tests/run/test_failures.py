@@ -143,7 +143,8 @@ def test_a_stop_signal_is_confirmed_at_once_and_the_second_ends_the_rank(watchdo
     """torchrun's copy of the first one arrives at once and does not. If everything is saved, the first one does."""
     watchdog.handle(number)
     watchdog.handle(number)
-    assert watchdog.said == ["stopping after this step with a checkpoint; a second Ctrl-C or signal stops at once"]
+    assert watchdog.said == [
+        "stopping after this step with a checkpoint; a second signal, after two seconds, stops at once"]
     assert watchdog.signal == number and not watchdog.codes
     watchdog.signalled_at -= 2.1
     watchdog.handle(number)

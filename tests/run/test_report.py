@@ -66,7 +66,7 @@ def test_epochs_and_memory_are_announced(report, capsys):
     report(memory="it is small")
     assert capsys.readouterr().out.endswith("\n5 steps = 0.97 epochs of this text; it is small\n")
     report(train=25, memory="it is small")
-    assert "\n5 steps = 40 epochs of this text (repeated text teaches little after 4: 2305.16264); it is small\n" in (
+    assert "\n5 steps = 40 epochs of this text (more than 4 teach little: arXiv 2305.16264); it is small\n" in (
         capsys.readouterr().out)
 
 
