@@ -220,9 +220,7 @@ def run_halves(running: deque, messages: P2PCommunicator, trace):
     while running:
         half, generator = running.popleft()
         with torch.no_grad(), trace.span(half.kind, microbatch=half.microbatch, chunk=half.chunk):
-            ended = next(generator, "ended") == "ended"
-            while not (ended or running):
-                ended = next(generator, "ended") == "ended"
+            ended = not any(running for _ in generator)  # alone, a half runs to its end; in a pair, to its next yield
         if not ended:
             running.append((half, generator))
         elif running and half.kind == "backward":

@@ -104,8 +104,8 @@ def open_session(arguments: list[str], launch: LaunchInfo, program):
 
 
 class Session:
-    """Holds what a run has besides model and optimizer. done: the number of finished steps. program: the
-    module train.py, whose dataset_builder reads the data, and whose train_step is run dry to estimate memory."""
+    """Holds what a run has besides model and optimizer. done: the number of finished steps. program: the module
+    train.py, whose dataset_builder reads the data, and whose train_step is run dry to estimate memory."""
 
     def __init__(self, arguments: list[str], launch: LaunchInfo, program):
         config = from_command_line(arguments, launch.world_size)
@@ -178,7 +178,7 @@ class Session:
         config, step, self.trace.recording = self.config, self.watchdog.step, False
         self.done, self.stopped_by_signal, self.loss = step, result.stop, result.loss
         self.last_good = min(self.last_good, step - 1) if result.skipped else step - 1
-        self.stopped = result.stop or step < config.train_iters and step % (config.exit_interval or step + 1) == 0
+        self.stopped = result.stop or step < config.train_iters and step % (config.exit_interval or math.inf) == 0
         self.report.step(step, result, learning_rate, time.perf_counter() - self.step_start)
         if step in config.traced_steps and (step == config.traced_steps[-1] or self.stopped):
             self.report.say(draw_timeline(self.trace, self.mesh, self.run.folder / f"trace-{step:08d}"))
