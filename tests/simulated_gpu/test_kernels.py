@@ -25,7 +25,7 @@ from support.triton_kernels import SHARED_MEMORY
 # function: (launches of its graphs, limits of the registers of a thread and of the shared bytes of a thread block)
 KERNELS = {
     "residual_norm": ({1}, 128, 0),
-    "residual_norm_backward": ({2, 3, 5}, 128, 40_000),        # RMSNorm; LayerNorm; with a row-parallel bias, too
+    "residual_norm_backward": ({2, 3, 5}, 128, 41_000),        # RMSNorm; LayerNorm; with a row-parallel bias, too
     "norm_and_rotate": ({2}, 128, 64),
     "norm_and_rotate_backward": ({7}, 128, 40_000),
     "swiglu": ({1}, 64, 0),
@@ -42,7 +42,6 @@ KERNELS = {
 }
 
 
-@pytest.mark.skip(reason="the script stops at an 8-bit type that Triton refuses for compute capability 9.0")
 @pytest.mark.exhaustive
 def test_every_compiled_function_is_assembled_into_few_kernels_that_fit():
     """No register is spilled to memory, and every pointer is known to be divisible by 16, so loads take 16 bytes."""

@@ -101,6 +101,7 @@ def gpu(capability: int):
     import torch._dynamo.device_interface as device_interface
     import torch.utils._triton as checks
     from torch._inductor.runtime import triton_helpers
+    from torch._inductor.runtime.hints import DeviceProperties
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
 
@@ -123,9 +124,9 @@ def gpu(capability: int):
         is_active=lambda: True, get_active_torch_device=lambda: torch.device("cuda", 0),
         get_device_interface=lambda: torch.cuda, utils=SimpleNamespace(get_device_properties=lambda device: dict(
             max_shared_mem=SHARED_MEMORY[capability], multiprocessor_count=100, warpSize=32))))
-    for check in vars(checks).values():
-        if hasattr(check, "cache_clear"):
-            check.cache_clear()
+    for known in (DeviceProperties.create, *vars(checks).values()):           # what torch found out about another GPU
+        if hasattr(known, "cache_clear"):
+            known.cache_clear()
     with ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(torch.cuda, **here))
         stack.enter_context(mock.patch.object(torch.version, "cuda", "13.0"))
@@ -187,6 +188,7 @@ def assemble(name: str, source: str, capability: int) -> dict:
             file.write(one.asm["ptx"])
             file.flush()
             target = re.search(r"\.target (\w+)", one.asm["ptx"])[1]
+            assert target.startswith(f"sm_{capability}"), target
             says = subprocess.run([ptxas, "-v", f"--gpu-name={target}", file.name, "-o", "/dev/null"], text=True,
                                   capture_output=True, check=True).stderr
         registers.append(int(re.search(r"Used (\d+) registers", says)[1]))
