@@ -133,8 +133,7 @@ class GPT(nn.Module):
             self.embedding = Embedding(config, mesh, self.pre_process, self.post_process)
         numbers = [stage_layers(config.num_layers, virtual_stage, placement.last + 1, behind_head.layers)
                    for virtual_stage in virtual_stages]
-        self.layers = nn.ModuleDict({str(i): Layer(config, mesh, i)
-                                     for i in sorted(i for own in numbers for i in own)})
+        self.layers = nn.ModuleDict({str(i): Layer(config, mesh, i) for i in sorted(i for own in numbers for i in own)})
         if self.post_process:
             for name, module in behind_head.modules(mesh, Layer).items():
                 self.add_module(name, module)

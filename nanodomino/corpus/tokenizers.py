@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from nanodomino.errors import UserError, import_optional, require
+from nanodomino.errors import UserError, attempt, import_optional, require
 from nanodomino.files import LIMIT, read_json
 
 END_OF_TEXT, SEPARATORS = "<|endoftext|>", ("<|endoftext|>", "<|end_of_text|>", "</s>")
@@ -87,11 +87,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def __init__(self, path: Path, special_tokens: bool, begin_of_text: bool, end_of_text: str | int | None):
         package = import_optional("tokenizers", path)
-        try:
-            self.encoding = package.Tokenizer.from_file(str(path))
-        except Exception as error:                  # the package raises no other class
-            raise UserError(f"{path} can't be read as a tokenizer.json ({' '.join(str(error).split())[:200]}); write "
-                            "one with AutoTokenizer's save_pretrained") from None
+        self.encoding = attempt(f"{path} can't be read as a tokenizer.json", package.Tokenizer.from_file,
+                                str(path), advice="write one with AutoTokenizer's save_pretrained")
         self.encoding.no_truncation()
         self.encoding.no_padding()
         self.encoding.encode_special_tokens = not special_tokens

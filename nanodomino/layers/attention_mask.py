@@ -102,12 +102,6 @@ def rotate(x, rotary):
     return torch.cat([*(half.to(x.dtype) for half in rotated), rest], dim=-1)
 
 
-def inverse_rotation(rotary):
-    """Return the opposite rotation. The backward of rotate() is rotate(gradient, inverse_rotation(rotary))."""
-    cos, sin = rotary
-    return cos, -sin
-
-
 def to_device(x, device: torch.device):
     """Copy a tensor from the host's memory to `device`: to a GPU from pinned memory, so that the host does not wait."""
     return x.pin_memory().to(device, non_blocking=True) if kind_of(device) == "cuda" else x.to(device)

@@ -46,11 +46,9 @@ from nanodomino.optim.muon import Muon
 LOSS_SCALE_LIMIT = 2.0**128    # scales must be smaller, because they multiply fp32 numbers
 SMALLEST_LOSS_SCALE = 2.0**-24     # with a smaller scale, fp16 gradients of up to 1 would all become 0
 
-
 # What is left of lr - min_lr when the share x of a decay's steps is done, from 1 at x = 0 to 0 at x = 1
 DECAY_CURVES = {"exponential": lambda x: 2.0 * 0.5**x - 1.0, "linear": lambda x: 1.0 - x,
                 "cosine": lambda x: 0.5 * (1.0 + math.cos(math.pi * x)), "minus_sqrt": lambda x: 1.0 - math.sqrt(x)}
-
 
 # --lr-decay-style: a function of the Config and the last step of the decay, which returns (a key of DECAY_CURVES, the
 # number of steps that decay); None: the rate stays

@@ -122,8 +122,7 @@ class Router(nn.Module):
         (_, s, count), config, log_sum = logits.shape, self.config, logits.logsumexp(dim=-1, keepdim=True)
         probabilities = (logits - log_sum).exp() if self.softmax else divide_by_sum(self.scores(logits))
         balance = count * (choices / (self.sample_parts * s * self.topk) * probabilities.mean(dim=1)).sum()
-        return (config.moe_aux_loss_coeff * s * balance
-                + config.moe_z_loss_coeff * log_sum.square().sum())
+        return config.moe_aux_loss_coeff * s * balance + config.moe_z_loss_coeff * log_sum.square().sum()
 
     def backward(self, routing: Routing, grad_weights, h, loss_scale: float):
         """Return this rank's addend of the gradient of h, and add the gradients of Wr and of the expert bias.

@@ -34,8 +34,7 @@ import torch.distributed as dist
 
 from nanodomino.layers.cross_entropy import (cross_entropy_gradient, in_blocks, local_max_and_sum_exp, loss_from_sums,
                                              max_and_sum_exp_of_rows, partial_loss_sums, scaled_exp_of_rows)
-from nanodomino.layers.gradients import (add_gradients, add_residual, drop, main_grad_of, residual_backward,
-                                         wide_dtype)
+from nanodomino.layers.gradients import add_gradients, add_residual, drop, main_grad_of, residual_backward, wide_dtype
 from nanodomino.overlap.slices import Flight, SliceOps, result_of
 
 
