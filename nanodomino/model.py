@@ -70,9 +70,8 @@ class Embedding(nn.Module):
         self.position_embeddings = None
         if pre_process and config.position_embedding_type == "learned_absolute":
             self.position_embeddings = nn.Module()
-            self.position_embeddings.weight = parameter(
-                (config.max_position_embeddings, config.hidden_size), config, mesh, std=config.init_method_std,
-                update="decay")
+            self.position_embeddings.weight = parameter((config.max_position_embeddings, config.hidden_size), config,
+                                                        mesh, std=config.init_method_std, update="decay")
 
     def add_positions(self, words, positions, mask):
         """Add the embeddings of positions [b, s], if they are learned, to words [b, s, h]. Then apply dropout."""

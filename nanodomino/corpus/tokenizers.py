@@ -149,9 +149,9 @@ def build_tokenizer(name, special_tokens=False, begin_of_text=False, end_of_text
                                            mergeable_ranks={bytes([byte]): byte for byte in range(256)}))
     try:
         return Tokenizer(tiktoken.get_encoding("gpt2"))
-    except Exception as error:              # tiktoken's cache, the network, a proxy: the advice is the same
-        raise UserError(f"the gpt2 vocabulary could not be downloaded ({type(error).__name__}); prepare the text with "
-                        "the folder of GPT-2's tokenizer.json as --tokenizer, or with --tokenizer byte") from None
+    except Exception:                       # tiktoken's cache, the network, a proxy: the advice is the same
+        raise UserError("the gpt2 vocabulary could not be downloaded; prepare the text with the folder of GPT-2's "
+                        "tokenizer.json as --tokenizer, or with --tokenizer byte") from None
 
 
 def find_files(inputs: list, key: str) -> tuple[dict[str, int], defaultdict]:
@@ -238,6 +238,5 @@ def text_of(record: bytes | dict, key: str, place: str, advice=", or name anothe
     try:
         record = json.loads(record) if isinstance(record, bytes) else record
         return record[key].encode("utf-8", "replace").decode()      # half of a surrogate pair becomes a question mark
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f'{place}, is not {{"{key}": "..."}} ({type(error).__name__}: {error}), but '
-                        f"{str(record)[:200]}; correct it{advice}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise UserError(f'{place}, is not {{"{key}": "..."}}, but {str(record)[:200]}; correct it{advice}') from None

@@ -70,7 +70,7 @@ def command_line(arguments: list[str]) -> argparse.Namespace:
             check_range(flag_name(name), value, at_least=least)
     check_range("--temperature", flags.temperature, type=float)
     require(not (flags.prompt and flags.prompts), "--prompt and --prompts contradict each other; give only one")
-    flags.prompt = flags.prompt.encode(errors="replace").decode()         # bytes that are not UTF-8 become "?"
+    require(flags.prompt.encode(errors="replace").decode() == flags.prompt, "--prompt is not UTF-8 text; correct it")
     flags.prompts = [flags.prompt] if flags.prompts is None else read_prompts(flags.prompts)
     return flags
 

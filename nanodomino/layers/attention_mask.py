@@ -89,9 +89,7 @@ def rotary_table(config, device: torch.device) -> torch.Tensor:
 
 def rotation(config, positions, s: int, device):
     """Return (cos, sin) for s tokens, or None if the model has no rope. positions: [b, s]; None: 0 .. s - 1."""
-    if not config.rope:
-        return None
-    return rotary_table(config, device)[:, slice(s) if positions is None else positions]
+    return rotary_table(config, device)[:, slice(s) if positions is None else positions] if config.rope else None
 
 
 def rotate(x, rotary):

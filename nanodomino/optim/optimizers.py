@@ -152,5 +152,4 @@ OPTIMIZERS = {
     "adamw": OptimizerSpec(lambda groups, config, zero: torch.optim.AdamW(
         groups, lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=True),
         moments=("exp_avg", "exp_avg_sq"), counts_steps=True),
-    "muon": OptimizerSpec(Muon, moments=("momentum_buffer",), lr_factor=2.0),
-}
+    "muon": OptimizerSpec(Muon, moments=("momentum_buffer",), lr_factor=2.0)}

@@ -72,9 +72,8 @@ class ResidualNorm:
         """Turn the gradients of x' and h into gradients of x and y. Add the gradients of bias and norm weights to
         main_grad. grad_x, grad_h: the gradients of x' and h; grad_x is None in the head, which uses only h."""
         bias, mask = bias_and_mask(slice, saved.previous, grad_h)
-        grad_x, grad_y, *gradients = self.backward_kernel(
-            grad_x, grad_h, saved.x, saved.statistics, *saved.weights, mask, saved.previous is not None,
-            bias is not None)
+        grad_x, grad_y, *gradients = self.backward_kernel(grad_x, grad_h, saved.x, saved.statistics, *saved.weights,
+                                                          mask, saved.previous is not None, bias is not None)
         add_gradients((bias, *saved.weights), gradients)
         return grad_x, grad_y
 
