@@ -219,8 +219,7 @@ class ZeroOptimizer:
         totals: the result of pipeline.run.
         stop: whether this rank wants to stop after the step.
         If the loss or the gradient norm is not finite, skip the update. Step number, data and learning rate advance as
-        usual.
-        """
+        usual."""
         self.finalize_gradients()
         loss_sum, tokens, squares, stops, *statistics = self.sum_over_world(totals, stop)
         divisor, scale = tokens or math.inf, self.loss_scale.value     # inf: if no token counts, no gradient does

@@ -99,7 +99,10 @@ class Norm(nn.Module):
         self.weight = parameter((size,), config, mesh, value=1.0, **declared)
         self.bias = parameter((size,), config, mesh, **declared) if self.normalization.has_bias else None
 
-    weights = property(lambda self: (self.weight, self.bias))  # each [size]; the bias is None if the norm has none
+    @property
+    def weights(self):
+        """Return (weight, bias), each [size]; the bias is None if the norm has none."""
+        return self.weight, self.bias
 
     def forward(self, x):
         return self.normalization.function(x, self.weight, self.bias, self.epsilon)

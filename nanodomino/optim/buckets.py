@@ -108,8 +108,7 @@ class Bucket:
     derived: copies of weights in other types, made once a step.
 
     With shards_gradients (ZeRO-2) only own_grad is kept: main_grad is allocated when a gradient is added, and freed
-    after its reduce. Otherwise own_grad is a view of main_grad.
-    """
+    after its reduce. Otherwise own_grad is a view of main_grad."""
 
     def __init__(self, kind: ParameterKind, parameters: list[nn.Parameter], partitions: int, partition: int,
                  shards_gradients: bool):

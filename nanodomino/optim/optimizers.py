@@ -82,8 +82,7 @@ class LossScale:
     zero.py checks the gradients of the whole world, so all ranks decide alike. A skipped step leaves weights and
     moments as they are; the step number, the data and the learning rate advance as usual. At most hysteresis - 1 +
     log2(scale / least) such steps can follow each other, and they do not count as failures. A step that is skipped at
-    the smallest scale is a failure. So is a step whose loss is not finite, because the loss itself is never scaled.
-    """
+    the smallest scale is a failure. So is a step whose loss is not finite, because the loss itself is never scaled."""
 
     def __init__(self, config):
         given = config.loss_scale or (None if config.dtype == "float16" else 1.0)

@@ -111,10 +111,8 @@ class MultiTokenPrediction:
         """Return the object that runs the depths which this stage holds."""
         return PredictionDepths(domino)
 
-    @property
-    def statistics(self) -> dict[str, int]:
-        """{name: 2} for each depth: a step adds up its losses and the number of tokens that it counts."""
-        return {f"mtp.{depth}": 2 for depth in range(self.layers)}
+    # {name: 2} for each depth: a step adds up its losses and the number of tokens that it counts
+    statistics = property(lambda self: {f"mtp.{depth}": 2 for depth in range(self.layers)})
 
     def report(self, counts: dict) -> tuple[dict, str]:
         """Return (what metrics.jsonl records, words for the progress line) of a step's statistics: each depth's mean

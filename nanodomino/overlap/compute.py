@@ -113,8 +113,7 @@ class Branch:
         restore(slice, tape, h)              recomputes what a tape policy has dropped from the tape
 
     All but `keep` are generators, which yield while a collective is in flight. There, h and grad_y are flights, for
-    which the branch waits. domino.py runs the weight gradients' matmuls, to hide the reduce of the gradient of h.
-    """
+    which the branch waits. domino.py runs the weight gradients' matmuls, to hide the reduce of the gradient of h."""
 
     def __init__(self, sublayer, output_bias=None):
         """output_bias: the bias [h] that is added to y after the reduce, or None"""
