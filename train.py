@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-
 sys.path.insert(0, str(Path(__file__).resolve().parent))       # `python -I` and PYTHONSAFEPATH leave it out
 
 from nanodomino import pipeline

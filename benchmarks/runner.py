@@ -20,6 +20,7 @@ import json
 import math
 import os
 import random
+import re
 import socket
 import statistics
 import subprocess
@@ -82,7 +83,8 @@ def main(questions, text: str, arguments: list[str]) -> int:
         return 1 if record.get("failed") else 0
     except UserError as error:
         if os.environ.get("RANK", "0") in ("0", ""):
-            print(f"error: {error}", file=sys.stderr)
+            sentence = re.sub(r"start (\d+) process(es)? with torchrun", r"give --gpus \1", str(error))      # of a plan
+            print(f"error: {sentence}", file=sys.stderr)
         return 2
 
 

@@ -146,7 +146,7 @@ def transformers(config, ours) -> MeanLoss:
     configuration = write_config(config, "float32")
     weights, theirs = dict(ours.named_parameters()), {}
     for mapping in map_tensors(config, FAMILIES[configuration.model_type].modules):
-        whole = weights[mapping.name].detach().float().view(mapping.shape)
+        whole = weights[mapping.name].detach().float().view(weights[mapping.name].spec.shape)
         part = whole[slices(mapping.box, (0,) * whole.dim())].view(mapping.size)
         parts = mapping.to_hf(part, config)
         theirs |= {name: part.clone() for name, part in zip(mapping.hf_shapes, parts)}

@@ -53,8 +53,7 @@ class Batch:
         token is only a label.
 
         counted: only the first `counted` rows count in the loss; None: all rows count.
-        prepare: a function (batch, rows) -> batch, through which options change or extend it.
-        """
+        prepare: a function (batch, rows) -> batch, through which options change or extend it."""
         b, s, on_host = len(rows), rows.size(1) - 1, rows
         rows = to_device(rows, device)
         loss_mask = torch.ones(b, s, device=rows.device)
@@ -115,8 +114,7 @@ class TokenDataset:
 
         shuffle: False for evaluation. Then sample k is window k, and the rows of samples beyond the last window hold
         zeros and do not count in the loss.
-        Raises UserError if a token id is outside the vocabulary.
-        """
+        Raises UserError if a token id is outside the vocabulary."""
         sample_ids = sample_ids_of(first_sample, microbatch, dp_rank, dp, micro_batch_size, global_batch_size)
         s, counted = self.seq_length, None
         if not shuffle:             # pad: all ranks need batches of the same size, and no window may count twice

@@ -103,10 +103,8 @@ def run_to_end(generator):
 
 class Domino:
     """Runs the forward and backward of a pipeline stage with interleaved slices. Gradients are added to main_grad.
-
     Nearly every method is a generator, which yields while a collective is in flight. pipeline.run resumes the forward,
-    backward or weight_backward of one microbatch, or of two microbatches in turn. run_to_end() runs one by itself.
-    """
+    backward or weight_backward of one microbatch, or of two microbatches in turn. run_to_end() runs one by itself."""
 
     def __init__(self, model: GPT, slices=1, columns=1, compiled=None, trace=NO_TRACE):
         """Cut each microbatch into `slices` slices, and each matmul with a collective into `columns` parts (slices.py).
@@ -259,10 +257,8 @@ class Domino:
         return grad_x, grad_y
 
     def backward_head(self, slice, grad_x, gradient, ready):
-        """Turn the gradient of the losses [b, s] into the gradients of the last sublayer's x and y.
-
-        grad_x: the gradient of x' from what an option runs behind the head, or None
-        """
+        """Turn the gradient of the losses [b, s] into the gradients of the last sublayer's x and y. grad_x: the
+        gradient of x' from what an option runs behind the head, or None"""
         flights, matmuls = self.ends.head_backward(slice, slice.head, gradient)
         norm, slice.head = slice.head.norm, None
         grad_h = yield from self.wait_for_sum(slice, "head", flights, matmuls)

@@ -33,14 +33,21 @@ def require(condition, message: str, error: type[UserError] = UserError):
         raise error(message)
 
 
+def attempt(problem: str, function, *arguments, advice: str, **options):
+    """Return function(...). If it raises any exception, as for a damaged file or in a package's own imports, raise a
+    UserError with this problem, the exception's reason and this advice."""
+    try:
+        return function(*arguments, **options)
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:300]
+        raise UserError(f"{problem} ({reason}); {advice}") from None
+
+
 def import_optional(name: str, user):
     """Import a module, and return its package, which is in requirements-extra.txt. user: what needs the package. Raises
     UserError."""
-    try:
-        return __import__(name)
-    except Exception as error:                                 # the package's own imports can raise anything
-        raise UserError(f"{user} needs the package {name.split('.')[0]}, which can't be imported ({error}); pip "
-                        "install -r requirements-extra.txt") from None
+    return attempt(f"{user} needs the package {name.split('.')[0]}, which can't be imported",
+                   __import__, name, advice="pip install -r requirements-extra.txt")
 
 
 def counted(number: int, noun: str, form="") -> str:

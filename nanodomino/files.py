@@ -15,7 +15,7 @@ import stat
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from nanodomino.errors import UserError, require
+from nanodomino.errors import attempt, require
 
 LIMIT = 1 << 28          # bytes
 
@@ -61,11 +61,7 @@ def naming(path):
 
 def read_json(path) -> dict:
     """Return the JSON object in a file. Raises UserError."""
-    try:
-        values = json.loads(read_file(path))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} can't be read ({getattr(error, 'strerror', None) or error}); give another file or "
-                        "folder") from None
+    values = attempt(f"{path} can't be read", lambda: json.loads(read_file(path)), advice="give another file or folder")
     require(isinstance(values, dict), f"{path} must hold one JSON object {{name: value}}; correct it")
     return values
 

@@ -58,10 +58,8 @@ class Mesh:
     pp_group = property(lambda self: self.groups.get("pp"))       # the stages of one replica, first to last
 
     def axis(self, name: str) -> tuple[int, int]:
-        """Return (number of ranks, this rank's index) in the group `name`; (1, 0) if the mesh has no such group.
-
-        Names are tp, dp, pp, embedding (the first and the last stage) and those of the options' groups.
-        """
+        """Return (number of ranks, this rank's index) in the group `name`; (1, 0) if the mesh has no such group. Names
+        are tp, dp, pp, embedding (the first and the last stage) and those of the options' groups."""
         row = self.rows.get(name, [self.rank])
         return len(row), row.index(self.rank)
 
@@ -124,8 +122,7 @@ def make_mesh(pp: int, dp: int, tp: int, device: torch.device, timeout: int = TI
     inner_axes: {name: size} of the axes that options add.
     more_groups: rows of the axes' groups -> {name: rows} of the groups that options add; each rank is in one row.
     thread_blocks: {name: the most thread blocks of a group's collectives}; see nccl_options().
-    Raises UserError if the product of all sizes is not the world size.
-    """
+    Raises UserError if the product of all sizes is not the world size."""
     sizes, world_size = {"pp": pp, "dp": dp, **(inner_axes or {}), "tp": tp}, dist.get_world_size()
     needed = math.prod(sizes.values())
     if needed != world_size:
@@ -151,8 +148,7 @@ def meta_mesh(pp: int, dp: int, tp: int, pp_rank=0, dp_rank=0, tp_rank=0, inner_
 
     inner_axes, more_groups: see make_mesh(). inner_ranks: the coordinates on the inner axes, 0 if not given.
     Its device is torch's `meta`, where tensors have shapes but no memory. The estimates of memory and traffic build a
-    model on it to get the shapes of that rank's parameters.
-    """
+    model on it to get the shapes of that rank's parameters."""
     sizes = {"pp": pp, "dp": dp, **(inner_axes or {}), "tp": tp}
     first, _ = lay_out(0, sizes, torch.device("meta"), more_groups)
     rank = first.rank_of(pp=pp_rank, dp=dp_rank, tp=tp_rank, **inner_ranks)

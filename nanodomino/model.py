@@ -38,7 +38,7 @@ from nanodomino.layers.attention import Attention
 from nanodomino.layers.cross_entropy import vocab_parallel_cross_entropy
 from nanodomino.layers.dropout_and_positions import MasksAndPositions, seeded_generator
 from nanodomino.layers.gradients import add_gradients, drop, wide_dtype
-from nanodomino.layers.sublayers import Norm, Sublayer
+from nanodomino.layers.sublayers import Norm
 from nanodomino.mesh import Mesh, meta_mesh
 from nanodomino.optim.buckets import local_shard, parameter
 from nanodomino.parallel import VocabParallelEmbedding, copy_to_tensor_parallel, gather_logits
@@ -70,9 +70,8 @@ class Embedding(nn.Module):
         self.position_embeddings = None
         if pre_process and config.position_embedding_type == "learned_absolute":
             self.position_embeddings = nn.Module()
-            self.position_embeddings.weight = parameter(
-                (config.max_position_embeddings, config.hidden_size), config, mesh, std=config.init_method_std,
-                update="decay")
+            self.position_embeddings.weight = parameter((config.max_position_embeddings, config.hidden_size), config,
+                                                        mesh, std=config.init_method_std, update="decay")
 
     def add_positions(self, words, positions, mask):
         """Add the embeddings of positions [b, s], if they are learned, to words [b, s, h]. Then apply dropout."""
@@ -99,17 +98,13 @@ class Chunk:
         states [b, s, h].
     parts: {site: modules} in the order of forward. Backward reports the modules of a part together, as soon as their
         gradients are complete, and zero.py counts the reports that it expects. A module that is used at several places,
-        such as a tied matrix, is in several parts.
-    """
+        such as a tied matrix, is in several parts."""
     layers: list[Layer]
     pre_process: bool
     post_process: bool
     parts: dict[str, tuple[nn.Module, ...]]
-
-    @property
-    def sublayers(self) -> list[Sublayer]:
-        """The attention and MLP of each layer, in order."""
-        return [sublayer for layer in self.layers for sublayer in layer.children()]
+    # the attention and MLP of each layer, in order
+    sublayers = property(lambda self: [sublayer for layer in self.layers for sublayer in layer.children()])
 
 
 class GPT(nn.Module):
@@ -133,8 +128,7 @@ class GPT(nn.Module):
             self.embedding = Embedding(config, mesh, self.pre_process, self.post_process)
         numbers = [stage_layers(config.num_layers, virtual_stage, placement.last + 1, behind_head.layers)
                    for virtual_stage in virtual_stages]
-        self.layers = nn.ModuleDict({str(i): Layer(config, mesh, i)
-                                     for i in sorted(i for own in numbers for i in own)})
+        self.layers = nn.ModuleDict({str(i): Layer(config, mesh, i) for i in sorted(i for own in numbers for i in own)})
         if self.post_process:
             for name, module in behind_head.modules(mesh, Layer).items():
                 self.add_module(name, module)
@@ -186,8 +180,7 @@ class GPT(nn.Module):
         extras: what options have added to the batch; see data.Batch
 
         Returns hidden states [b, s, h]. The last chunk returns the loss of each token [b, s]. Without labels, it
-        returns logits: with parallel_output those of this rank's words [b, s, num_words], otherwise all [b, s, v].
-        """
+        returns logits: with parallel_output those of this rank's words [b, s, num_words], otherwise all [b, s, v]."""
         masks_and_positions = self.masks_and_positions(sample_ids, positions, extras)
         x, chunk = hidden, self.chunks[chunk]
         if chunk.pre_process:

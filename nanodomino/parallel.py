@@ -83,11 +83,9 @@ def reduce_from_tensor_parallel(partial, group):
 
 
 class ColumnParallelLinear(nn.Module):
-    """Computes this rank's output features: x [.., in] -> x W^T + bias [.., out/t].
-
-    partition_stride: the number of matrices stacked in W, each of which is cut by itself (Megatron-LM's name); for
-    example 2 for SwiGLU's [gate; up]. parts: see ParameterSpec.
-    """
+    """Computes this rank's output features: x [.., in] -> x W^T + bias [.., out/t]. partition_stride: the number of
+    matrices stacked in W, each of which is cut by itself (Megatron-LM's name); for example 2 for SwiGLU's [gate; up].
+    parts: see ParameterSpec."""
 
     def __init__(self, features_in, features_out, config, mesh, bias=True, partition_stride=1, parts=None):
         super().__init__()
@@ -117,10 +115,8 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Holds padded_vocab/t rows of the word embedding, from first_row on: num_words words, then padding.
-
-    declared: further arguments of parameter().
-    """
+    """Holds padded_vocab/t rows of the word embedding, from first_row on: num_words words, then padding. declared:
+    further arguments of parameter()."""
 
     def __init__(self, config, mesh, **declared):
         super().__init__()

@@ -134,9 +134,7 @@ class ZeroOptimizer:
         state = self.optimizer_state(bucket)
         if self.spec_of[bucket].counts_steps:
             state["step"] = torch.tensor(float(self.updates), device=bucket.master.device)
-        if name not in state:
-            state[name] = torch.zeros_like(bucket.master)
-        return state[name]
+        return state.setdefault(name, torch.zeros_like(bucket.master))
 
     def state_tensors(self) -> list[torch.Tensor]:
         """Return this rank's master weights, moments and step counts."""
@@ -221,8 +219,7 @@ class ZeroOptimizer:
         totals: the result of pipeline.run.
         stop: whether this rank wants to stop after the step.
         If the loss or the gradient norm is not finite, skip the update. Step number, data and learning rate advance as
-        usual.
-        """
+        usual."""
         self.finalize_gradients()
         loss_sum, tokens, squares, stops, *statistics = self.sum_over_world(totals, stop)
         divisor, scale = tokens or math.inf, self.loss_scale.value     # inf: if no token counts, no gradient does
@@ -243,10 +240,8 @@ class ZeroOptimizer:
         """
         sums = F.pad(self.statistics.flatten(), (4, 0))        # four zeros, then the statistics
         sums[3].fill_(stop)                                    # `sums[3] = stop` would make the host wait for the GPU
-        if self.has_loss and self.mesh.tp_rank == 0:
-            sums[0], sums[1] = totals.loss_sum, totals.tokens
-        else:
-            sums[0] += 0.0 * totals.loss_sum                   # adds 0, or NaN if the sum is not finite
+        counts = float(self.has_loss and self.mesh.tp_rank == 0)           # 0: adds 0, or NaN if the sum is not finite
+        sums[0], sums[1] = counts * totals.loss_sum, counts * totals.tokens
         with self.trace.span("optimizer"):
             for bucket in self.buckets:
                 square = sum_of_squares(bucket.own_grad)

@@ -238,6 +238,7 @@ def test_train_iters_0_evaluates_and_finetune_begins_with_a_validation(pool, tmp
         (tmp_path / name).mkdir()
         ended = train_in_pool(pool, small, "--run-dir", tmp_path / name, "--load", run, *flags, "--train-iters", 0)
         assert ended.code == 0 and "evaluating without training" in ended.output, ended
+        assert "learning rate" not in ended.output
         assert "eod_mask_loss True, reset_position_ids True, reset_attention_mask True" in ended.output
         assert "warning" not in ended.output and f"{step} of {step} steps done" in ended.output
         found = [*metric_points(tmp_path / name, "valid_loss"), *metric_points(tmp_path / name, "test_loss")]

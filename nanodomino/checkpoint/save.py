@@ -88,8 +88,7 @@ def drift_warning(model: GPT, mesh: Mesh) -> str:
     sharded has a copy on each tensor-parallel rank too, a tied embedding one on the first and one on the last stage.
     With ZeRO, the copies over dp are equal by construction, because one owner updates each part and all-gathers it. All
     other copies stay equal only if kernels are deterministic, because each rank computes the gradient itself. No loss
-    shows a difference.
-    """
+    shows a difference."""
     own = {(name, *(mesh.axis(axis)[1] for axis in weight.spec.kind.shards)): torch.hash_tensor(weight.detach()).item()
            for name, weight in model.named_parameters()}       # {(name, shard): hash}
     everyone, found = [None] * dist.get_world_size(), defaultdict(set)

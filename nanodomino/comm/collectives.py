@@ -24,7 +24,6 @@ import torch.distributed as dist
 
 from nanodomino.comm.device import on_gpu
 
-
 # torch 2.13 renamed both functions and warns about the old names; older versions have only the old names
 native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

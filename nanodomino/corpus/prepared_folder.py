@@ -82,7 +82,8 @@ def load_corpus(folder) -> Corpus:
     """Read the meta.json of a corpus, and compare it with the files' sizes. Raises UserError."""
     folder, path = Path(folder), Path(folder) / "meta.json"
     require(path.is_file(), f"there is no data folder {folder} with a meta.json; give another folder, or make one with "
-            f"data/prepare.py --input TEXT --output {folder}")
+            f"data/prepare.py --input {folder if folder.is_file() else 'TEXT'} --output {folder}"
+            + "-prepared" * folder.exists())
     try:
         meta = json.loads(read_file(path))
         corpus = Corpus(folder, meta["tokenizer"], meta["vocab_size"], meta["end_of_text"], np.dtype(meta["dtype"]),

@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from nanodomino.errors import UserError, import_optional, require
+from nanodomino.errors import UserError, attempt, import_optional, require
 from nanodomino.files import LIMIT, read_json
 
 END_OF_TEXT, SEPARATORS = "<|endoftext|>", ("<|endoftext|>", "<|end_of_text|>", "</s>")
@@ -87,11 +87,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def __init__(self, path: Path, special_tokens: bool, begin_of_text: bool, end_of_text: str | int | None):
         package = import_optional("tokenizers", path)
-        try:
-            self.encoding = package.Tokenizer.from_file(str(path))
-        except Exception as error:                  # the package raises no other class
-            raise UserError(f"{path} can't be read as a tokenizer.json ({' '.join(str(error).split())[:200]}); write "
-                            "one with AutoTokenizer's save_pretrained") from None
+        self.encoding = attempt(f"{path} can't be read as a tokenizer.json", package.Tokenizer.from_file,
+                                str(path), advice="write one with AutoTokenizer's save_pretrained")
         self.encoding.no_truncation()
         self.encoding.no_padding()
         self.encoding.encode_special_tokens = not special_tokens
@@ -152,9 +149,9 @@ def build_tokenizer(name, special_tokens=False, begin_of_text=False, end_of_text
                                            mergeable_ranks={bytes([byte]): byte for byte in range(256)}))
     try:
         return Tokenizer(tiktoken.get_encoding("gpt2"))
-    except Exception as error:              # tiktoken's cache, the network, a proxy: the advice is the same
-        raise UserError(f"the gpt2 vocabulary could not be downloaded ({type(error).__name__}); prepare the text with "
-                        "the folder of GPT-2's tokenizer.json as --tokenizer, or with --tokenizer byte") from None
+    except Exception:                       # tiktoken's cache, the network, a proxy: the advice is the same
+        raise UserError("the gpt2 vocabulary could not be downloaded; prepare the text with the folder of GPT-2's "
+                        "tokenizer.json as --tokenizer, or with --tokenizer byte") from None
 
 
 def find_files(inputs: list, key: str) -> tuple[dict[str, int], defaultdict]:
@@ -241,6 +238,5 @@ def text_of(record: bytes | dict, key: str, place: str, advice=", or name anothe
     try:
         record = json.loads(record) if isinstance(record, bytes) else record
         return record[key].encode("utf-8", "replace").decode()      # half of a surrogate pair becomes a question mark
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f'{place}, is not {{"{key}": "..."}} ({type(error).__name__}: {error}), but '
-                        f"{str(record)[:200]}; correct it{advice}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise UserError(f'{place}, is not {{"{key}": "..."}}, but {str(record)[:200]}; correct it{advice}') from None

@@ -23,7 +23,7 @@ from nanodomino.comm.device import choose_kernels, find_device
 from nanodomino.comm.world import LaunchInfo, from_rank_0, start_world
 from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.corpus.tokenizers import Tokenizer, build_tokenizer, text_of
-from nanodomino.errors import NotFinite, UserError, counted, require
+from nanodomino.errors import NotFinite, attempt, counted, require
 from nanodomino.files import read_file
 from nanodomino.generate.generation import generate
 from nanodomino.mesh import Mesh, make_mesh
@@ -70,7 +70,7 @@ def command_line(arguments: list[str]) -> argparse.Namespace:
             check_range(flag_name(name), value, at_least=least)
     check_range("--temperature", flags.temperature, type=float)
     require(not (flags.prompt and flags.prompts), "--prompt and --prompts contradict each other; give only one")
-    flags.prompt = flags.prompt.encode(errors="replace").decode()         # bytes that are not UTF-8 become "?"
+    require(flags.prompt.encode(errors="replace").decode() == flags.prompt, "--prompt is not UTF-8 text; correct it")
     flags.prompts = [flags.prompt] if flags.prompts is None else read_prompts(flags.prompts)
     return flags
 
@@ -78,11 +78,9 @@ def command_line(arguments: list[str]) -> argparse.Namespace:
 def read_prompts(path: str) -> list[str]:
     """Return the lines of the file of --prompts, or the texts of a .jsonl file, without blank lines. splitlines() would
     also cut a prompt at other characters than the end of a line. Raises UserError."""
-    try:
-        lines = read_file(path).decode("utf-8-sig").replace("\r\n", "\n").split("\n")
-    except (OSError, UnicodeError) as error:
-        raise UserError(f"--prompts {path} can't be read as UTF-8 text ({getattr(error, 'strerror', error)}); give a "
-                        "text file") from None
+    text = attempt(f"--prompts {path} can't be read as UTF-8 text", lambda: read_file(path).decode("utf-8-sig"),
+                   advice="give a text file")
+    lines = text.replace("\r\n", "\n").split("\n")
     prompts = [text_of(line.encode(), "text", f"--prompts {path}, line {number}", advice="")
                if path.endswith(".jsonl") else line for number, line in enumerate(lines, 1) if line.strip()]
     require(prompts, f"--prompts {path} holds no prompt; write one prompt per line")

@@ -37,8 +37,7 @@ class KeyValueCache:
     The layers are given this cache instead of a MasksAndPositions, so it defines the methods that layers call.
 
     size: the number of positions that the cache can hold; the first `length` of them are filled.
-    end_of_text: the token that ends a text; an option may let it end what later tokens can see.
-    """
+    end_of_text: the token that ends a text; an option may let it end what later tokens can see."""
 
     def __init__(self, model: GPT, size: int, end_of_text: int | None):
         config, self.model, self.length, self.end_of_text = model.config, model, 0, end_of_text
@@ -95,8 +94,7 @@ def generate(model: GPT, mesh: Mesh, tokens: list[int], max_tokens: int, vocab_s
     sampled, the text ends without it. Every rank of a replica must call this with the same arguments.
 
     vocab_size: the number of tokens that the tokenizer knows. The model may have more, but they are never chosen.
-    sample: the number of this text; each number has other random numbers. show(token): called after each token.
-    """
+    sample: the number of this text; each number has other random numbers. show(token): called after each token."""
     generator, longest = seeded_generator("cpu", seed, "generate", sample), model.config.context_length
     tokens, window, wanted = list(tokens), tokens[-longest:], len(tokens) + max_tokens
     new_cache = partial(model.config.cache_class, model, min(longest, len(window) + max_tokens), end_of_text)

@@ -31,7 +31,7 @@ from nanodomino.checkpoint.load import load_weights, find_checkpoint, open_weigh
 from nanodomino.corpus.tokenizers import FILES
 from nanodomino.errors import require
 from nanodomino.files import delete, read_json, write_file
-from nanodomino.huggingface.families import (FAMILIES, attempt, import_transformers, load_configuration, read_config,
+from nanodomino.huggingface.families import (FAMILIES, import_transformers, load_configuration, read_config, try_model,
                                              write_config)
 from nanodomino.huggingface.tensors import TensorMapping, element_count, map_tensors
 from nanodomino.mesh import meta_mesh
@@ -79,7 +79,7 @@ def open_tensors(folder: Path, needed: dict, tied: bool) -> tuple[dict, torch.dt
     other shapes or dtypes."""
     (embedding, *_), found = needed, {}
     prefix = embedding.partition(".")[0] + "."                 # of all names but lm_head's; some files leave it out
-    files = {WEIGHTS} if (folder / WEIGHTS).exists() else attempt(       # a large model has several files
+    files = {WEIGHTS} if (folder / WEIGHTS).exists() else try_model(     # a large model has several files
         f"{folder} has neither {WEIGHTS} nor a list of weight files", lambda: {
             *read_json(folder / INDEX)["weight_map"].values()})
     for file in sorted(files):
@@ -156,9 +156,9 @@ def compare(folder: Path, checkpoint: Path, samples=5, length=32, window=4) -> s
     spread = torch.logspace(0, math.log2(config.max_position_embeddings), tokens.size(1), 2, dtype=torch.float64)
     positions = (spread.round().long() - 1).expand_as(tokens)
 
-    model = attempt(f"Transformers can't load {folder}", import_transformers().AutoModelForCausalLM.from_pretrained,
-                    folder, config=configuration, dtype=torch.float64, local_files_only=True, use_safetensors=True,
-                    trust_remote_code=False, experts_implementation="eager").eval()
+    model = try_model(f"Transformers can't load {folder}", import_transformers().AutoModelForCausalLM.from_pretrained,
+                      folder, config=configuration, dtype=torch.float64, local_files_only=True, use_safetensors=True,
+                      trust_remote_code=False, experts_implementation="eager").eval()
     theirs = model(tokens, position_ids=positions, attention_mask=torch.ones_like(tokens), use_cache=False).logits
     del model                                                  # before ours needs as much memory
     mesh = meta_mesh(1, 1, 1)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from nanodomino.errors import UserError, import_optional, require
+from nanodomino.errors import UserError, attempt, import_optional, require
 from nanodomino.files import read_json
 from nanodomino.huggingface.tensors import GPT2_MODULES, LLAMA_MODULES, with_experts
 from nanodomino.layers.attention_mask import HIGH_FREQUENCY, LOW_FREQUENCY, ORIGINAL_LENGTH
@@ -28,6 +28,7 @@ from nanodomino.settings.records import from_record
 from nanodomino.settings.rules import holds
 
 IMPORTED_SEQ_LENGTH = 1024     # default seq-length of an imported model; less if the model has fewer positions
+try_model = partial(attempt, advice="correct it, or use another model")
 GELU = ("gelu_new", "gelu_pytorch_tanh")                       # two names of our gelu; "gelu" is slightly different
 OPPOSITE = {"tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob"}     # entries: true if ours is false
 
@@ -81,14 +82,6 @@ def import_transformers():
     return package
 
 
-def attempt(problem: str, function, *args, **options):
-    """Return function(...). Raises UserError about this problem for any exception: a damaged file can cause each."""
-    try:
-        return function(*args, **options)
-    except Exception as error:
-        raise UserError(f"{problem} ({' '.join(str(error).split())[:300]}); correct it, or use another model") from None
-
-
 # ---- import
 
 def load_configuration(folder: Path):
@@ -96,8 +89,8 @@ def load_configuration(folder: Path):
     name = read_json(folder / "config.json").get("model_type")
     require(str(name) in FAMILIES, f"{folder}/config.json describes a model of type {str(name)[:80]}, but only "
             f"{', '.join(FAMILIES)} can be imported; import one of these")
-    return attempt(f"Transformers can't read {folder}/config.json", import_transformers().AutoConfig.from_pretrained,
-                   folder, local_files_only=True, trust_remote_code=False)
+    return try_model(f"Transformers can't read {folder}/config.json", import_transformers().AutoConfig.from_pretrained,
+                     folder, local_files_only=True, trust_remote_code=False)
 
 
 def read_config(configuration, source) -> Config:
@@ -124,8 +117,8 @@ def read_config(configuration, source) -> Config:
                          rotary_seq_len_interpolation_factor=factor if kind == "linear" else 1.0)
     settings |= dict(model=nearest_preset(settings), trained_positions=length,
                      seq_length=min(length, IMPORTED_SEQ_LENGTH))
-    config = attempt(f"{source} describes an impossible model",
-                     lambda: from_record(settings | {"given": sorted(settings)}, source).resolve(1))
+    config = try_model(f"{source} describes an impossible model",
+                       lambda: from_record(settings | {"given": sorted(settings)}, source).resolve(1))
     for entry, found, computed in (("rope_parameters", rope, [write_rope(config)]),
                                    ("activation_function", get("activation_function", GELU[0]), GELU)):
         require(found in computed, f"{source} has {entry} {found}, but nanodomino would compute {computed[0]}; import "
@@ -175,8 +168,8 @@ def write_family(config: Config, model_type: str, dtype: str):
     if config.window_size is not None:
         values |= dict(sliding_window=config.window_size + 1)
         values |= dict(use_sliding_window=True) if model_type.startswith("qwen") else {}
-    return attempt(f"{family.architecture} can't have these sizes", import_transformers().AutoConfig.for_model,
-                   model_type, architectures=[family.architecture], dtype=dtype, **values)
+    return try_model(f"{family.architecture} can't have these sizes", import_transformers().AutoConfig.for_model,
+                     model_type, architectures=[family.architecture], dtype=dtype, **values)
 
 
 def write_rope(config: Config) -> dict:

@@ -85,8 +85,7 @@ def with_experts(block: str, gate: str, up: str, down: str) -> dict:
 class TensorMapping:
     """A parameter or one expert's part of it, and the Hugging Face tensors that hold its values."""
     name: str
-    shape: tuple[int, ...]                  # the full tensor's, as a checkpoint holds it
-    box: Box                                # the expert's part of the full tensor; without experts, all of it
+    box: Box                                # the expert's part of the whole tensor; without experts, all of it
     size: tuple[int, ...]                   # box.size, without the dimension of the experts
     to_hf: Callable                         # to_hf(tensor, config): the Hugging Face tensors
     hf_shapes: dict[str, torch.Size]        # {Hugging Face name: shape}, in the order of to_hf
@@ -111,7 +110,7 @@ def map_tensors(config: Config, modules: dict) -> list[TensorMapping]:
             box = Box((*expert, *[0] * len(size)), (*[1] * len(expert), *size))
             hf_names = [one.replace("#", layer).replace("*", "".join(map(str, expert))) + leaf for one in hf_modules]
             parts = TO_HF[kind](torch.empty(size, device="meta"), config)
-            mappings.append(TensorMapping(name, shape, box, size, TO_HF[kind], {
+            mappings.append(TensorMapping(name, box, size, TO_HF[kind], {
                 hf_name: part.shape for hf_name, part in zip(hf_names, parts, strict=True)}))
     return mappings
 

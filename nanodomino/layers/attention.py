@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from nanodomino.comm.device import on_gpu
-from nanodomino.layers.attention_mask import Runs, inverse_rotation, rotate
+from nanodomino.layers.attention_mask import Runs, rotate
 from nanodomino.layers.gradients import add_gradients, drop, run_segment
 from nanodomino.layers.sublayers import Norm, Sublayer
 from nanodomino.parallel import ColumnParallelLinear, RowParallelLinear
@@ -191,8 +191,8 @@ def norm_and_rotate_backward(q, k, v, rotary, before_norms, statistics, q_weight
     norm weights, the same of k's). before_norms: q and k before the norms; statistics: of both norms."""
     q_gradients = k_gradients = ()
     if rotary is not None:
-        opposite = inverse_rotation(rotary)
-        q, k = rotate(q, opposite), rotate(k, opposite)
+        cos, sin = rotary
+        q, k = (rotate(x, (cos, -sin)) for x in (q, k))        # the opposite rotation is the backward of a rotation
     if normalization is not None:
         q, *q_gradients = normalization.backward(q, before_norms[0], statistics[0], *q_weights)
         k, *k_gradients = normalization.backward(k, before_norms[1], statistics[1], *k_weights)

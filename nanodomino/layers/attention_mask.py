@@ -89,9 +89,7 @@ def rotary_table(config, device: torch.device) -> torch.Tensor:
 
 def rotation(config, positions, s: int, device):
     """Return (cos, sin) for s tokens, or None if the model has no rope. positions: [b, s]; None: 0 .. s - 1."""
-    if not config.rope:
-        return None
-    return rotary_table(config, device)[:, slice(s) if positions is None else positions]
+    return rotary_table(config, device)[:, slice(s) if positions is None else positions] if config.rope else None
 
 
 def rotate(x, rotary):
@@ -100,12 +98,6 @@ def rotate(x, rotary):
     first, second, rest = x.split([cos.size(-1), cos.size(-1), x.size(-1) - 2 * cos.size(-1)], dim=-1)
     rotated = (torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin))
     return torch.cat([*(half.to(x.dtype) for half in rotated), rest], dim=-1)
-
-
-def inverse_rotation(rotary):
-    """Return the opposite rotation. The backward of rotate() is rotate(gradient, inverse_rotation(rotary))."""
-    cos, sin = rotary
-    return cos, -sin
 
 
 def to_device(x, device: torch.device):

@@ -21,6 +21,7 @@ the same weight decay, copies on the same ranks (of which the norm counts one), 
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -94,11 +95,8 @@ def sort_into_buckets(model) -> list[tuple[ParameterKind, list[nn.Parameter]]]:
 
 def flat_layout(parameters, partitions: int) -> tuple[dict, int]:
     """Return ({parameter: offset}, length) of a flat buffer of equal, aligned partitions, in elements."""
-    offsets, size = {}, 0
-    for weight in parameters:
-        offsets[weight] = size
-        size += -(-weight.numel() // ALIGNMENT) * ALIGNMENT
-    return offsets, -(-size // (partitions * ALIGNMENT)) * partitions * ALIGNMENT
+    *offsets, size = accumulate((-(-weight.numel() // ALIGNMENT) * ALIGNMENT for weight in parameters), initial=0)
+    return dict(zip(parameters, offsets)), -(-size // (partitions * ALIGNMENT)) * partitions * ALIGNMENT
 
 
 class Bucket:
@@ -110,8 +108,7 @@ class Bucket:
     derived: copies of weights in other types, made once a step.
 
     With shards_gradients (ZeRO-2) only own_grad is kept: main_grad is allocated when a gradient is added, and freed
-    after its reduce. Otherwise own_grad is a view of main_grad.
-    """
+    after its reduce. Otherwise own_grad is a view of main_grad."""
 
     def __init__(self, kind: ParameterKind, parameters: list[nn.Parameter], partitions: int, partition: int,
                  shards_gradients: bool):

@@ -101,11 +101,8 @@ class Muon(torch.optim.Optimizer):
         for weight, flat in gathered_ahead(
                 own, lambda weight: self.gather(bucket.view(weight, updates).flatten(), "tp", tp)):
             shape, offset, size = weight.spec.shape, weight.spec.offset, weight.spec.size
-            if tp == 1:
-                result = update_of(flat.view(size), weight.spec.parts, self.dtype)
-            else:
-                (cut,) = (dim for dim in (len(shape) - 2, len(shape) - 1) if size[dim] < shape[dim])
-                matrices = torch.cat([*flat.view(tp, *size)], dim=cut)
-                result = update_of(matrices, weight.spec.parts, self.dtype).narrow(cut, offset[cut], size[cut])
+            cut = len(shape) - (2 if size[-2] < shape[-2] else 1)          # the dimension that tp cuts, if any
+            matrices = torch.cat([*flat.view(tp, *size)], dim=cut)
+            result = update_of(matrices, weight.spec.parts, self.dtype).narrow(cut, offset[cut], size[cut])
             bucket.view(weight, updates).copy_(result.reshape(weight.shape))
         return updates[first:last] if bucket.partitions > 1 else updates

@@ -46,11 +46,9 @@ from nanodomino.optim.muon import Muon
 LOSS_SCALE_LIMIT = 2.0**128    # scales must be smaller, because they multiply fp32 numbers
 SMALLEST_LOSS_SCALE = 2.0**-24     # with a smaller scale, fp16 gradients of up to 1 would all become 0
 
-
 # What is left of lr - min_lr when the share x of a decay's steps is done, from 1 at x = 0 to 0 at x = 1
 DECAY_CURVES = {"exponential": lambda x: 2.0 * 0.5**x - 1.0, "linear": lambda x: 1.0 - x,
                 "cosine": lambda x: 0.5 * (1.0 + math.cos(math.pi * x)), "minus_sqrt": lambda x: 1.0 - math.sqrt(x)}
-
 
 # --lr-decay-style: a function of the Config and the last step of the decay, which returns (a key of DECAY_CURVES, the
 # number of steps that decay); None: the rate stays
@@ -84,8 +82,7 @@ class LossScale:
     zero.py checks the gradients of the whole world, so all ranks decide alike. A skipped step leaves weights and
     moments as they are; the step number, the data and the learning rate advance as usual. At most hysteresis - 1 +
     log2(scale / least) such steps can follow each other, and they do not count as failures. A step that is skipped at
-    the smallest scale is a failure. So is a step whose loss is not finite, because the loss itself is never scaled.
-    """
+    the smallest scale is a failure. So is a step whose loss is not finite, because the loss itself is never scaled."""
 
     def __init__(self, config):
         given = config.loss_scale or (None if config.dtype == "float16" else 1.0)
@@ -154,5 +151,4 @@ OPTIMIZERS = {
     "adamw": OptimizerSpec(lambda groups, config, zero: torch.optim.AdamW(
         groups, lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=True),
         moments=("exp_avg", "exp_avg_sq"), counts_steps=True),
-    "muon": OptimizerSpec(Muon, moments=("momentum_buffer",), lr_factor=2.0),
-}
+    "muon": OptimizerSpec(Muon, moments=("momentum_buffer",), lr_factor=2.0)}

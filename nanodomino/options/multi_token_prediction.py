@@ -60,7 +60,6 @@ from nanodomino.layers.sublayers import Norm
 from nanodomino.model import GPT, Chunk
 from nanodomino.optim.buckets import parameter
 from nanodomino.options.documents import document_ids
-from nanodomino.overlap.slices import NothingBehindHead
 
 
 class PredictionDepth(nn.Module):
@@ -108,14 +107,12 @@ class MultiTokenPrediction:
             last = last.extras["ahead"]
         return batch
 
-    def runner(self, domino: Domino) -> NothingBehindHead:
+    def runner(self, domino: Domino) -> "PredictionDepths":
         """Return the object that runs the depths which this stage holds."""
-        return PredictionDepths(domino) if self.layers and domino.model.post_process else NothingBehindHead()
+        return PredictionDepths(domino)
 
-    @property
-    def statistics(self) -> dict[str, int]:
-        """{name: 2} for each depth: a step adds up its losses and the number of tokens that it counts."""
-        return {f"mtp.{depth}": 2 for depth in range(self.layers)}
+    # {name: 2} for each depth: a step adds up its losses and the number of tokens that it counts
+    statistics = property(lambda self: {f"mtp.{depth}": 2 for depth in range(self.layers)})
 
     def report(self, counts: dict) -> tuple[dict, str]:
         """Return (what metrics.jsonl records, words for the progress line) of a step's statistics: each depth's mean
@@ -126,16 +123,17 @@ class MultiTokenPrediction:
                 "".join(f" | mtp {depth} loss {mean:.4f}" for depth, mean in enumerate(means, 1)))
 
 
-class PredictionDepths(NothingBehindHead):
-    """Runs the depth after a slice's head. Both methods are generators. After the last depth they do nothing."""
+class PredictionDepths:
+    """Runs the depth after a slice's head. Both methods are generators. After the last depth they do nothing, and on a
+    stage without depths they never do anything."""
 
     def __init__(self, domino: Domino):
         self.domino, self.ops, self.ends, self.residual_norm = domino, domino.ops, domino.ends, domino.residual_norm
-        model = domino.model
-        self.factor = model.config.mtp_loss_scaling_factor / len(model.mtp)
+        model, depths = domino.model, getattr(domino.model, "mtp", ())         # other stages have no "mtp"
+        self.factor = model.config.mtp_loss_scaling_factor / max(len(depths), 1)
         self.counts_here = model.mesh.tp_rank == 0             # all tp ranks have the same losses
         chunks = [*(chunk for chunk in model.chunks if chunk.post_process), *model.chunks_behind_head]
-        self.after = dict(zip(chunks, zip(model.mtp, chunks[1:])))                     # chunk -> the depth after it
+        self.after = dict(zip(chunks, zip(depths, chunks[1:])))                     # chunk -> the depth after it
 
     def forward(self, slice):
         """Merge the slice's hidden states with the embeddings of the next tokens, and run the next depth's chunk."""

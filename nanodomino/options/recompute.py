@@ -55,22 +55,23 @@ from nanodomino.comm.device import kind_of, streams_of
 from nanodomino.overlap.slices import TapeEntry
 
 # The fields dropped at the end of a sublayer's forward: "h" is a field of TapeEntry, the others of its branch_tape.
-GRANULARITIES = {"none": (), "selective": ("core", "activation"),
+# If `core` is kept, it holds what backward needs of column_output.
+GRANULARITIES = {"none": ("column_output",), "selective": ("core", "activation"),
                  "full": ("h", "column_output", "core", "activation")}
 
 
-class RecomputePolicy:
-    """Keeps of a sublayer what --recompute-granularity says. Implements the methods of overlap.slices.TapePolicy."""
-    restores = True
+class TapePolicy:
+    """Keeps of a sublayer what --recompute-granularity says."""
 
     def __init__(self, config, device, slices: int, residual_norm):
         self.drops, self.residual_norm = GRANULARITIES[config.recompute_granularity], residual_norm
+        self.restores = "core" in self.drops                   # whether backward must call a branch's restore()
         self.keeps_masks = "h" not in self.drops               # the dropout masks of the residual stream
         offloads = config.checkpoint_in_cpu and not self.keeps_masks and kind_of(device) == "cuda"
         self.host = HostMemory(device, slices) if offloads else None
 
     def keep(self, entry: TapeEntry) -> TapeEntry:
-        """Drop what backward will recompute, and start to move x to the host if it is to be kept there."""
+        """Drop what backward will not need or will recompute, and start to move x to the host if it is kept there."""
         for name in self.drops:
             setattr(entry if name == "h" else entry.branch_tape, name, None)
         if self.host:

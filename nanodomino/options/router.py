@@ -60,11 +60,9 @@ class Routing:
 
 
 class Router(nn.Module):
-    """Holds the router's matrix Wr [E, h] and, if enabled, the expert bias [E].
-
-    Each tensor-parallel rank routes all tokens in the same way. But it computes only its own features' addend of an
-    expert's output. So the gradients of the weights and of Wr that it computes are addends, too.
-    """
+    """Holds the router's matrix Wr [E, h] and, if enabled, the expert bias [E]. Each tensor-parallel rank routes all
+    tokens in the same way. But it computes only its own features' addend of an expert's output. So the gradients of the
+    weights and of Wr that it computes are addends, too."""
 
     def __init__(self, config, mesh):
         super().__init__()
@@ -122,8 +120,7 @@ class Router(nn.Module):
         (_, s, count), config, log_sum = logits.shape, self.config, logits.logsumexp(dim=-1, keepdim=True)
         probabilities = (logits - log_sum).exp() if self.softmax else divide_by_sum(self.scores(logits))
         balance = count * (choices / (self.sample_parts * s * self.topk) * probabilities.mean(dim=1)).sum()
-        return (config.moe_aux_loss_coeff * s * balance
-                + config.moe_z_loss_coeff * log_sum.square().sum())
+        return config.moe_aux_loss_coeff * s * balance + config.moe_z_loss_coeff * log_sum.square().sum()
 
     def backward(self, routing: Routing, grad_weights, h, loss_scale: float):
         """Return this rank's addend of the gradient of h, and add the gradients of Wr and of the expert bias.

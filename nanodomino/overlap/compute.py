@@ -34,8 +34,7 @@ import torch.distributed as dist
 
 from nanodomino.layers.cross_entropy import (cross_entropy_gradient, in_blocks, local_max_and_sum_exp, loss_from_sums,
                                              max_and_sum_exp_of_rows, partial_loss_sums, scaled_exp_of_rows)
-from nanodomino.layers.gradients import (add_gradients, add_residual, drop, main_grad_of, residual_backward,
-                                         wide_dtype)
+from nanodomino.layers.gradients import add_gradients, add_residual, drop, main_grad_of, residual_backward, wide_dtype
 from nanodomino.overlap.slices import Flight, SliceOps, result_of
 
 
@@ -73,9 +72,8 @@ class ResidualNorm:
         """Turn the gradients of x' and h into gradients of x and y. Add the gradients of bias and norm weights to
         main_grad. grad_x, grad_h: the gradients of x' and h; grad_x is None in the head, which uses only h."""
         bias, mask = bias_and_mask(slice, saved.previous, grad_h)
-        grad_x, grad_y, *gradients = self.backward_kernel(
-            grad_x, grad_h, saved.x, saved.statistics, *saved.weights, mask, saved.previous is not None,
-            bias is not None)
+        grad_x, grad_y, *gradients = self.backward_kernel(grad_x, grad_h, saved.x, saved.statistics, *saved.weights,
+                                                          mask, saved.previous is not None, bias is not None)
         add_gradients((bias, *saved.weights), gradients)
         return grad_x, grad_y
 
@@ -115,8 +113,7 @@ class Branch:
         restore(slice, tape, h)              recomputes what a tape policy has dropped from the tape
 
     All but `keep` are generators, which yield while a collective is in flight. There, h and grad_y are flights, for
-    which the branch waits. domino.py runs the weight gradients' matmuls, to hide the reduce of the gradient of h.
-    """
+    which the branch waits. domino.py runs the weight gradients' matmuls, to hide the reduce of the gradient of h."""
 
     def __init__(self, sublayer, output_bias=None):
         """output_bias: the bias [h] that is added to y after the reduce, or None"""

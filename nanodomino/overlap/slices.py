@@ -279,29 +279,3 @@ class GradientsReady:
         self.remaining[modules] = (self.remaining.get(modules) or self.slices) - 1
         if self.on_gradients_ready and self.remaining[modules] == 0:
             self.on_gradients_ready(modules)
-
-
-class TapePolicy:
-    """Says what the tape keeps: here all that backward needs. Options may keep less, and restore it in backward."""
-    restores = False                     # whether backward must call a branch's restore()
-    keeps_masks = True                   # whether the dropout masks of the residual stream are kept
-
-    def keep(self, entry: TapeEntry) -> TapeEntry:
-        """Drop from the entry what backward does not need."""
-        entry.branch_tape.column_output = None                 # `core` holds what backward needs of it
-        return entry
-
-    def bring_back_h(self, tape: list[TapeEntry]):
-        """Return h of the tape's last entry."""
-        return tape[-1].h
-
-
-class NothingBehindHead:
-    """Runs nothing between a slice's head and the end of its forward. Options may run further layers there: then
-    forward and backward are generators, and backward returns the gradient of the slice's hidden states."""
-
-    def forward(self, slice):
-        return ()
-
-    def backward(self, slice, ready):
-        return ()

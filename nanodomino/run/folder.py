@@ -59,7 +59,8 @@ def open_run(config: Config) -> Run:
         clear_leftovers(run_dir)
         checkpoint = newest_intact_checkpoint(run_dir)
     except OSError as error:
-        raise UserError(f"--run-dir {run_dir} can't be written to ({error.strerror}); choose another folder") from None
+        reason = "it is a file" if run_dir.is_file() else error.strerror
+        raise UserError(f"--run-dir {run_dir} can't be written to ({reason}); choose another folder") from None
     record = read_manifest(checkpoint)["config"] if checkpoint else recorded_settings(run_dir)
     if record:                                                 # also of a run that was killed before its first save
         check_settings(record, checkpoint or f"--run-dir {run_dir}", config, "model", "positions", "optimizer", "run")
@@ -82,8 +83,9 @@ def starts_from(checkpoint: Path, config: Config, run_dir: Path, loaded=False) -
     samples = step and -(-saved.consumed_train_samples(step) * saved.seq_length // config.seq_length)
     config = dataclasses.replace(config, sample_offset=samples - step * config.global_batch_size)
     why = "" if "lr" in config.given else ", a tenth of the default without --finetune: --lr sets another"
-    start = [f"starting from the weights in {checkpoint}, without its optimizer state and step, with the peak learning "
-             f"rate {config.lr:g}{why}"] if weights_only else [f"loaded from {checkpoint}"] * loaded
+    rate = f", with the peak learning rate {config.lr:g}{why}" * (config.train_iters > 0)
+    start = [f"starting from the weights in {checkpoint}, without its optimizer state and step{rate}"
+             ] if weights_only else [f"loaded from {checkpoint}"] * loaded
     taken = taken_over(record, config.finetune) if loaded else ()
     return Run(run_dir, checkpoint, weights_only, config.sample_offset, (*start, *news(saved, config, step, taken)))
 

@@ -122,9 +122,8 @@ class Report:
         shown = step % self.config.log_interval == 0 or step == self.first_step + 1
         counts, words = self.config.step_report(result)
         self.record(step=step, loss=result.loss, grad_norm=result.grad_norm, lr=learning_rate,
-                    tokens=self.config.consumed_train_samples(step) * self.config.seq_length,
-                    step_ms=seconds * 1000, tokens_per_second=speed, mfu=mfu, skipped=result.skipped,
-                    loss_scale=result.loss_scale,
+                    tokens=self.config.consumed_train_samples(step) * self.config.seq_length, step_ms=seconds * 1000,
+                    tokens_per_second=speed, mfu=mfu, skipped=result.skipped, loss_scale=result.loss_scale,
                     **{name: value for name, value in counts.items() if shown or not isinstance(value, dict)})
         self.bar.set_postfix(loss=f"{result.loss:.3f}", tokens_per_second=f"{speed:,.0f}", refresh=False)
         self.bar.update()

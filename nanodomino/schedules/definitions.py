@@ -50,14 +50,10 @@ class Action:
     letter, kind = "", ""
     length = 1               # its duration in pictures; a forward takes 1
     direction = 0            # 1: receives from the previous chunk, sends to the next; -1: the reverse; 0: no messages
+    halves = property(lambda self: (self,))      # a Pair has two: its backward and its forward
 
     def __str__(self):
         return f"{self.letter}{self.microbatch}" + "'" * self.chunk
-
-    @property
-    def halves(self) -> tuple["Action", ...]:
-        """This action as a tuple of one. A Pair has two halves: its backward and its forward."""
-        return (self,)
 
 
 class Forward(Action):
@@ -85,13 +81,10 @@ class Pair:
     backward: Backward
     forward: Forward
     kind, length = "pair", 3
+    halves = property(lambda self: (self.backward, self.forward))
 
     def __str__(self):
         return f"{self.backward}{self.forward}"
-
-    @property
-    def halves(self) -> tuple[Action, ...]:
-        return self.backward, self.forward
 
 
 def gpipe(stage: int, stages: int, microbatches: int, chunks=1) -> list:
@@ -132,8 +125,7 @@ def paired(stage: int, stages: int, microbatches: int, chunks=1) -> list:
     A stage can use the activation or the gradient of another stage's pair only after that pair ends. So each later
     stage delays a microbatch's backward by two pairs: one in forward, one in backward. The last stage adds one more
     pair, because it runs the backward one pair after the forward. The warm-up has one forward for each of these pairs.
-    With fewer, two pairs would wait for each other.
-    """
+    With fewer, two pairs would wait for each other."""
     warm_up = min(2 * (stages - stage - 1) + 1, microbatches)
     return ([Forward(i) for i in range(warm_up)]
             + [Pair(Backward(i), Forward(warm_up + i)) for i in range(microbatches - warm_up)]
@@ -181,8 +173,7 @@ def zb_v(stage: int, stages: int, microbatches: int, chunks=2) -> list:
     So the first stage holds both ends of the model. In the warm-up a stage runs forwards while the first microbatch
     goes down and up again. In the steady state it alternates F, I, W of one chunk and F, I, W of the other. In the
     cool-down, weight gradients fill the gaps between input gradients. The pattern needs at least 2 p - 1 microbatches.
-    If there are fewer, the actions of the missing ones are left out.
-    """
+    If there are fewer, the actions of the missing ones are left out."""
     count = max(microbatches, 2 * stages - 1)
     down, up = [{action: deque(action(i, chunk) for i in range(count))
                  for action in (Forward, InputBackward, WeightBackward)} for chunk in (0, 1)]

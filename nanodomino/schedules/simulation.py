@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections import defaultdict, deque
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import count
+from itertools import accumulate, count
 
 from nanodomino.errors import counted
 from nanodomino.schedules.definitions import SCHEDULES, Action, Forward, InputBackward, Schedule
@@ -43,10 +43,8 @@ class Placement:
     chunks: int = 1
     folded: bool = False
 
-    @property
-    def last(self) -> int:
-        """The number of the last virtual stage, which computes the loss."""
-        return self.stages * self.chunks - 1
+    # the number of the last virtual stage, which computes the loss
+    last = property(lambda self: self.stages * self.chunks - 1)
 
     @property
     def neighbours(self) -> list[tuple[int, int]]:
@@ -190,17 +188,10 @@ def bubble(rows) -> float:
 
 def peak_microbatches(actions) -> int:
     """Return the largest number of microbatches that a stage holds at the same time, counted in each chunk. A stage
-    holds a microbatch from its forward to the end of its Backward or WeightBackward, which needs the activations too.
-    """
-    held = peak = 0
-    for action in actions:
-        for half in reversed(action.halves):                 # a pair holds both of its microbatches
-            if half.kind == "forward":
-                held += 1
-                peak = max(peak, held)
-            elif half.kind in ("backward", "weight_backward"):
-                held -= 1
-    return peak
+    holds a microbatch from its forward to the end of its Backward or WeightBackward, which needs activations too."""
+    change = {"forward": 1, "backward": -1, "weight_backward": -1}
+    halves = (half for action in actions for half in reversed(action.halves))  # a pair holds both of its microbatches
+    return max(accumulate(change.get(half.kind, 0) for half in halves), default=0)
 
 
 @lru_cache(maxsize=16)

@@ -20,7 +20,7 @@ from nanodomino.optim.optimizers import OPTIMIZERS
 from nanodomino.options import (context_parallel, documents, experts, fp8, multi_token_prediction, recompute, router,
                                 sequence_parallel)
 from nanodomino.overlap.compute import LinearPair
-from nanodomino.overlap.slices import ReplicatedResidual, TapePolicy
+from nanodomino.overlap.slices import ReplicatedResidual
 
 # the values of the settings that choose from a table of an option
 CP_COMM_TYPES, SCORES, GRANULARITIES = context_parallel.ATTENTION, router.SCORE_FUNCTIONS, recompute.GRANULARITIES
@@ -99,10 +99,9 @@ class Choices:
         """Return the object that gathers and reduces the residual stream."""
         return (sequence_parallel.ShardedResidual if self.sequence_shards > 1 else ReplicatedResidual)(mesh.tp_group)
 
-    def tape_policy(self, device, slices: int, residual_norm) -> TapePolicy:
+    def tape_policy(self, device, slices: int, residual_norm) -> recompute.TapePolicy:
         """Return the object that says what the tapes of a stage keep."""
-        return (TapePolicy() if self.recompute_granularity == "none" else
-                recompute.RecomputePolicy(self, device, slices, residual_norm))
+        return recompute.TapePolicy(self, device, slices, residual_norm)
 
     # ---- data
 

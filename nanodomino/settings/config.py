@@ -253,6 +253,8 @@ class Config(Choices):
     activation = property(lambda self: "swiglu" if self.swiglu else "gelu")
     fuses = property(lambda self: self.compile_backend == "inductor")      # whether --compile saves temporaries
     microbatches = property(lambda self: self.global_batch_size // (self.micro_batch_size * self.dp))    # per replica
+    # the assignment of chunks of layers to pipeline stages
+    placement = property(lambda self: Placement(self.pp, self.virtual_stages, SCHEDULES[self.schedule].folded))
     # the output size of attention's first matmul over all ranks: q for each head, k and v for each query group
     qkv_size = property(lambda self: (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels)
 
@@ -261,9 +263,8 @@ class Config(Choices):
         """torch.compile, or None. Each shape gets kernels of its own. By default, torch would compile kernels for
         dynamic shapes at the second shape of a function, and they can't assume that rows are divisible by 16. The limit
         covers fp8's conversions, which meet each shape of a layer's matrices, also transposed, and of slices."""
-        if not self.compile:
-            return None
-        return partial(torch.compile, backend=self.compile_backend, dynamic=False, recompile_limit=64)
+        return None if not self.compile else partial(
+            torch.compile, backend=self.compile_backend, dynamic=False, recompile_limit=64)
 
     @property
     def residual_shape(self) -> tuple[int, int, int]:
@@ -273,11 +274,6 @@ class Config(Choices):
     def consumed_train_samples(self, steps: int) -> int:
         """Return how many samples have been read. The offset is for steps with another batch size or seq_length."""
         return self.sample_offset + steps * self.global_batch_size
-
-    @property
-    def placement(self) -> Placement:
-        """The assignment of chunks of layers to pipeline stages."""
-        return Placement(self.pp, self.virtual_stages, SCHEDULES[self.schedule].folded)
 
     @property
     def schedule_with_settings(self) -> Schedule:

@@ -21,6 +21,7 @@ import argparse
 import dataclasses
 import os
 from dataclasses import field
+from difflib import get_close_matches
 from functools import partial
 
 from nanodomino.errors import UserError, require
@@ -120,7 +121,9 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises UserError instead of printing: every rank parses, but only one may print."""
 
     def error(self, message):
-        raise UserError(f"{message}; {self.prog} --help lists every flag")
+        unknown = message.removeprefix("unrecognized arguments: ").split()[0].partition("=")[0]
+        close = "".join(f"did you mean {flag}? " for flag in get_close_matches(unknown, self._option_string_actions, 1))
+        raise UserError(f"{message}; {close}{self.prog} --help lists every flag")
 
     def parse_known_args(self, args=None, namespace=None):
         """Parse as ArgumentParser does, but refuse an empty value, and replace a leading ~ by the home directory, as a

@@ -115,8 +115,7 @@ def check_rules(c):
     tp, pp, dp, heads, groups = c.tp, c.pp, c.dp, c.num_attention_heads, c.num_query_groups
     sizes = {"tensor": tp, **c.inner_axes, "pipeline": pp, "data": dp}
     needed = math.prod(sizes.values())
-    require(needed == c.world_size,
-            f"world size {c.world_size} must equal {' x '.join(sizes)} parallel = "
+    require(needed == c.world_size, f"world size {c.world_size} must equal {' x '.join(sizes)} parallel = "
             f"{' x '.join(map(str, sizes.values()))} = {needed}; start {counted(needed, 'process')} with torchrun, or "
             f"change {', '.join('--' + axis for axis in ('tp', *c.inner_axes, 'pp', 'dp'))}")
     check_divisible("num-attention-heads", heads, "num-query-groups", groups, f"--num-query-groups {divisors(heads)}")

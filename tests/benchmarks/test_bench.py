@@ -237,8 +237,9 @@ def test_pipeline_refuses_to_compare_different_work(other):
     ("plan --gpu A100 --fp8-format hybrid", "--fp8-format needs a GPU with fp8"),
     ("plan --checkpoint-in-cpu", "--checkpoint-in-cpu needs --recompute-granularity full"),
     ("plan --published --search --gpus 8", "--published has no use for other flags; leave them out"),
-    ("plan --search --gpus 6 --tp 4", "no layout for --gpus 6 obeys the rules together with the given flags; the "
-     "first that was tried breaks this one: world size 6 must equal tensor x pipeline x data parallel = 4 x 1 x 1 = 4"),
+    ("plan --search --gpus 6 --tp 4", "no layout for --gpus 6 obeys the rules together with the given flags; the first "
+     "that was tried breaks this one: world size 6 must equal tensor x pipeline x data parallel = 4 x 1 x 1 = 4; give "
+     "--gpus 4"),
     ("plan --search --ep 2", "--expert-model-parallel-size 2 needs --num-experts to have an effect")])
 def test_bad_input_is_refused_in_one_sentence(capsys, arguments, rule):
     code, text, record, error = here(capsys, *arguments.split())

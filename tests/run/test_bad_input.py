@@ -98,6 +98,7 @@ TABLE = [
     (TRAIN, "--load run --finetune --max-position-embeddings 32", leave, "embeddings 16, but this run has 32"),
     # the data folder
     (TRAIN, "", remove(META), "there is no data folder data with a meta.json; give", "data/prepare.py --input TEXT"),
+    (TRAIN, "--data-path run/config.json", leave, "--input run/config.json --output run/config.json-prepared"),
     (TRAIN, "", cut(META, 99), "data/meta.json is damaged", PREPARE_AGAIN),
     (TRAIN, "", change_meta(end_of_text=None), "meta.json is damaged (KeyError: 'end_of_text')", PREPARE_AGAIN),
     (TRAIN, "", remove("data/valid.bin"), "data/valid.bin should hold", "but has 0 bytes", PREPARE_AGAIN),
@@ -108,6 +109,7 @@ TABLE = [
     (TRAIN, "--load data/meta.json", leave, "data/meta.json is no folder to load from; give"),
     (TRAIN, "--load " + "a" * 5000, leave, "aaa: File name too long", "choose another file or folder"),
     (TRAIN, "--load run", flip(SHARD), "holds no intact checkpoint; give another"),
+    (TRAIN, "--load run", remove(STEP), "holds no intact checkpoint (a run that only evaluates saves none: give wh"),
     (TRAIN, f"--load {STEP}", flip(SHARD), "damaged", "use another"),
     (TRAIN, "--run-dir data", leave, "--run-dir data holds no run, but other files (meta.json, test.bin, train.bin ...)"
      "; choose a new or an empty folder"),
@@ -116,13 +118,14 @@ TABLE = [
     (GENERATE, "--load run --temperature -1", leave, "--temperature must be at least 0 and at most 3.40282e+38, but"),
     (GENERATE, "--load run --num-samples 0", leave, "--num-samples must be at least 1 and at most", "but is 0"),
     (GENERATE, "--load run --prompts no", leave, "--prompts no can't be read as UTF-8 text (No such file", "give a te"),
-    (GENERATE, "--load run --max-token 9", leave, "unrecognized arguments: --max-token 9", HELP),
+    (GENERATE, "--load run --max-token 9", leave, "arguments: --max-token 9; did you mean --max-tokens? python", HELP),
     (GENERATE, "--load run --device cuda", leave, "--device cuda needs a GPU that torch can see", "try --device cpu"),
     (GENERATE, "--prompt def", leave, "the following arguments are required: --load", HELP),
     (GENERATE, "--load run --data-path data", change_meta(vocab_size=300), "tokenizer of data has 300 tokens, but the "
      "model has only 257", "give the data folder that the model was trained"),
     (GENERATE, "--load run", forge, "stored with the training data, but the folder moved/data no longer exists",
      "new path as --data-path"),
+    (GENERATE, "--load run --prompt \udcff", leave, "--prompt is not UTF-8 text"),
     (PREPARE, "--input none*.txt --output out", leave, "no file or folder matches the input none*", "check the path"),
     (PREPARE, "--input data --output /proc/out", leave, "/proc/.out", "No such file", "choose another"),
     (PREPARE, "--input data --output out --split 1,inf,1", leave, "--split must be three numbers"),
@@ -231,13 +234,13 @@ def test_copies_that_would_train_separate_models_are_refused():
 #      {port} is a port in use, {rank} (in flags) the rank.
 
 PROCESS_TABLE = [
-    (4, "--run-dir data/meta.json", leave, {}, "meta.json can't be written", "choose another"),    # on rank 0 alone
+    (4, "--run-dir data/meta.json", leave, {}, "meta.json can't be written to (it is a file); choose"),    # on rank 0
     (4, "--seq-length 16", foreign_tokens, {}, "token id 65535, outside the vocabulary of 257",
      PREPARE_AGAIN),
     (4, "--timeout 1", leave, dict(MASTER_PORT="{port}"), "MASTER_PORT {port}", "choose a free port"),
     (1, "--timeout 1 --pp 2", leave, dict(WORLD_SIZE="2"), "the 2 processes cannot connect",
      "and start all 2"),
-    (4, "--seed {rank}", leave, {}, "rank 1 has other settings or data than rank 0", "give all hosts")]
+    (4, "--seed {rank}", leave, {}, "rank 1 has other settings or data than rank 0", "give all hosts", "--no-compile")]
 
 
 @pytest.mark.parametrize("row", PROCESS_TABLE, ids=lambda row: f"{row[1]} {row[4][:20]}")

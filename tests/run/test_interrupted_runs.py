@@ -40,7 +40,7 @@ import train
 from nanodomino.run import session
 
 fault, rank, train_step = sys.argv.pop(1), int(os.environ["RANK"]), train.train_step
-if "torchrun" in fault:                                     # the fork server writes it otherwise
+if "torchrun" in fault:                                     # under the fork server, the test knows the pids
     with open(os.environ["PLACES"], "a") as file:
         print(json.dumps((rank, os.getpid())), file=file)
 if "terminal" in fault:
