@@ -103,6 +103,7 @@ def run_to_end(generator):
 
 class Domino:
     """Runs the forward and backward of a pipeline stage with interleaved slices. Gradients are added to main_grad.
+
     Nearly every method is a generator, which yields while a collective is in flight. pipeline.run resumes the forward,
     backward or weight_backward of one microbatch, or of two microbatches in turn. run_to_end() runs one by itself."""
 

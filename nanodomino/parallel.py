@@ -83,9 +83,10 @@ def reduce_from_tensor_parallel(partial, group):
 
 
 class ColumnParallelLinear(nn.Module):
-    """Computes this rank's output features: x [.., in] -> x W^T + bias [.., out/t]. partition_stride: the number of
-    matrices stacked in W, each of which is cut by itself (Megatron-LM's name); for example 2 for SwiGLU's [gate; up].
-    parts: see ParameterSpec."""
+    """Computes this rank's output features: x [.., in] -> x W^T + bias [.., out/t].
+
+    partition_stride: the number of matrices stacked in W, each of which is cut by itself (Megatron-LM's name); for
+    example 2 for SwiGLU's [gate; up]. parts: see ParameterSpec."""
 
     def __init__(self, features_in, features_out, config, mesh, bias=True, partition_stride=1, parts=None):
         super().__init__()

@@ -126,9 +126,10 @@ class P2PCommunicator:
 
 
 def connect(mesh: Mesh, placement: Placement):
-    """Exchange one element between all neighbouring stages, in both directions, before training starts. The first
-    message between two ranks sets up their connection, and NCCL blocks both ranks until both have arrived. In the
-    middle of a schedule that could be a deadlock."""
+    """Exchange one element between all neighbouring stages, in both directions, before training starts.
+
+    The first message between two ranks sets up their connection, and NCCL blocks both ranks until both have arrived. In
+    the middle of a schedule that could be a deadlock."""
     if mesh.pp == 1:
         return
     element = torch.zeros(1, device=mesh.device)
@@ -209,9 +210,10 @@ def run(table: Timetable, domino, mesh: Mesh, get_batch, forward_step, residual_
 
 
 def run_halves(running: deque, messages: P2PCommunicator, trace):
-    """Run one action to its end. running: one (half, generator) tuple, or two if the action is a pair. The halves of a
-    pair take strict turns, no matter which messages have arrived. Otherwise tensor-parallel ranks could launch their
-    all-reduces in different orders."""
+    """Run one action to its end. running: one (half, generator) tuple, or two if the action is a pair.
+
+    The halves of a pair take strict turns, no matter which messages have arrived. Otherwise tensor-parallel ranks could
+    launch their all-reduces in different orders."""
     while running:
         half, generator = running.popleft()
         with torch.no_grad(), trace.span(half.kind, microbatch=half.microbatch, chunk=half.chunk):

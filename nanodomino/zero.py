@@ -134,7 +134,9 @@ class ZeroOptimizer:
         state = self.optimizer_state(bucket)
         if self.spec_of[bucket].counts_steps:
             state["step"] = torch.tensor(float(self.updates), device=bucket.master.device)
-        return state.setdefault(name, torch.zeros_like(bucket.master))
+        if name not in state:
+            state[name] = torch.zeros_like(bucket.master)
+        return state[name]
 
     def state_tensors(self) -> list[torch.Tensor]:
         """Return this rank's master weights, moments and step counts."""

@@ -238,5 +238,8 @@ def text_of(record: bytes | dict, key: str, place: str, advice=", or name anothe
     try:
         record = json.loads(record) if isinstance(record, bytes) else record
         return record[key].encode("utf-8", "replace").decode()      # half of a surrogate pair becomes a question mark
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise UserError(f'{place}, is not {{"{key}": "..."}}, but {str(record)[:200]}; correct it{advice}') from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = {KeyError: "the key is missing", AttributeError: "the value is no text", TypeError: "it is no object",
+                  RecursionError: "it is nested too deeply"}.get(type(error), f"it is not JSON: {error}")
+        raise UserError(f'{place}, is not {{"{key}": "..."}} ({reason}), but {str(record)[:200]}; correct it{advice}'
+                        ) from None

@@ -60,9 +60,10 @@ class Routing:
 
 
 class Router(nn.Module):
-    """Holds the router's matrix Wr [E, h] and, if enabled, the expert bias [E]. Each tensor-parallel rank routes all
-    tokens in the same way. But it computes only its own features' addend of an expert's output. So the gradients of the
-    weights and of Wr that it computes are addends, too."""
+    """Holds the router's matrix Wr [E, h] and, if enabled, the expert bias [E].
+
+    Each tensor-parallel rank routes all tokens in the same way. But it computes only its own features' addend of an
+    expert's output. So the gradients of the weights and of Wr that it computes are addends, too."""
 
     def __init__(self, config, mesh):
         super().__init__()
