@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.runner import (Times, about, add_config_flags, bytes_text, config_here, gathered, in_turn, join, ratios,
-                               seconds_and_figures, table, timed)
+                               table, timed)
 from benchmarks.slow_network import exit_on_signals
 from nanodomino.checkpoint.format import verify
 from nanodomino.checkpoint.load import checkpoints_of, restore
@@ -79,4 +79,4 @@ def answer(flags, launch):
             + table(["", "median [min .. max]"], [*map(list, times.items())])
             + f"\nstall / synchronous: {share:.1%}")
     return text, dict(parameters=parameter_count(config), **about(config), bytes=size, copied_bytes=copied,
-                      **seconds_and_figures(times, {"stall_share": share}))
+                      stall_share=share, **times)

@@ -15,6 +15,7 @@ import gc
 import json
 import os
 import random
+import shlex
 import signal
 import statistics
 import subprocess
@@ -162,7 +163,7 @@ def silence(run: Run, layout: dict):
 def command(words: str, **variables: str) -> str:
     """Return the output of `python WORDS` in the repository, outside of this world. Raises UserError if it fails."""
     outside = {name: value for name, value in os.environ.items() if not name.endswith(("RANK", "WORLD_SIZE"))}
-    done = subprocess.run([sys.executable, *words.split()], cwd=BENCH.parent, stdout=subprocess.PIPE, text=True,
+    done = subprocess.run([sys.executable, *shlex.split(words)], cwd=BENCH.parent, stdout=subprocess.PIPE, text=True,
                           env=outside | variables)
     require(done.returncode == 0, f"{done.stdout[-3000:]}python {words} ended with exit code {done.returncode}")
     return done.stdout
@@ -182,19 +183,23 @@ def ranks_here(cuda: bool, most=8) -> int:
     return 1 << min(most, torch.cuda.device_count() if cuda else 2).bit_length() - 1
 
 
+def run_tests(run: Run, tests: str):
+    """Run these tests on this device. Raises UserError if one fails, or if none has run."""
+    require(find_spec("pytest"), "this check runs tests and needs pytest; pip install -r requirements.txt brings it")
+    pytest = "-m pytest -o addopts= -rs --tb=short -p no:cacheprovider --on-device"
+    found = run.numbers[tests] = command(f"{pytest} {run.device.type} {tests}").splitlines()[-1]
+    require(" passed" in found, f"no test ran: {found}")
+
+
 def exactness(run: Run):
     """Every layout equals one plain process to 1e-9 in float64: the tests' own cases, on this device."""
-    require(find_spec("pytest"), "this check runs tests and needs pytest; pip install -r requirements.txt brings it")
-    tests = "tests/exactness/test_dense.py" + " tests/exactness/test_layouts.py" * run.cuda
-    run.numbers["pytest"] = command(f"-m pytest -o addopts= -rs --tb=short -p no:cacheprovider --on-device="
-                                    f"{run.device.type} {tests}").splitlines()[-1]
-    require(" passed" in run.numbers["pytest"], f"no test ran: {run.numbers['pytest']}")
+    run_tests(run, "tests/exactness/test_dense.py" + " tests/exactness/test_layouts.py" * run.cuda)
 
 
 def interruptions(run: Run):
-    """A run ends in time when a rank is killed or stopped, and resumes with the bits of a run without interruption."""
-    kills = f"tests/random_kills.py --kills {6 if run.cuda else 2} --minutes 8 --device {run.device.type}"
-    run.numbers[kills] = "\n" + command(kills).rstrip()
+    """A run ends in time when a rank is killed or hangs, and resumes with the bits of a run without interruption."""
+    names = "killed_during or stopped_run" + " or hangs" * (ranks_here(run.cuda) > 2)          # it has four ranks
+    run_tests(run, f"tests/run/test_interrupted_runs.py -k '{names}'")
 
 
 def traffic_and_memory(run: Run):

@@ -54,7 +54,8 @@ def processes(flags) -> int:
 
 def answer(flags, launch):
     config = config_for(flags, launch)
-    predicted = dry_runs(config, launch)                       # before this process joins a world
+    # before this process joins a world
+    predicted = [dry_run(train, config, rank) for rank in range(config.world_size)] if launch.rank == 0 else []
     training = Training(*join(config, launch))
     parts = training.optimizer, training.stage, training.tokens, config
     first_update(*parts)
@@ -68,11 +69,6 @@ def config_for(flags, launch) -> Config:
     """Return the Config with its device, and without torch.compile."""
     config = config_here(flags, launch.world_size)
     return dataclasses.replace(config, device=find_device(config, launch).type, compile=False)
-
-
-def dry_runs(config: Config, launch) -> list[RankRun]:
-    """Run every rank dry. Returns [] except on rank 0."""
-    return [dry_run(train, config, rank) for rank in range(config.world_size)] if launch.rank == 0 else []
 
 
 class RealAccounts(Accounts):

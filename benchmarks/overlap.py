@@ -51,9 +51,9 @@ import torch.distributed as dist
 from benchmarks.ideal_wire import IdealStage, log_of, pipeline_step
 from benchmarks.plain_model import Plain, mean_loss
 from benchmarks.runner import (Figure, RandomTokens, Times, about, add_config_flags, bind_to, bytes_text, compare,
-                               config_here, cores_of, describe, in_turn, join, ratios, require_same_work,
-                               seconds_and_figures, table)
+                               config_here, cores_of, describe, in_turn, join, ratios, require_same_work, table)
 from nanodomino.comm.collectives import all_gather, reduce_scatter
+from nanodomino.comm.trace import Trace
 from nanodomino.comm.world import keep_freed_memory
 from nanodomino.domino import Domino
 from nanodomino.errors import require
@@ -112,15 +112,14 @@ def answer(flags, launch):
 
 def prepare(config, mesh, batches):
     """Return the alternatives as {name: function that runs a step}, and domino's collectives, in launch order, such as
-    ("all_reduce", 4096 elements, torch.float32). Runs a step of each alternative. Raises UserError if their losses
-    differ."""
+    ("all_reduce", 4096 bytes). Runs a step of each alternative. Raises UserError if their losses differ."""
     model, plain = GPT(config, mesh), dtensor_model(config, mesh)
     ZeroOptimizer(model, config, mesh)                         # gives each parameter its main_grad
 
-    def stage(slices=config.slices, columns=config.columns, compiler=config.compiler):
-        return Domino(model, slices, columns, compiler)
+    def stage(slices=config.slices, columns=config.columns):
+        return Domino(model, slices, columns, config.compiler)
 
-    whole, compute, recorded, collectives = stage(), stage(), stage(compiler=None), []
+    whole, compute, trace = stage(), stage(), Trace(mesh.device)
     whole.ops.stream = ReplicatedResidual(mesh.tp_group)
     compute.ops.launch = lambda slice, site, flight: flight
     compute.ops.wait = lambda slice, site, flights: result_of(flights)
@@ -137,15 +136,10 @@ def prepare(config, mesh, batches):
         del steps["paired"]
     require_same_work(config, "loss", {name: [step()] for name, step in steps.items()})
 
-    def launch(slice, site, flight, launch=recorded.ops.launch):
-        if flight.collective:
-            collectives.append((flight.collective, flight.sent.numel(), flight.sent.dtype))
-        return launch(slice, site, flight)
-
-    recorded.ops.launch = launch
-    pipeline_step(recorded, batches)
+    pipeline_step(Domino(model, config.slices, config.columns, trace=trace), batches)
+    collectives = [(event.kind, event.args["bytes"]) for event in trace.take() if "bytes" in event.args]
     steps["compute"] = partial(pipeline_step, compute, batches)
-    steps["wires"] = only_collectives(collectives, max(2, config.slices * config.columns), mesh)
+    steps["wires"] = only_collectives(collectives, config, mesh)
     return steps, collectives
 
 
@@ -173,10 +167,10 @@ def dtensor_model(config, mesh) -> Plain:
     return model
 
 
-def only_collectives(collectives, depth: int, mesh):
-    """Return a function that runs the collectives of a step, on tensors of zeros and without computation. At most
-    `depth` are in flight."""
-    group, largest = mesh.tp_group, max(count * dtype.itemsize for _, count, dtype in collectives)
+def only_collectives(collectives, config, mesh):
+    """Return a function that runs the collectives of a step, on tensors of zeros and without computation. As many are
+    in flight as there are slices and columns, but at least two."""
+    group, largest, depth = mesh.tp_group, max(size for _, size in collectives), max(2, config.slices * config.columns)
     buffers = [torch.zeros(largest, dtype=torch.uint8, device=mesh.device) for _ in range(depth)]
     launch = {"all_reduce": lambda tensor: dist.all_reduce(tensor, group=group, async_op=True),
               "reduce_scatter": lambda tensor: reduce_scatter(tensor, group)[0],
@@ -184,10 +178,10 @@ def only_collectives(collectives, depth: int, mesh):
 
     def run():
         works = []
-        for i, (kind, count, dtype) in enumerate(collectives):
+        for i, (kind, size) in enumerate(collectives):
             if i >= depth:
                 works[i - depth].wait()
-            works.append(launch[kind](buffers[i % depth][:count * dtype.itemsize].view(dtype)))
+            works.append(launch[kind](buffers[i % depth][:size].view(config.params_dtype)))
         for work in works[-depth:]:
             work.wait()
     return run
@@ -214,7 +208,7 @@ def figures_of(times: dict[str, Times]) -> tuple[float, dict[str, Figure]]:
 def report(flags, config, times, collectives):
     """Return (text, record)."""
     hideable, figures = figures_of(times)
-    sent = sum(count * dtype.itemsize for _, count, dtype in collectives)
+    sent = sum(size for _, size in collectives)
     wire = f"a link of {flags.wire}" if flags.wire else "the loopback" if config.device == "cpu" else "the GPUs' links"
     lines = [describe(config),
              f"forward and backward, {len(collectives)} collectives of {bytes_text(sent)} in total over {wire}",
@@ -227,7 +221,7 @@ def report(flags, config, times, collectives):
     if "whole" in times:
         figures["whole_ratio"] = ratios(times["domino"], times["whole"])
         lines.append(f"sequence parallelism: domino's time / whole's: {figures['whole_ratio']}")
-    return "\n".join(lines), {**seconds_and_figures(times, figures), "hideable": hideable, "wire": flags.wire,
+    return "\n".join(lines), {**times, **figures, "hideable": hideable, "wire": flags.wire,
                               "collectives": len(collectives), "bytes": sent, **about(config)}
 
 

@@ -33,7 +33,7 @@ from torch import nn
 import train
 from benchmarks.plain_model import Plain
 from benchmarks.runner import (Figure, RandomTokens, Times, Training, about, add_config_flags, config_here, describe,
-                               gathered, in_turn, join, ratios, require_same_work, table, timed)
+                               entries, gathered, in_turn, join, ratios, require_same_work, table, timed)
 from nanodomino.comm.trace import Trace
 from nanodomino.errors import counted, require
 from nanodomino.mesh import Mesh
@@ -158,7 +158,7 @@ def measure(configs: dict[str, Config], stages: dict, trace: Trace, repeats: int
                      lambda step: (timed(device, step), gathered(work_of(trace.take()))))
     times = {key: Times(tuple(seconds for seconds, _ in found)) for key, found in rounds.items()}
     found = {name: idle(config.timetable, *zip(*rounds[name, "domino"])) for name, config in configs.items()}
-    return [dict(microbatches=first.microbatches, schedule=name, loss=loss, time=times[name, "domino"],
+    return [dict(microbatches=first.microbatches, schedule=name, loss=loss, step=times[name, "domino"],
                  speed=ratios(times[name, "torch"], times[name, "domino"]) if name in TORCH_CLASSES else None,
                  of_1f1b=ratios(times[name, "domino"], times["1f1b", "domino"]),
                  simulated_of_1f1b=found[name]["simulated_step_s"] / found["1f1b"]["simulated_step_s"], **found[name])
@@ -212,14 +212,11 @@ def report(config: Config, rows: list[dict]):
     text = "\n".join([
         f"{describe(config)}; forward and backward of m microbatches",
         table(["m", "schedule", "step: median [min .. max]", "speed", "of 1f1b's", "simulated", "idle", "simulated"],
-              [[row["microbatches"], row["schedule"], row["time"], row["speed"] or "", row["of_1f1b"],
+              [[row["microbatches"], row["schedule"], row["step"], row["speed"] or "", row["of_1f1b"],
                 f"{row['simulated_of_1f1b']:.2f}", f"{row['idle']:.1%}", f"{row['simulated']:.1%}"] for row in rows]),
         "lowest speed over all m, relative to torch's: "
         + "; ".join(f"{name} {speed}" for name, speed in least.items()),
         f"measured and simulated idle share differ by at most {100 * apart:.1f} percentage points "
         f"({farthest['schedule']}, {counted(farthest['microbatches'], 'microbatch')}); losses and gradients agree"])
-    return text, {**{f"speed_{name}": speed.value for name, speed in least.items()}, **about(config), "rows": [
-        {"step_s": row["time"].median} | {
-            key: entry for name, value in row.items() if name != "time"
-            for key, entry in (value.record(name) if isinstance(value, Figure) else {name: value}).items()}
-        for row in rows]}
+    return text, {**{f"speed_{name}": speed.value for name, speed in least.items()}, **about(config),
+                  "rows": [*map(entries, rows)]}

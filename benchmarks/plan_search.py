@@ -1,7 +1,5 @@
 """Searches for the fastest layouts that fit: `bench.py plan --search`.
 
-    python bench.py plan --search --model llama3-8b --gpus 8 --gpu H100
-
 The search varies tp, pp, the micro batch (dp follows from tp and pp) and, with experts, ep. For samples of at least
 16,384 tokens it also varies cp and --cp-comm-type, such that each rank keeps at least 8,192 tokens of a sample. Then
 come the schedule and its chunks, the ZeRO stage and recomputation, then slices, columns and sequence parallelism. A

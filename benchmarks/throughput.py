@@ -20,7 +20,6 @@ to the device's dense 16-bit peak and counts 6 N + 12 L n d s FLOPs per token. I
 """
 
 import dataclasses
-from argparse import BooleanOptionalAction
 from contextlib import nullcontext
 from functools import partial
 
@@ -29,7 +28,7 @@ from torch import nn
 
 from benchmarks.plain_model import Plain, adamw, mean_loss
 from benchmarks.runner import (RandomTokens, Times, Training, about, add_config_flags, compare, config_here, describe,
-                               gathered, join, ratios, require_same_work, seconds_and_figures, table)
+                               gathered, join, ratios, require_same_work, table)
 from nanodomino.checkpoint.format import slices
 from nanodomino.errors import require
 from nanodomino.estimate.formulas import find_peak_flops, flops_per_token, parameter_count
@@ -38,7 +37,7 @@ from nanodomino.huggingface.tensors import map_tensors
 
 
 FLAGS = ("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
-         "seq_length", "vocab_size", "micro_batch_size", "global_batch_size", "dtype", "device")
+         "seq_length", "vocab_size", "micro_batch_size", "global_batch_size", "dtype", "device", "compile")
 COMPARED_STEPS = 3
 BYTES, GPT2 = 257, 50304     # vocabulary sizes: 256 bytes and the end of text; GPT-2's, rounded up as in nanoGPT
 
@@ -47,8 +46,6 @@ def add_flags(parser):
     add_config_flags(parser, FLAGS)
     parser.add_argument("--against", nargs="+", choices=("plain", "transformers", "uncompiled"), default=["plain"],
                         help="the implementations to compare with (default plain)")
-    parser.add_argument("--compile", action=BooleanOptionalAction,
-                        help="apply torch.compile to all implementations (default: only on CUDA)")
 
 
 def processes(flags) -> int:
@@ -65,11 +62,8 @@ def answer(flags, launch):
     ours = Training(config, mesh)
     sides = {"nanodomino": ours}
     for name in flags.against:
-        if name == "uncompiled":
-            sides[name] = Training(dataclasses.replace(config, compile=False), mesh)
-        else:
-            model = plain(config, ours.model) if name == "plain" else transformers(config, ours.model)
-            sides[name] = PlainTraining(config, mesh, model)
+        sides[name] = Training(dataclasses.replace(config, compile=False), mesh) if name == "uncompiled" else (
+            PlainTraining(config, mesh, {"plain": plain, "transformers": transformers}[name](config, ours.model)))
     return report(config, mesh, *train_in_turn(config, sides, flags.repeats))
 
 
@@ -173,4 +167,4 @@ def report(config, mesh, times: dict[str, Times], losses: dict[str, list]):
                for name, time in times.items()]),
         f"the losses of the first {len(losses[ours])} steps agree"])
     return text, {"parameters": parameter_count(config), **about(config), "losses": losses, "tokens_per_s": speeds,
-                  "mfu": mfu, **seconds_and_figures(times, {f"{name}_ratio": gain for name, gain in gains.items()})}
+                  "mfu": mfu, **times, **{f"{name}_ratio": gain for name, gain in gains.items()}}
