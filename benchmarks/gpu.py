@@ -50,7 +50,6 @@ from nanodomino.options.fp8 import RECIPES
 from nanodomino.pictures.merged_trace import table
 from nanodomino.settings.config import Config
 
-
 ROUNDS = False               # no --repeats: a check gives --repeats to the questions that it asks
 GRACE = 45                   # seconds from SIGTERM to SIGKILL; torchrun gives its ranks 30
 LAUNCHES = [(dist, name) for name in ("all_reduce", "all_to_all_single", "batch_isend_irecv")] + [
@@ -231,6 +230,7 @@ def steps(run: Run, model: str, *variants: str):
         words = f"plan --gpus {run.world_size} --gpu {run.gpu or 'H100'} {model} --pp 1 {variant}"
         if not (planned := ask(run, words))["fits"]:           # on each rank, because each must raise an error
             continue
+        need = planned["memory"][0]
         gc.collect()                                           # frees the previous model
         torch.cuda.reset_peak_memory_stats(run.device) if run.cuda else None
         flags = parse(plan, words.split())
@@ -240,9 +240,9 @@ def steps(run: Run, model: str, *variants: str):
         if found:                                              # on rank 0, whose numbers are in the report
             run.numbers[f"step of {words}"] = "\n".join([
                 f"{seconds_text(max(event.end for event in sum(found.ranks, [])) / 1e9)}, "
-                f"{bytes_text(peak_memory(run.device))}; planned {seconds_text(planned['step_s'])}, "
-                f"{bytes_text(sum(planned['memory'][0].values()) - planned['memory'][0]['CUDA and NCCL'])}",
-                *table(found)])
+                f"planned {seconds_text(planned['step_s'])}" + (
+                    f"; {bytes_text(peak_memory(run.device))} in torch's tensors, planned "
+                    f"{bytes_text(sum(need.values()) - need['CUDA and NCCL'])}" if run.cuda else ""), *table(found)])
 
 
 def launched(run: Run, ranks: int, *flags: str, **variables: str) -> list[dict]:

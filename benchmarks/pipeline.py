@@ -25,6 +25,7 @@ are fewer cores than stages, a stage that waits leaves its core to another stage
 """
 
 from collections import defaultdict
+from dataclasses import dataclass
 from statistics import mean, median
 
 import torch.nn.functional as F
@@ -41,7 +42,6 @@ from nanodomino.pictures.merged_trace import actions, difference, spans_of, unio
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.schedules.simulation import Timetable, simulate, stage_layers, step_time
 from nanodomino.settings.config import Config
-
 
 TORCH_CLASSES = {"1f1b": "Schedule1F1B", "gpipe": "ScheduleGPipe", "interleaved": "ScheduleInterleaved1F1B",
                  "zb-h1": "ScheduleInterleavedZeroBubble", "zb-v": "ScheduleZBVZeroBubble"}
@@ -93,12 +93,14 @@ def build(config: Config, mesh: Mesh, trace: Trace) -> tuple[Training, nn.Module
     return training, plain.to(mesh.device, config.params_dtype)
 
 
+@dataclass
 class DominoSide:
     """Runs a schedule as train.py does. step() returns the sum of the losses if this stage has the head, otherwise 0.
     gradients() returns this stage's gradients after a step."""
-
-    def __init__(self, config: Config, training: Training, plain: nn.ModuleList, tokens: RandomTokens):
-        self.config, self.training, self.plain, self.tokens = config, training, plain, tokens
+    config: Config
+    training: Training
+    plain: nn.ModuleList
+    tokens: RandomTokens
 
     def step(self) -> float:
         self.training.optimizer.zero_grad()
@@ -114,16 +116,15 @@ class TorchSide(DominoSide):
     """Runs a schedule of torch.distributed.pipelining. The loss is a sum over tokens, as on the other sides, so torch
     must not divide the gradients by the number of microbatches (scale_grads=False)."""
 
-    def __init__(self, config: Config, training: Training, plain: nn.ModuleList, tokens: RandomTokens):
+    def __post_init__(self):
         # Imports torch's compiler, which takes seconds: not needed for --help or a refusal.
         from torch.distributed import pipelining
         from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
-        super().__init__(config, training, plain, tokens)
-        placement, schedule_class = config.placement, getattr(pipelining, TORCH_CLASSES[config.schedule])
-        stages = [pipelining.PipelineStage(part, placement.virtual_stage(training.mesh.pp_rank, chunk),
-                                           placement.last + 1, training.mesh.device)
-                  for chunk, part in enumerate(plain)]
+        config, mesh, placement = self.config, self.training.mesh, self.config.placement
+        schedule_class = getattr(pipelining, TORCH_CLASSES[config.schedule])
+        stages = [pipelining.PipelineStage(part, placement.virtual_stage(mesh.pp_rank, chunk), placement.last + 1,
+                                           mesh.device) for chunk, part in enumerate(self.plain)]
         self.schedule = schedule_class(
             stages if issubclass(schedule_class, PipelineScheduleMulti) else stages[0], config.microbatches,
             lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"),

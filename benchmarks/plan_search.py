@@ -36,7 +36,6 @@ from nanodomino.settings.config import Config
 from nanodomino.settings.flags import flag_name
 from nanodomino.settings.rules import check_needs
 
-
 RESULTS = 10
 MICRO_BATCHES = range(1, 17)
 LONG = 8192      # the fewest tokens of a sample that a rank keeps with context parallelism
@@ -229,8 +228,7 @@ class Search:
         return [getattr(self.config, name)] if name in self.given else values
 
     def chunk_counts(self, schedule: str, config: Config) -> list[int]:
-        """Return the numbers of chunks per stage to try with a schedule: those that divide the layers evenly or, if
-        none does, the smallest."""
+        """Return the numbers of chunks per stage to try: those that divide the layers evenly, or else the smallest."""
         counts = [count for count in SCHEDULES[schedule].chunks if config.pp * count <= config.num_layers
                   and (count <= MOST_CHUNKS or "virtual_stages" in self.given)]
         if config.pp == 1 and "schedule" not in self.given:
@@ -240,8 +238,7 @@ class Search:
                 if count in SCHEDULES[schedule].chunks]
 
     def accepted(self, config: Config, **settings) -> Config | None:
-        """Return the resolved Config with these settings. If it breaks a rule, or if a given flag has no effect, return
-        None."""
+        """Return the resolved Config with these settings, or None if it breaks a rule or a given flag has no effect."""
         try:
             other = dataclasses.replace(config, **settings).resolve(self.gpus)
             check_needs(other, self.given)

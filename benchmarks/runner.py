@@ -48,7 +48,6 @@ from nanodomino.settings.flags import Parser, add_flags, check_range, flag_setti
 from nanodomino.settings.rules import check_needs
 from nanodomino.zero import ZeroOptimizer
 
-
 MOST_PROCESSES = 64      # that bench.py starts itself
 BENCH = Path(__file__).resolve().parent.parent / "bench.py"
 
@@ -363,9 +362,6 @@ class Figure:
         value = TOO_NOISY if self.value is None else format(self.value, form)
         return f"{value} [{least:{form}} .. {most:{form}}]"
 
-    def __str__(self):
-        return f"{self}"
-
     def record(self, name: str) -> dict:
         """Return the entries of the JSON line for a figure called `name`."""
         return {name: self.value, f"{name}_spread": self.spread}
@@ -374,7 +370,7 @@ class Figure:
 class Times(Figure):
     """Holds the measured seconds of one alternative: one value per round, in the order of the rounds."""
 
-    def __str__(self):
+    def __format__(self, form: str) -> str:
         return f"{seconds_text(self.median)} [{' .. '.join(map(seconds_text, self.spread))}]"
 
     def record(self, name: str) -> dict:
@@ -397,7 +393,7 @@ def entries(record: dict) -> dict:
 
 def table(head: list[str], rows: list[list]) -> str:
     """Return a text table: the first column is left-aligned, the others are right-aligned."""
-    columns = [[*map(str, column)] for column in zip(head, *rows)]
+    columns = [[*map(format, column)] for column in zip(head, *rows)]
     widths = [max(map(len, column)) for column in columns]
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
              for row in zip(*columns)]

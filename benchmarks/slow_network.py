@@ -28,7 +28,6 @@ from nanodomino.errors import require
 
 INTERFACE = "wire"                         # the name of the network interface in each rank's namespace
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-SLOWEST, FASTEST = 1e6, 100e9              # bits per second
 BURST = 1e-3                               # seconds at the full rate
 LARGEST_PACKET = 65536                     # bytes: Linux splits data into smaller packets only after the filter
 QUEUE = 0.1                                # seconds that a packet may wait before it is dropped
@@ -50,7 +49,7 @@ def parse_rate(text: str) -> int:
     """Convert '500mbit' to 500000000 bits per second. Raises UserError if it is not such a rate."""
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)(kbit|mbit|gbit)", text)
     rate = float(match[1]) * UNITS[match[2]] if match else 0.0
-    require(SLOWEST <= rate <= FASTEST,
+    require(1e6 <= rate <= 100e9,
             f"--wire must be a rate from 1mbit to 100gbit, in kbit, mbit or gbit per second, but is '{text}'; "
             "try --wire 500mbit")
     return round(rate)
@@ -101,8 +100,7 @@ def slow_wire(rate: str, world_size: int):
     bits = parse_rate(rate)
     require(shutil.which("ip") and shutil.which("tc"),
             "--wire needs the commands ip and tc; install iproute2, or leave --wire out")
-    require(os.geteuid() == 0,
-            "--wire needs root, because it makes network namespaces; use sudo, or leave --wire out")
+    require(os.geteuid() == 0, "--wire needs root, because it makes network namespaces; use sudo, or leave --wire out")
     environment = {"MASTER_ADDR": "10.77.0.1", "GLOO_SOCKET_IFNAME": INTERFACE, "TP_SOCKET_IFNAME": INTERFACE,
                    "TORCH_CPP_LOG_LEVEL": "ERROR"}             # silences c10d's warning about unknown host names
     with ExitStack() as stack:

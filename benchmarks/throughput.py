@@ -35,7 +35,6 @@ from nanodomino.estimate.formulas import find_peak_flops, flops_per_token, param
 from nanodomino.huggingface.families import FAMILIES, import_transformers, write_config
 from nanodomino.huggingface.tensors import map_tensors
 
-
 FLAGS = ("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
          "seq_length", "vocab_size", "micro_batch_size", "global_batch_size", "dtype", "device", "compile")
 COMPARED_STEPS = 3
@@ -68,8 +67,7 @@ def answer(flags, launch):
 
 
 def train_in_turn(config, sides: dict, repeats: int) -> tuple[dict[str, Times], dict[str, list]]:
-    """Train all sides in turn. Return the times of their steps, and the losses of their first steps. Raises UserError
-    if the losses differ."""
+    """Train all sides in turn. Return their times and their first losses. Raises UserError if the losses differ."""
     device = next(iter(sides.values())).mesh.device
     times = compare({name: side.step for name, side in sides.items()}, max(repeats, COMPARED_STEPS - 1), device)
     # a torch side has its own replica's loss; a nanodomino side has the mean of all replicas already
@@ -135,8 +133,7 @@ def plain(config, ours) -> MeanLoss:
 
 
 def transformers(config, ours) -> MeanLoss:
-    """Return Transformers' model of the same family with the weights of `ours`. Raises UserError without the package.
-    """
+    """Return Transformers' model of this family with the weights of `ours`. Raises UserError without the package."""
     configuration = write_config(config, "float32")
     weights, theirs = dict(ours.named_parameters()), {}
     for mapping in map_tensors(config, FAMILIES[configuration.model_type].modules):

@@ -45,7 +45,6 @@ from nanodomino.estimate.formulas import parameter_count
 from nanodomino.estimate.rank import state_tensors
 from nanodomino.zero import ZeroOptimizer
 
-
 FLAGS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "micro_batch_size",
          "data_parallel_size", "bucket_size", "dtype", "device")
 
@@ -123,8 +122,7 @@ class FSDP(PlainTraining):
         self.optimizer = adamw(self.model, config)
 
 
-SIDES = {**{f"zero-{stage}": partial(ours, stage=stage) for stage in (1, 0, 2)}, "ddp-zero": DDP,
-         "fsdp2-keep": FSDP}
+SIDES = {**{f"zero-{stage}": partial(ours, stage=stage) for stage in (1, 0, 2)}, "ddp-zero": DDP, "fsdp2-keep": FSDP}
 
 
 # ---- the report
@@ -155,5 +153,4 @@ def report(config, times: dict[str, Times], states, losses):
               [[name, times[name], slower[name], f"{states[name] / count:.2f}"] for name in sides]),
         *(f"speed of {name}: {speed}" for name, speed in speeds.items()),
         f"the losses of the first {COMPARED_STEPS} steps agree"])
-    return text, {**speeds, "sides": sides, "parameters": count,
-                  "bucket_size": config.bucket_size, **about(config)}
+    return text, {**speeds, "sides": sides, "parameters": count, "bucket_size": config.bucket_size, **about(config)}

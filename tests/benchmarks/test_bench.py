@@ -56,7 +56,7 @@ def test_checkpoint_also_times_how_the_optimizers_moments_are_read(capsys, monke
 def test_overlap():
     """An all-reduce per sublayer and direction, one at each end of the model, two in the loss; three slices."""
     record = ask("overlap", *TINY, "--micro-batch-size", "6", "--slices", "3", "--repeats", "2")
-    times = ("blocking_s", "megatron_s", "domino_s", "compute_s", "wires_s", "dtensor_s")
+    times = ("blocking_s", "megatron_s", "domino_s", "compute_s", "wires_s")
     assert all(0 < record[name] < 60 for name in times)
     assert within(record["hidden"], record["hidden_spread"]) and within(record["speedup"], record["speedup_spread"])
     assert 0 < record["hideable"] <= 1 and record["repeats"] == 2
