@@ -112,6 +112,7 @@ class DominoSide:
         return [bucket.main_grad for bucket in self.training.optimizer.buckets]
 
 
+@dataclass
 class TorchSide(DominoSide):
     """Runs a schedule of torch.distributed.pipelining. The loss is a sum over tokens, as on the other sides, so torch
     must not divide the gradients by the number of microbatches (scale_grads=False)."""
