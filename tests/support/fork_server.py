@@ -61,8 +61,7 @@ class ForkServer:
     """
 
     def __init__(self, device="cpu"):
-        # for train.py; on a GPU two runs must have the same bits, and compiling would take a minute
-        self.flags = ["--device", "cuda", "--deterministic-mode", "--no-compile"] if device == "cuda" else []
+        self.flags = ["--device", "cuda", "--deterministic-mode", "--no-compile"] * (device == "cuda")    # of train.py
         self.environment = environment_without_launcher() | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
         self.launches = []
 
