@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.runner import (Times, about, add_config_flags, bytes_text, config_here, gathered, in_turn, join, ratios,
-                               seconds_and_figures, table, timed)
+                               table, timed)
 from benchmarks.slow_network import exit_on_signals
 from nanodomino.checkpoint.format import verify
 from nanodomino.checkpoint.load import checkpoints_of, restore
@@ -73,10 +73,9 @@ def answer(flags, launch):
         copied = max(gathered(sum(values.nbytes for values in saver.copies.values())))        # waits for all ranks
     times = {name: Times(seconds) for name, seconds in zip(("synchronous", "stall", "resume"), zip(*rounds))}
     share = ratios(times["stall"], times["synchronous"], most=1.0)
-    text = (f"{parameter_count(config):,} parameters on dp {config.dp} x tp {config.tp}, ZeRO stage "
-            f"{config.zero_stage}; checkpoint of {bytes_text(size)} in {folder.parent}; the busiest rank copies "
-            f"{bytes_text(copied)}\n"
-            + table(["", "median [min .. max]"], [*map(list, times.items())])
-            + f"\nstall / synchronous: {share:.1%}")
+    text = "\n".join([
+        f"{parameter_count(config):,} parameters on dp {config.dp} x tp {config.tp}, ZeRO stage {config.zero_stage}; "
+        f"checkpoint of {bytes_text(size)} in {folder.parent}; the busiest rank copies {bytes_text(copied)}",
+        table(["", "median [min .. max]"], [*map(list, times.items())]), f"stall / synchronous: {share:.1%}"])
     return text, dict(parameters=parameter_count(config), **about(config), bytes=size, copied_bytes=copied,
-                      **seconds_and_figures(times, {"stall_share": share}))
+                      stall_share=share, **times)

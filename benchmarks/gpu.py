@@ -15,6 +15,7 @@ import gc
 import json
 import os
 import random
+import shlex
 import signal
 import statistics
 import subprocess
@@ -48,7 +49,6 @@ from nanodomino.files import make_folder, open_regular_file, read_file, write_fi
 from nanodomino.options.fp8 import RECIPES
 from nanodomino.pictures.merged_trace import table
 from nanodomino.settings.config import Config
-
 
 ROUNDS = False               # no --repeats: a check gives --repeats to the questions that it asks
 GRACE = 45                   # seconds from SIGTERM to SIGKILL; torchrun gives its ranks 30
@@ -162,7 +162,7 @@ def silence(run: Run, layout: dict):
 def command(words: str, **variables: str) -> str:
     """Return the output of `python WORDS` in the repository, outside of this world. Raises UserError if it fails."""
     outside = {name: value for name, value in os.environ.items() if not name.endswith(("RANK", "WORLD_SIZE"))}
-    done = subprocess.run([sys.executable, *words.split()], cwd=BENCH.parent, stdout=subprocess.PIPE, text=True,
+    done = subprocess.run([sys.executable, *shlex.split(words)], cwd=BENCH.parent, stdout=subprocess.PIPE, text=True,
                           env=outside | variables)
     require(done.returncode == 0, f"{done.stdout[-3000:]}python {words} ended with exit code {done.returncode}")
     return done.stdout
@@ -182,19 +182,23 @@ def ranks_here(cuda: bool, most=8) -> int:
     return 1 << min(most, torch.cuda.device_count() if cuda else 2).bit_length() - 1
 
 
+def run_tests(run: Run, tests: str):
+    """Run these tests on this device. Raises UserError if one fails, or if none has run."""
+    require(find_spec("pytest"), "this check runs tests and needs pytest; pip install -r requirements.txt brings it")
+    pytest = "-m pytest -o addopts= -rs --tb=short -p no:cacheprovider --on-device"
+    found = run.numbers[tests] = command(f"{pytest} {run.device.type} {tests}").splitlines()[-1]
+    require(" passed" in found, f"no test ran: {found}")
+
+
 def exactness(run: Run):
     """Every layout equals one plain process to 1e-9 in float64: the tests' own cases, on this device."""
-    require(find_spec("pytest"), "this check runs tests and needs pytest; pip install -r requirements.txt brings it")
-    tests = "tests/exactness/test_dense.py" + " tests/exactness/test_layouts.py" * run.cuda
-    run.numbers["pytest"] = command(f"-m pytest -o addopts= -rs --tb=short -p no:cacheprovider --on-device="
-                                    f"{run.device.type} {tests}").splitlines()[-1]
-    require(" passed" in run.numbers["pytest"], f"no test ran: {run.numbers['pytest']}")
+    run_tests(run, "tests/exactness/test_dense.py" + " tests/exactness/test_layouts.py" * run.cuda)
 
 
 def interruptions(run: Run):
-    """A run ends in time when a rank is killed or stopped, and resumes with the bits of a run without interruption."""
-    kills = f"tests/random_kills.py --kills {6 if run.cuda else 2} --minutes 8 --device {run.device.type}"
-    run.numbers[kills] = "\n" + command(kills).rstrip()
+    """A killed or stopped run ends in time and resumes with the same bits; on 4 GPUs a hanging rank is named."""
+    names = "killed_during or stopped_run" + " or hangs" * (ranks_here(run.cuda) >= 4)
+    run_tests(run, f"tests/run/test_interrupted_runs.py -k '{names}'")
 
 
 def traffic_and_memory(run: Run):
@@ -226,6 +230,7 @@ def steps(run: Run, model: str, *variants: str):
         words = f"plan --gpus {run.world_size} --gpu {run.gpu or 'H100'} {model} --pp 1 {variant}"
         if not (planned := ask(run, words))["fits"]:           # on each rank, because each must raise an error
             continue
+        need = planned["memory"][0]
         gc.collect()                                           # frees the previous model
         torch.cuda.reset_peak_memory_stats(run.device) if run.cuda else None
         flags = parse(plan, words.split())
@@ -235,9 +240,9 @@ def steps(run: Run, model: str, *variants: str):
         if found:                                              # on rank 0, whose numbers are in the report
             run.numbers[f"step of {words}"] = "\n".join([
                 f"{seconds_text(max(event.end for event in sum(found.ranks, [])) / 1e9)}, "
-                f"{bytes_text(peak_memory(run.device))}; planned {seconds_text(planned['step_s'])}, "
-                f"{bytes_text(sum(planned['memory'][0].values()) - planned['memory'][0]['CUDA and NCCL'])}",
-                *table(found)])
+                f"planned {seconds_text(planned['step_s'])}" + (
+                    f"; {bytes_text(peak_memory(run.device))} in torch's tensors, planned "
+                    f"{bytes_text(sum(need.values()) - need['CUDA and NCCL'])}" if run.cuda else ""), *table(found)])
 
 
 def launched(run: Run, ranks: int, *flags: str, **variables: str) -> list[dict]:

@@ -29,7 +29,6 @@ from nanodomino.layers.gradients import add_weight_gradient, run_segment
 from nanodomino.options.experts import grouped_linear
 from nanodomino.options.fp8 import FORMATS, RECIPES, Fp8Recipe, Fp8Weight
 
-
 BF16 = 2.0**-8               # bound for a result in bfloat16; attention also rounds its probabilities: twice that
 FLOOR = 0.5                  # the least share of the assumed speed
 MEASURABLE = 1e-4            # seconds; a kernel that takes less has no floor, because launching it takes as long

@@ -47,8 +47,7 @@ class Wire:
     """The wire of this process, which all its process groups share, and the clock.
 
     bandwidth: bytes per second in each direction. latency: seconds
-    clock: returns the seconds that this process has worked. By default its processor time; torch must run with one
-        thread then."""
+    clock: returns the seconds that this process has worked; by default its processor time, which needs one thread"""
 
     def __init__(self, bandwidth=float("inf"), latency=0.0, clock=time.thread_time):
         self.bandwidth, self.latency, self.clock = bandwidth, latency, clock
@@ -96,14 +95,10 @@ class Event(NamedTuple):
 
 @dataclass
 class Log:
-    """What a step did on the wire: `events` in their order, and the seconds that the process worked in total."""
-    events: list
-    begin: float
-    end: float
-
-    @property
-    def work(self) -> float:
-        return self.end - self.begin
+    """What a step did on the wire."""
+    events: list                # in their order
+    begin: float                # the clock at the start
+    work: float                 # seconds that the process worked
 
     @property
     def sent(self) -> float:
@@ -131,17 +126,9 @@ class IdealGroup(dist.ProcessGroup):
     """A process group on the ideal wire. Of its ranks, only this one exists."""
     wire: Wire                                # start_ideal_world() sets the wire of this process
 
-    def __init__(self, rank: int, ranks: int):
-        super().__init__(rank, ranks)
-        self.ranks = ranks
-
-    def getBackendName(self):
-        return "ideal"
-
     def allreduce(self, tensors, opts=None):
-        """Take the time of a ring all-reduce, in which each rank sends 2 (n-1)/n of the tensor. Leave the tensor as it
-        is."""
-        return self.wire.carry(2 * (self.ranks - 1) / self.ranks * tensors[0].nbytes, "out", "in")
+        """Take the time of a ring all-reduce, in which each rank sends 2 (n-1)/n of the tensor. Change nothing."""
+        return self.wire.carry(2 * (self.size() - 1) / self.size() * tensors[0].nbytes, "out", "in")
 
     def barrier(self, opts=None):
         return self.wire.carry(0, "out", "in")
@@ -188,7 +175,7 @@ def log_of(wire: Wire, step) -> Log:
     """Run step() and return its log."""
     wire.log, wire.free, begin = [], dict.fromkeys(wire.free, 0.0), wire.clock()
     step()
-    return Log(wire.log, begin, wire.clock())
+    return Log(wire.log, begin, wire.clock() - begin)
 
 
 # ---- steps of one rank

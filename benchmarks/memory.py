@@ -35,7 +35,6 @@ from nanodomino.estimate.accounts import Accounts
 from nanodomino.estimate.rank import RankRun, dry_run, groups_of, measured_step
 from nanodomino.settings.config import Config
 
-
 ROUNDS = False               # no --repeats: this question counts and does not time
 
 
@@ -54,7 +53,8 @@ def processes(flags) -> int:
 
 def answer(flags, launch):
     config = config_for(flags, launch)
-    predicted = dry_runs(config, launch)                       # before this process joins a world
+    # before this process joins a world
+    predicted = [dry_run(train, config, rank) for rank in range(config.world_size)] if launch.rank == 0 else []
     training = Training(*join(config, launch))
     parts = training.optimizer, training.stage, training.tokens, config
     first_update(*parts)
@@ -70,11 +70,6 @@ def config_for(flags, launch) -> Config:
     return dataclasses.replace(config, device=find_device(config, launch).type, compile=False)
 
 
-def dry_runs(config: Config, launch) -> list[RankRun]:
-    """Run every rank dry. Returns [] except on rank 0."""
-    return [dry_run(train, config, rank) for rank in range(config.world_size)] if launch.rank == 0 else []
-
-
 class RealAccounts(Accounts):
     """Keeps account of a real step. On CPUs the messages of an all-to-all differ in size, and empty ones are not sent.
     So an all-to-all is counted where it launches them."""
@@ -86,10 +81,9 @@ class RealAccounts(Accounts):
         if self.exchanging:
             found = self.traffic[self.names[group.group_name], "all_to_all"]
             found[0], found[1] = found[0] + 1, found[1] + sum(tensor.nbytes for tensor in sends)
-        try:
-            return exchange(sends, receives, group, tag)
-        finally:
-            self.exchanging = False
+        works = exchange(sends, receives, group, tag)
+        self.exchanging = False
+        return works
 
     def without_numbers(self, name, given, tensors):
         return None                                            # there are numbers
@@ -99,8 +93,7 @@ class RealAccounts(Accounts):
 
 
 def first_update(optimizer, stage, dataset, config: Config):
-    """Train until the optimizer has its moments. In fp16 the first steps are skipped, until the loss scale is small
-    enough."""
+    """Train until the optimizer has its moments. In fp16 it skips the first steps, whose loss scale is too large."""
     while not optimizer.updates:
         train.train_step(1, stage, optimizer, dataset, config, stage.mesh)
 

@@ -11,11 +11,9 @@ with the same weights and tokens:
                 needs at least two microbatches
     compute     domino without its collectives; its results are wrong, but it computes as much
     wires       domino's collectives without the computation
-    dtensor     plain_model.py, whose layers torch splits with ColwiseParallel and RowwiseParallel; each rank holds the
-                whole embedding and head
 
-On CUDA all alternatives but blocking and dtensor are compiled, so compare domino with megatron there. On CPUs each rank
-has one core, which also handles the rank's network traffic.
+On CUDA all alternatives but blocking are compiled, so compare domino with megatron there. On CPUs each rank has one
+core, which also handles the rank's network traffic.
 
 Three figures are printed for domino and for paired. A name stands for the seconds of that alternative, d for those of
 domino or paired:
@@ -41,7 +39,6 @@ that the processor does, and `wires` is bytes sent / bandwidth. The alternatives
                          work
 """
 
-from dataclasses import replace
 from functools import partial
 from statistics import median
 
@@ -49,18 +46,16 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.ideal_wire import IdealStage, log_of, pipeline_step
-from benchmarks.plain_model import Plain, mean_loss
 from benchmarks.runner import (Figure, RandomTokens, Times, about, add_config_flags, bind_to, bytes_text, compare,
-                               config_here, cores_of, describe, in_turn, join, ratios, require_same_work,
-                               seconds_and_figures, table)
+                               config_here, cores_of, describe, in_turn, join, ratios, require_same_work, table)
 from nanodomino.comm.collectives import all_gather, reduce_scatter
+from nanodomino.comm.trace import Trace
 from nanodomino.comm.world import keep_freed_memory
 from nanodomino.domino import Domino
 from nanodomino.errors import require
 from nanodomino.model import GPT
 from nanodomino.overlap.slices import ReplicatedResidual, result_of
 from nanodomino.zero import ZeroOptimizer
-
 
 FLAGS = ("tensor_model_parallel_size", "slices", "columns", "sequence_parallel", "num_layers", "hidden_size",
          "ffn_hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "vocab_size", "dtype", "device",
@@ -84,8 +79,7 @@ def add_flags(parser):
 def processes(flags) -> int:
     ep, cp = flags.expert_model_parallel_size, flags.context_parallel_size
     tp = flags.tensor_model_parallel_size = flags.tensor_model_parallel_size or (1 if ep > 1 or cp > 1 else 2)
-    require(max(tp, ep, cp) >= 2,
-            f"--tp must be at least 2, but is {tp} (a single rank does not communicate); try 2")
+    require(max(tp, ep, cp) >= 2, f"--tp must be at least 2, but is {tp} (a single rank does not communicate); try 2")
     require(flags.ideal_wire or not flags.num_experts and cp == 1, "--num-experts and --cp need --ideal-wire; add it")
     require(not flags.ideal_wire or flags.wire is None, "--ideal-wire and --wire exclude each other; leave one out")
     if flags.ideal_wire or flags.wire:                         # one counts processor time; NCCL bypasses the other
@@ -112,71 +106,42 @@ def answer(flags, launch):
 
 def prepare(config, mesh, batches):
     """Return the alternatives as {name: function that runs a step}, and domino's collectives, in launch order, such as
-    ("all_reduce", 4096 elements, torch.float32). Runs a step of each alternative. Raises UserError if their losses
-    differ."""
-    model, plain = GPT(config, mesh), dtensor_model(config, mesh)
+    ("all_reduce", 4096 bytes). Runs a step of each alternative. Raises UserError if their losses differ."""
+    model = GPT(config, mesh)
     ZeroOptimizer(model, config, mesh)                         # gives each parameter its main_grad
-
-    def stage(slices=config.slices, columns=config.columns, compiler=config.compiler):
-        return Domino(model, slices, columns, compiler)
-
-    whole, compute, recorded, collectives = stage(), stage(), stage(compiler=None), []
+    domino, whole, compute = (Domino(model, config.slices, config.columns, config.compiler) for _ in range(3))
     whole.ops.stream = ReplicatedResidual(mesh.tp_group)
     compute.ops.launch = lambda slice, site, flight: flight
     compute.ops.wait = lambda slice, site, flights: result_of(flights)
-    steps = {"blocking": partial(autograd_step, lambda batch: model(
-                 batch.tokens, batch.positions, batch.labels).mean(), batches),
-             "megatron": partial(pipeline_step, stage(1, 1), batches),
-             "domino": partial(pipeline_step, stage(), batches),
-             "whole": partial(pipeline_step, whole, batches),
-             "paired": partial(pipeline_step, stage(), batches, "paired"),
-             "dtensor": partial(autograd_step, lambda batch: mean_loss(plain(batch.tokens), batch.labels), batches)}
-    if not config.sequence_parallel:
-        del steps["whole"]
-    if len(batches) == 1:                                      # there is no next forward
-        del steps["paired"]
+    steps = {"blocking": partial(autograd_step, model, batches),
+             "megatron": partial(pipeline_step, Domino(model, 1, 1, config.compiler), batches),
+             "domino": partial(pipeline_step, domino, batches),
+             "whole": config.sequence_parallel and partial(pipeline_step, whole, batches),
+             "paired": len(batches) > 1 and partial(pipeline_step, domino, batches, "paired")}
+    steps = {name: step for name, step in steps.items() if step}
     require_same_work(config, "loss", {name: [step()] for name, step in steps.items()})
 
-    def launch(slice, site, flight, launch=recorded.ops.launch):
-        if flight.collective:
-            collectives.append((flight.collective, flight.sent.numel(), flight.sent.dtype))
-        return launch(slice, site, flight)
-
-    recorded.ops.launch = launch
-    pipeline_step(recorded, batches)
+    trace = Trace(mesh.device)
+    pipeline_step(Domino(model, config.slices, config.columns, trace=trace), batches)
+    collectives = [(event.kind, event.args["bytes"]) for event in trace.take() if "bytes" in event.args]
     steps["compute"] = partial(pipeline_step, compute, batches)
-    steps["wires"] = only_collectives(collectives, max(2, config.slices * config.columns), mesh)
+    steps["wires"] = only_collectives(collectives, config, mesh)
     return steps, collectives
 
 
-def autograd_step(mean_loss_of, batches) -> float:
-    """Run a step with autograd, and return the mean loss. mean_loss_of(batch): a microbatch's."""
+def autograd_step(model, batches) -> float:
+    """Run a step with autograd, and return the mean loss."""
     means = []
     for batch in batches:
-        means.append(mean_loss_of(batch))
+        means.append(model(batch.tokens, batch.positions, batch.labels).mean())
         means[-1].backward()
     return torch.stack(means).mean().item()
 
 
-def dtensor_model(config, mesh) -> Plain:
-    """Return the plain model with the same initial weights as GPT. torch splits each layer's four matrices over the
-    ranks."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-    alone = replace(mesh, sizes=dict.fromkeys(mesh.sizes, 1), coordinates=dict.fromkeys(mesh.sizes, 0), rows={})
-    unsplit = GPT(config, alone)                                   # all weights, on every rank
-    model = Plain(config).to(mesh.device, config.params_dtype).load(unsplit.state_dict())
-    ranks = init_device_mesh(mesh.device.type, (config.tp,))
-    for layer in model.layers.values():
-        parallelize_module(layer.attention, ranks, {"qkv": ColwiseParallel(), "dense": RowwiseParallel()})
-        parallelize_module(layer.mlp, ranks, {"dense_h_to_4h": ColwiseParallel(), "dense_4h_to_h": RowwiseParallel()})
-    return model
-
-
-def only_collectives(collectives, depth: int, mesh):
-    """Return a function that runs the collectives of a step, on tensors of zeros and without computation. At most
-    `depth` are in flight."""
-    group, largest = mesh.tp_group, max(count * dtype.itemsize for _, count, dtype in collectives)
+def only_collectives(collectives, config, mesh):
+    """Return a function that runs the collectives of a step, on tensors of zeros and without computation. As many are
+    in flight as there are slices and columns, but at least two."""
+    group, largest, depth = mesh.tp_group, max(size for _, size in collectives), max(2, config.slices * config.columns)
     buffers = [torch.zeros(largest, dtype=torch.uint8, device=mesh.device) for _ in range(depth)]
     launch = {"all_reduce": lambda tensor: dist.all_reduce(tensor, group=group, async_op=True),
               "reduce_scatter": lambda tensor: reduce_scatter(tensor, group)[0],
@@ -184,10 +149,10 @@ def only_collectives(collectives, depth: int, mesh):
 
     def run():
         works = []
-        for i, (kind, count, dtype) in enumerate(collectives):
+        for i, (kind, size) in enumerate(collectives):
             if i >= depth:
                 works[i - depth].wait()
-            works.append(launch[kind](buffers[i % depth][:count * dtype.itemsize].view(dtype)))
+            works.append(launch[kind](buffers[i % depth][:size].view(config.params_dtype)))
         for work in works[-depth:]:
             work.wait()
     return run
@@ -214,7 +179,7 @@ def figures_of(times: dict[str, Times]) -> tuple[float, dict[str, Figure]]:
 def report(flags, config, times, collectives):
     """Return (text, record)."""
     hideable, figures = figures_of(times)
-    sent = sum(count * dtype.itemsize for _, count, dtype in collectives)
+    sent = sum(size for _, size in collectives)
     wire = f"a link of {flags.wire}" if flags.wire else "the loopback" if config.device == "cpu" else "the GPUs' links"
     lines = [describe(config),
              f"forward and backward, {len(collectives)} collectives of {bytes_text(sent)} in total over {wire}",
@@ -227,7 +192,7 @@ def report(flags, config, times, collectives):
     if "whole" in times:
         figures["whole_ratio"] = ratios(times["domino"], times["whole"])
         lines.append(f"sequence parallelism: domino's time / whole's: {figures['whole_ratio']}")
-    return "\n".join(lines), {**seconds_and_figures(times, figures), "hideable": hideable, "wire": flags.wire,
+    return "\n".join(lines), {**times, **figures, "hideable": hideable, "wire": flags.wire,
                               "collectives": len(collectives), "bytes": sent, **about(config)}
 
 

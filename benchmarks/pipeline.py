@@ -25,6 +25,7 @@ are fewer cores than stages, a stage that waits leaves its core to another stage
 """
 
 from collections import defaultdict
+from dataclasses import dataclass
 from statistics import mean, median
 
 import torch.nn.functional as F
@@ -33,7 +34,7 @@ from torch import nn
 import train
 from benchmarks.plain_model import Plain
 from benchmarks.runner import (Figure, RandomTokens, Times, Training, about, add_config_flags, config_here, describe,
-                               gathered, in_turn, join, ratios, require_same_work, table, timed)
+                               entries, gathered, in_turn, join, ratios, require_same_work, table, timed)
 from nanodomino.comm.trace import Trace
 from nanodomino.errors import counted, require
 from nanodomino.mesh import Mesh
@@ -41,7 +42,6 @@ from nanodomino.pictures.merged_trace import actions, difference, spans_of, unio
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.schedules.simulation import Timetable, simulate, stage_layers, step_time
 from nanodomino.settings.config import Config
-
 
 TORCH_CLASSES = {"1f1b": "Schedule1F1B", "gpipe": "ScheduleGPipe", "interleaved": "ScheduleInterleaved1F1B",
                  "zb-h1": "ScheduleInterleavedZeroBubble", "zb-v": "ScheduleZBVZeroBubble"}
@@ -93,12 +93,14 @@ def build(config: Config, mesh: Mesh, trace: Trace) -> tuple[Training, nn.Module
     return training, plain.to(mesh.device, config.params_dtype)
 
 
+@dataclass
 class DominoSide:
     """Runs a schedule as train.py does. step() returns the sum of the losses if this stage has the head, otherwise 0.
     gradients() returns this stage's gradients after a step."""
-
-    def __init__(self, config: Config, training: Training, plain: nn.ModuleList, tokens: RandomTokens):
-        self.config, self.training, self.plain, self.tokens = config, training, plain, tokens
+    config: Config
+    training: Training
+    plain: nn.ModuleList
+    tokens: RandomTokens
 
     def step(self) -> float:
         self.training.optimizer.zero_grad()
@@ -110,20 +112,20 @@ class DominoSide:
         return [bucket.main_grad for bucket in self.training.optimizer.buckets]
 
 
+@dataclass
 class TorchSide(DominoSide):
     """Runs a schedule of torch.distributed.pipelining. The loss is a sum over tokens, as on the other sides, so torch
     must not divide the gradients by the number of microbatches (scale_grads=False)."""
 
-    def __init__(self, config: Config, training: Training, plain: nn.ModuleList, tokens: RandomTokens):
+    def __post_init__(self):
         # Imports torch's compiler, which takes seconds: not needed for --help or a refusal.
         from torch.distributed import pipelining
         from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
-        super().__init__(config, training, plain, tokens)
-        placement, schedule_class = config.placement, getattr(pipelining, TORCH_CLASSES[config.schedule])
-        stages = [pipelining.PipelineStage(part, placement.virtual_stage(training.mesh.pp_rank, chunk),
-                                           placement.last + 1, training.mesh.device)
-                  for chunk, part in enumerate(plain)]
+        config, mesh, placement = self.config, self.training.mesh, self.config.placement
+        schedule_class = getattr(pipelining, TORCH_CLASSES[config.schedule])
+        stages = [pipelining.PipelineStage(part, placement.virtual_stage(mesh.pp_rank, chunk), placement.last + 1,
+                                           mesh.device) for chunk, part in enumerate(self.plain)]
         self.schedule = schedule_class(
             stages if issubclass(schedule_class, PipelineScheduleMulti) else stages[0], config.microbatches,
             lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"),
@@ -158,7 +160,7 @@ def measure(configs: dict[str, Config], stages: dict, trace: Trace, repeats: int
                      lambda step: (timed(device, step), gathered(work_of(trace.take()))))
     times = {key: Times(tuple(seconds for seconds, _ in found)) for key, found in rounds.items()}
     found = {name: idle(config.timetable, *zip(*rounds[name, "domino"])) for name, config in configs.items()}
-    return [dict(microbatches=first.microbatches, schedule=name, loss=loss, time=times[name, "domino"],
+    return [dict(microbatches=first.microbatches, schedule=name, loss=loss, step=times[name, "domino"],
                  speed=ratios(times[name, "torch"], times[name, "domino"]) if name in TORCH_CLASSES else None,
                  of_1f1b=ratios(times[name, "domino"], times["1f1b", "domino"]),
                  simulated_of_1f1b=found[name]["simulated_step_s"] / found["1f1b"]["simulated_step_s"], **found[name])
@@ -212,14 +214,11 @@ def report(config: Config, rows: list[dict]):
     text = "\n".join([
         f"{describe(config)}; forward and backward of m microbatches",
         table(["m", "schedule", "step: median [min .. max]", "speed", "of 1f1b's", "simulated", "idle", "simulated"],
-              [[row["microbatches"], row["schedule"], row["time"], row["speed"] or "", row["of_1f1b"],
+              [[row["microbatches"], row["schedule"], row["step"], row["speed"] or "", row["of_1f1b"],
                 f"{row['simulated_of_1f1b']:.2f}", f"{row['idle']:.1%}", f"{row['simulated']:.1%}"] for row in rows]),
         "lowest speed over all m, relative to torch's: "
         + "; ".join(f"{name} {speed}" for name, speed in least.items()),
         f"measured and simulated idle share differ by at most {100 * apart:.1f} percentage points "
         f"({farthest['schedule']}, {counted(farthest['microbatches'], 'microbatch')}); losses and gradients agree"])
-    return text, {**{f"speed_{name}": speed.value for name, speed in least.items()}, **about(config), "rows": [
-        {"step_s": row["time"].median} | {
-            key: entry for name, value in row.items() if name != "time"
-            for key, entry in (value.record(name) if isinstance(value, Figure) else {name: value}).items()}
-        for row in rows]}
+    return text, {**{f"speed_{name}": speed.value for name, speed in least.items()}, **about(config),
+                  "rows": [*map(entries, rows)]}

@@ -13,6 +13,8 @@ Torch's own parallelism can be applied to it:
                       [b, s, h] to [b, s, h]. The first stage takes tokens, the last returns logits
 """
 
+from collections import OrderedDict
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -36,25 +38,15 @@ class Attention(nn.Module):
         return self.dense(context.transpose(1, 2).reshape(b, s, -1))
 
 
-class MLP(nn.Module):
-    """Norm and MLP, without the residual addition: [b, s, h] -> [b, s, h]."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
-        self.dense_h_to_4h = nn.Linear(config.hidden_size, config.ffn_hidden_size)
-        self.dense_4h_to_h = nn.Linear(config.ffn_hidden_size, config.hidden_size)
-
-    def forward(self, x):
-        return self.dense_4h_to_h(F.gelu(self.dense_h_to_4h(self.norm(x)), approximate="tanh"))
-
-
 class Layer(nn.Module):
     """Attention and MLP with their residual additions: [b, s, h] -> [b, s, h]."""
 
     def __init__(self, config):
         super().__init__()
-        self.attention, self.mlp = Attention(config), MLP(config)
+        h, ffn = config.hidden_size, config.ffn_hidden_size
+        self.attention, self.mlp = Attention(config), nn.Sequential(OrderedDict(
+            norm=nn.LayerNorm(h, eps=config.layernorm_epsilon), dense_h_to_4h=nn.Linear(h, ffn),
+            gelu=nn.GELU(approximate="tanh"), dense_4h_to_h=nn.Linear(ffn, h)))
 
     def forward(self, x):
         x = x + self.attention(x)

@@ -28,7 +28,6 @@ from nanodomino.settings.config import Config
 from nanodomino.settings.flags import check_range, flag_name
 from nanodomino.settings.presets import DTYPES, PUBLISHED_VOCABULARIES
 
-
 RESERVE = 0.05               # share of the memory left free for fragmentation
 MATMUL_EFFICIENCY = 0.7      # share of the peak FLOP/s that the largest tiles of a matmul reach
 LINK_EFFICIENCY = 0.8        # share of the data-sheet rates that links and GPU memory reach
@@ -48,8 +47,7 @@ def add_flags(parser):
                         help="Gbit/s between a GPU and other hosts, each way (default 400: InfiniBand NDR)")
     parser.add_argument("--search", action="store_true",
                         help="search for the ten fastest layouts that fit; flags of the layout that are given are kept")
-    parser.add_argument("--published", action="store_true",
-                        help="predict published runs instead, without another flag")
+    parser.add_argument("--published", action="store_true", help="predict published runs instead, without another flag")
 
 
 def processes(flags) -> int:

@@ -1,7 +1,5 @@
 """Searches for the fastest layouts that fit: `bench.py plan --search`.
 
-    python bench.py plan --search --model llama3-8b --gpus 8 --gpu H100
-
 The search varies tp, pp, the micro batch (dp follows from tp and pp) and, with experts, ep. For samples of at least
 16,384 tokens it also varies cp and --cp-comm-type, such that each rank keeps at least 8,192 tokens of a sample. Then
 come the schedule and its chunks, the ZeRO stage and recomputation, then slices, columns and sequence parallelism. A
@@ -37,7 +35,6 @@ from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.settings.config import Config
 from nanodomino.settings.flags import flag_name
 from nanodomino.settings.rules import check_needs
-
 
 RESULTS = 10
 MICRO_BATCHES = range(1, 17)
@@ -231,8 +228,7 @@ class Search:
         return [getattr(self.config, name)] if name in self.given else values
 
     def chunk_counts(self, schedule: str, config: Config) -> list[int]:
-        """Return the numbers of chunks per stage to try with a schedule: those that divide the layers evenly or, if
-        none does, the smallest."""
+        """Return the numbers of chunks per stage to try: those that divide the layers evenly, or else the smallest."""
         counts = [count for count in SCHEDULES[schedule].chunks if config.pp * count <= config.num_layers
                   and (count <= MOST_CHUNKS or "virtual_stages" in self.given)]
         if config.pp == 1 and "schedule" not in self.given:
@@ -242,8 +238,7 @@ class Search:
                 if count in SCHEDULES[schedule].chunks]
 
     def accepted(self, config: Config, **settings) -> Config | None:
-        """Return the resolved Config with these settings. If it breaks a rule, or if a given flag has no effect, return
-        None."""
+        """Return the resolved Config with these settings, or None if it breaks a rule or a given flag has no effect."""
         try:
             other = dataclasses.replace(config, **settings).resolve(self.gpus)
             check_needs(other, self.given)

@@ -31,7 +31,6 @@ from nanodomino.estimate.rank import RankRun, clock_of
 from nanodomino.estimate.stages import Stage, small_run, step_seconds
 from nanodomino.settings.config import Config
 
-
 SEQ_LENGTH = 2048
 
 
@@ -89,7 +88,6 @@ DOMINO = [Run(*sizes, figure, published, **OF_H100) for *sizes, figure, publishe
     ("2.7B", 32, 2560, 32, 8, 1, 8, 8, 8, 1, "x speed", 1.3), ("6.7B", 32, 4096, 32, 8, 1, 8, 8, 8, 1, "x speed", 1.3),
     ("13B", 40, 5120, 40, 8, 1, 8, 8, 8, 1, "x speed", 1.3), ("13B", 40, 5120, 32, 32, 1, 32, 8, 8, 1, "% wires", 43))]
 RUNS = {"2104.04473": TABLE_1, "2205.05198": TABLE_5, "2409.15241": DOMINO}
-
 
 # Bytes of each score (a head's pair of tokens) in 16 bit, without flash attention. In forward a matmul writes 2,
 # softmax reads and writes 4, dropout 4 and a mask of 1, the next matmul reads 2. In backward a matmul writes 2, dropout
@@ -182,5 +180,5 @@ def answer(machine_of):
                          f"{run.published:g} {run.figure}", f"{predicted:.3g}", f"{predicted / run.published:.2f}"])
             record.append({"paper": paper, **dataclasses.asdict(run), "predicted": predicted,
                            "ratio": predicted / run.published})
-    head = ["", "tp", "pp", "dp", "GPUs", "recomputed", "published", "plan", "ratio"]
-    return f"{table(head, rows)}\n\n{__doc__}", {"published": True, "rows": record}
+    text = table(["", "tp", "pp", "dp", "GPUs", "recomputed", "published", "plan", "ratio"], rows)
+    return f"{text}\n\n{__doc__}", {"published": True, "rows": record}

@@ -20,7 +20,7 @@ import torch
 import train
 from benchmarks.memory import config_for, measure, processes  # noqa: F401, runner.main calls processes
 from benchmarks.runner import (CONFIG_FLAGS, Training, about, add_config_flags, bytes_text, compare, describe, gathered,
-                               join, ratios, seconds_and_figures, table)
+                               join, ratios, table)
 from nanodomino.errors import require
 from nanodomino.options.recompute import GRANULARITIES
 
@@ -56,5 +56,5 @@ def answer(flags, launch):
     text = table(["", "step: median [min .. max]", "x none", "activations"],
                  [[name, time, slower[name], bytes_text(activations[name])] for name, time in times.items()])
     return f"{describe(config)}\n{text}\nthe gradients are bit-equal", {
-        **about(config), **seconds_and_figures(times, {f"{name}_ratio": ratio for name, ratio in slower.items()}),
+        **about(config), **times, **{f"{name}_ratio": ratio for name, ratio in slower.items()},
         **{f"{name}_activations": size for name, size in activations.items()}}

@@ -5,9 +5,9 @@ Each question of bench.py is a module in this folder with three functions:
     add_flags(parser)                       adds the question's flags; --repeats is added for it
     processes(flags) -> int                 returns the number of processes, and may add to the flags what answer()
                                             needs; raises UserError if a flag is wrong
-    answer(flags, launch) -> (text, dict)   runs on every process; rank 0 prints the text, then a JSON line: the dict
-                                            with the question, --repeats and the number of cores. The exit code is 1 if
-                                            the dict has a "failed" that is not empty
+    answer(flags, launch) -> (text, dict)   runs on every process; rank 0 prints the text, then a JSON line: entries()
+                                            of the dict, the question, --repeats and the number of cores. The exit code
+                                            is 1 if the dict has a "failed" that is not empty
 
 A module that times nothing sets ROUNDS = False and gets no --repeats. If a question needs several processes, `python
 bench.py QUESTION` starts them and waits. Under torchrun, bench.py is already one of the processes and starts no others.
@@ -49,7 +49,6 @@ from nanodomino.settings.flags import Parser, add_flags, check_range, flag_setti
 from nanodomino.settings.rules import check_needs
 from nanodomino.zero import ZeroOptimizer
 
-
 MOST_PROCESSES = 64      # that bench.py starts itself
 BENCH = Path(__file__).resolve().parent.parent / "bench.py"
 
@@ -75,7 +74,7 @@ def main(questions, text: str, arguments: list[str]) -> int:
         text, record = question.answer(flags, launch_info)
         if launch_info.rank == 0:
             print(text + (f"\n{TOO_NOISY}: {WHAT_IS_TOO_NOISY}" if TOO_NOISY in text else ""))
-            print(json.dumps({"question": arguments[0], **record, "cores": os.cpu_count(),
+            print(json.dumps({"question": arguments[0], **entries(record), "cores": os.cpu_count(),
                               "repeats": getattr(flags, "repeats", None)}), flush=True)
         if dist.is_initialized():
             dist.barrier()
@@ -365,19 +364,19 @@ class Figure:
         value = TOO_NOISY if self.value is None else format(self.value, form)
         return f"{value} [{least:{form}} .. {most:{form}}]"
 
-    def __str__(self):
-        return f"{self}"
-
     def record(self, name: str) -> dict:
-        """Return the value and the spread as entries for the JSON line, under `name` and `name`_spread."""
+        """Return the entries of the JSON line for a figure called `name`."""
         return {name: self.value, f"{name}_spread": self.spread}
 
 
 class Times(Figure):
     """Holds the measured seconds of one alternative: one value per round, in the order of the rounds."""
 
-    def __str__(self):
-        return " ".join([seconds_text(self.median), f"[{' .. '.join(map(seconds_text, self.spread))}]"])
+    def __format__(self, form: str) -> str:
+        return f"{seconds_text(self.median)} [{' .. '.join(map(seconds_text, self.spread))}]"
+
+    def record(self, name: str) -> dict:
+        return {f"{name}_s": self.median}
 
 
 def ratios(numerator: Times, denominator: Times, **possible) -> Figure:
@@ -386,17 +385,17 @@ def ratios(numerator: Times, denominator: Times, **possible) -> Figure:
     return Figure(tuple(above / below for above, below in zip(numerator.rounds, denominator.rounds)), **possible)
 
 
-def seconds_and_figures(times: dict[str, Times], figures: dict[str, Figure]) -> dict:
-    """Return entries for the JSON line: NAME_s for each of the times, and value and spread of each figure."""
-    return {f"{name}_s": time.median for name, time in times.items()} | {
-        key: entry for name, figure in figures.items() for key, entry in figure.record(name).items()}
+def entries(record: dict) -> dict:
+    """Return the record with plain numbers: NAME and NAME_spread for a Figure, NAME_s for Times."""
+    return {key: entry for name, value in record.items()
+            for key, entry in (value.record(name) if isinstance(value, Figure) else {name: value}).items()}
 
 
 # ---- printing
 
 def table(head: list[str], rows: list[list]) -> str:
     """Return a text table: the first column is left-aligned, the others are right-aligned."""
-    columns = [[*map(str, column)] for column in zip(head, *rows)]
+    columns = [[*map(format, column)] for column in zip(head, *rows)]
     widths = [max(map(len, column)) for column in columns]
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
              for row in zip(*columns)]

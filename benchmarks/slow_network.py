@@ -22,13 +22,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 
 from nanodomino.errors import require
 
 INTERFACE = "wire"                         # the name of the network interface in each rank's namespace
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-SLOWEST, FASTEST = 1e6, 100e9              # bits per second
 BURST = 1e-3                               # seconds at the full rate
 LARGEST_PACKET = 65536                     # bytes: Linux splits data into smaller packets only after the filter
 QUEUE = 0.1                                # seconds that a packet may wait before it is dropped
@@ -50,26 +49,18 @@ def parse_rate(text: str) -> int:
     """Convert '500mbit' to 500000000 bits per second. Raises UserError if it is not such a rate."""
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)(kbit|mbit|gbit)", text)
     rate = float(match[1]) * UNITS[match[2]] if match else 0.0
-    require(SLOWEST <= rate <= FASTEST,
+    require(1e6 <= rate <= 100e9,
             f"--wire must be a rate from 1mbit to 100gbit, in kbit, mbit or gbit per second, but is '{text}'; "
             "try --wire 500mbit")
     return round(rate)
 
 
-def address(rank: int) -> str:
-    """Return the IP address of a rank, such as 10.77.0.1 for rank 0."""
-    return f"10.77.{(rank + 1) // 256}.{(rank + 1) % 256}"
-
-
 @contextmanager
 def namespace():
     """Make a network namespace, and yield the id of the process that keeps it: `cat`, until its input is closed."""
-    with subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                          stderr=subprocess.PIPE, text=True, start_new_session=True) as keeper:      # gets no Ctrl-C
-        with suppress(BrokenPipeError):
-            keeper.stdin.write("ready\n")
-            keeper.stdin.flush()
-        started = keeper.stdout.readline()
+    with subprocess.Popen(["unshare", "--net", "sh", "-c", "echo ready; exec cat"], stdin=subprocess.PIPE, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as keeper:
+        started = keeper.stdout.readline()                     # a new session gets no Ctrl-C
         require(started, failed("unshare --net", [] if started else keeper.stderr))
         yield keeper.pid
 
@@ -91,7 +82,7 @@ def build(hub: int, ranks: list[int], rate: int):
     for rank, keeper in enumerate(ranks):
         commands += [(hub, f"ip link add port{rank} type veth peer name {INTERFACE} netns {keeper}"),
                      (hub, f"ip link set port{rank} master bridge up"),
-                     (keeper, f"ip address add {address(rank)}/16 dev {INTERFACE}"), (keeper, "ip link set lo up"),
+                     (keeper, f"ip address add 10.77.0.{rank + 1}/16 dev {INTERFACE}"), (keeper, "ip link set lo up"),
                      (keeper, f"ip link set {INTERFACE} up"),
                      (keeper, f"tc qdisc add dev {INTERFACE} root tbf rate {rate}bit burst {burst} "
                               f"limit {burst + round(QUEUE * rate / 8)}")]
@@ -109,9 +100,8 @@ def slow_wire(rate: str, world_size: int):
     bits = parse_rate(rate)
     require(shutil.which("ip") and shutil.which("tc"),
             "--wire needs the commands ip and tc; install iproute2, or leave --wire out")
-    require(os.geteuid() == 0,
-            "--wire needs root, because it makes network namespaces; use sudo, or leave --wire out")
-    environment = {"MASTER_ADDR": address(0), "GLOO_SOCKET_IFNAME": INTERFACE, "TP_SOCKET_IFNAME": INTERFACE,
+    require(os.geteuid() == 0, "--wire needs root, because it makes network namespaces; use sudo, or leave --wire out")
+    environment = {"MASTER_ADDR": "10.77.0.1", "GLOO_SOCKET_IFNAME": INTERFACE, "TP_SOCKET_IFNAME": INTERFACE,
                    "TORCH_CPP_LOG_LEVEL": "ERROR"}             # silences c10d's warning about unknown host names
     with ExitStack() as stack:
         hub, *ranks = [stack.enter_context(namespace()) for _ in range(world_size + 1)]

@@ -20,7 +20,6 @@ to the device's dense 16-bit peak and counts 6 N + 12 L n d s FLOPs per token. I
 """
 
 import dataclasses
-from argparse import BooleanOptionalAction
 from contextlib import nullcontext
 from functools import partial
 
@@ -29,16 +28,15 @@ from torch import nn
 
 from benchmarks.plain_model import Plain, adamw, mean_loss
 from benchmarks.runner import (RandomTokens, Times, Training, about, add_config_flags, compare, config_here, describe,
-                               gathered, join, ratios, require_same_work, seconds_and_figures, table)
+                               gathered, join, ratios, require_same_work, table)
 from nanodomino.checkpoint.format import slices
 from nanodomino.errors import require
 from nanodomino.estimate.formulas import find_peak_flops, flops_per_token, parameter_count
 from nanodomino.huggingface.families import FAMILIES, import_transformers, write_config
 from nanodomino.huggingface.tensors import map_tensors
 
-
 FLAGS = ("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
-         "seq_length", "vocab_size", "micro_batch_size", "global_batch_size", "dtype", "device")
+         "seq_length", "vocab_size", "micro_batch_size", "global_batch_size", "dtype", "device", "compile")
 COMPARED_STEPS = 3
 BYTES, GPT2 = 257, 50304     # vocabulary sizes: 256 bytes and the end of text; GPT-2's, rounded up as in nanoGPT
 
@@ -47,8 +45,6 @@ def add_flags(parser):
     add_config_flags(parser, FLAGS)
     parser.add_argument("--against", nargs="+", choices=("plain", "transformers", "uncompiled"), default=["plain"],
                         help="the implementations to compare with (default plain)")
-    parser.add_argument("--compile", action=BooleanOptionalAction,
-                        help="apply torch.compile to all implementations (default: only on CUDA)")
 
 
 def processes(flags) -> int:
@@ -65,17 +61,13 @@ def answer(flags, launch):
     ours = Training(config, mesh)
     sides = {"nanodomino": ours}
     for name in flags.against:
-        if name == "uncompiled":
-            sides[name] = Training(dataclasses.replace(config, compile=False), mesh)
-        else:
-            model = plain(config, ours.model) if name == "plain" else transformers(config, ours.model)
-            sides[name] = PlainTraining(config, mesh, model)
+        sides[name] = Training(dataclasses.replace(config, compile=False), mesh) if name == "uncompiled" else (
+            PlainTraining(config, mesh, {"plain": plain, "transformers": transformers}[name](config, ours.model)))
     return report(config, mesh, *train_in_turn(config, sides, flags.repeats))
 
 
 def train_in_turn(config, sides: dict, repeats: int) -> tuple[dict[str, Times], dict[str, list]]:
-    """Train all sides in turn. Return the times of their steps, and the losses of their first steps. Raises UserError
-    if the losses differ."""
+    """Train all sides in turn. Return their times and their first losses. Raises UserError if the losses differ."""
     device = next(iter(sides.values())).mesh.device
     times = compare({name: side.step for name, side in sides.items()}, max(repeats, COMPARED_STEPS - 1), device)
     # a torch side has its own replica's loss; a nanodomino side has the mean of all replicas already
@@ -141,8 +133,7 @@ def plain(config, ours) -> MeanLoss:
 
 
 def transformers(config, ours) -> MeanLoss:
-    """Return Transformers' model of the same family with the weights of `ours`. Raises UserError without the package.
-    """
+    """Return Transformers' model of this family with the weights of `ours`. Raises UserError without the package."""
     configuration = write_config(config, "float32")
     weights, theirs = dict(ours.named_parameters()), {}
     for mapping in map_tensors(config, FAMILIES[configuration.model_type].modules):
@@ -173,4 +164,4 @@ def report(config, mesh, times: dict[str, Times], losses: dict[str, list]):
                for name, time in times.items()]),
         f"the losses of the first {len(losses[ours])} steps agree"])
     return text, {"parameters": parameter_count(config), **about(config), "losses": losses, "tokens_per_s": speeds,
-                  "mfu": mfu, **seconds_and_figures(times, {f"{name}_ratio": gain for name, gain in gains.items()})}
+                  "mfu": mfu, **times, **{f"{name}_ratio": gain for name, gain in gains.items()}}

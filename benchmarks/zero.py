@@ -37,13 +37,13 @@ from torch import nn
 
 import train
 from benchmarks.plain_model import adamw
-from benchmarks.runner import (Times, Training, about, add_config_flags, config_here, describe, gathered, join, ratios,
-                               seconds_and_figures, table)
+from benchmarks.runner import (Times, Training, about, add_config_flags, config_here, describe, entries, gathered, join,
+                               ratios, table)
 from benchmarks.throughput import COMPARED_STEPS, PlainTraining, plain, train_in_turn
 from nanodomino.errors import require
 from nanodomino.estimate.formulas import parameter_count
 from nanodomino.estimate.rank import state_tensors
-
+from nanodomino.zero import ZeroOptimizer
 
 FLAGS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "micro_batch_size",
          "data_parallel_size", "bucket_size", "dtype", "device")
@@ -63,7 +63,7 @@ def processes(flags) -> int:
     require(flags.dtype != "float16", "--dtype must not be float16, because the other implementations do not scale the "
             "loss; try --dtype bfloat16")
     flags.config = config_here(
-        flags, replicas, slices=1, tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
+        flags, replicas, slices=1, tensor_model_parallel_size=1, pipeline_model_parallel_size=1, compile=False,
         lr_decay_style="constant", lr_warmup_fraction=0.0,
         global_batch_size=flags.micro_batch_size * flags.microbatches * replicas)
     return replicas
@@ -71,40 +71,20 @@ def processes(flags) -> int:
 
 def answer(flags, launch):
     config, mesh = join(flags.config, launch, one_core=True)
-    config = dataclasses.replace(config, compile=False)
     sides = {name: make(config, mesh) for name, make in SIDES.items()}
     times, losses = train_in_turn(config, sides, flags.repeats)
-    states = {name: max(gathered(counted_bytes(side.tensors()))) for name, side in sides.items()}
+    states = {name: max(gathered(state_bytes(side.model, side.optimizer))) for name, side in sides.items()}
     return report(config, times, states, losses)
 
 
 # ---- the sides
 
-class OurReplica(Training):
-    """Trains with train.py's step. stage: the ZeRO stage, 0, 1 or 2."""
-
-    def __init__(self, config, mesh, stage: int):
-        super().__init__(dataclasses.replace(config, zero_stage=stage), mesh)
-
-    def tensors(self):
-        """Return this rank's parameters, gradients and optimizer state."""
-        return [tensor for held in state_tensors(self.model, self.optimizer).values() for tensor in held]
+def ours(config, mesh, stage: int) -> Training:
+    """Train with train.py's step. stage: the ZeRO stage, 0, 1 or 2."""
+    return Training(dataclasses.replace(config, zero_stage=stage), mesh)
 
 
-class TorchReplica(PlainTraining):
-    """Trains the plain model."""
-
-    def __init__(self, config, mesh):
-        super().__init__(config, mesh, plain(config, train.model_builder(config, mesh)))
-
-    def tensors(self):
-        """Return this rank's parameters, gradients and optimizer state. Of a DTensor, return the local shard."""
-        weights, states = [*self.model.parameters()], getattr(self.optimizer, "optim", self.optimizer).state.values()
-        tensors = [*weights, *(weight.grad for weight in weights), *(one for state in states for one in state.values())]
-        return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
-
-
-class DDP(TorchReplica):
+class DDP(PlainTraining):
     """Trains with DistributedDataParallel, which all-reduces buckets of gradients during backward.
 
     Two options that are off by default in torch are on here. Gradients are views of the buckets, which saves a second
@@ -114,21 +94,21 @@ class DDP(TorchReplica):
     def __init__(self, config, mesh):
         from torch.distributed.optim import ZeroRedundancyOptimizer          # takes seconds to import
 
-        super().__init__(config, mesh)
+        super().__init__(config, mesh, plain(config, train.model_builder(config, mesh)))
         self.optimizer = ZeroRedundancyOptimizer(self.optimizer.param_groups, torch.optim.AdamW,
                                                  parameters_as_bucket_view=True, fused=True)
         self.network = nn.parallel.DistributedDataParallel(self.model, gradient_as_bucket_view=True)
         self.no_sync = self.network.no_sync
 
 
-class FSDP(TorchReplica):
+class FSDP(PlainTraining):
     """Trains with FSDP2, which all-gathers each layer's weights for forward and reduce-scatters its gradients."""
 
     def __init__(self, config, mesh):
         from torch.distributed.device_mesh import init_device_mesh           # takes seconds to import
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        super().__init__(config, mesh)
+        super().__init__(config, mesh, plain(config, train.model_builder(config, mesh)))
         shard = partial(fully_shard, mesh=init_device_mesh(mesh.device.type, (config.dp,)), reshard_after_forward=False)
         inner, outer = {}, {}
         if config.dtype == "bfloat16":
@@ -142,19 +122,22 @@ class FSDP(TorchReplica):
         self.optimizer = adamw(self.model, config)
 
 
-SIDES = {**{f"zero-{stage}": partial(OurReplica, stage=stage) for stage in (1, 0, 2)}, "ddp-zero": DDP,
-         "fsdp2-keep": FSDP}
-
-
-# ---- memory
-
-def counted_bytes(tensors) -> int:
-    """Return the bytes of the tensors' storages. A storage that several tensors share counts once."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
+SIDES = {**{f"zero-{stage}": partial(ours, stage=stage) for stage in (1, 0, 2)}, "ddp-zero": DDP, "fsdp2-keep": FSDP}
 
 
 # ---- the report
+
+def state_bytes(model, optimizer) -> int:
+    """Return the bytes of this rank's parameters, gradients and optimizer state. Of a DTensor the local shard counts. A
+    storage that several tensors share counts once."""
+    if isinstance(optimizer, ZeroOptimizer):
+        tensors = [tensor for held in state_tensors(model, optimizer).values() for tensor in held]
+    else:
+        weights, states = [*model.parameters()], getattr(optimizer, "optim", optimizer).state.values()
+        tensors = [*weights, *(weight.grad for weight in weights), *(one for state in states for one in state.values())]
+    shards = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in shards}.values())
+
 
 def report(config, times: dict[str, Times], states, losses):
     """Return (text, record). states: {side: bytes on the rank with the most}"""
@@ -162,14 +145,12 @@ def report(config, times: dict[str, Times], states, losses):
     slower = {name: ratios(time, times["zero-1"]) for name, time in times.items()}
     speeds = {"zero-1 / ddp-zero": slower["ddp-zero"], "zero-2 / fsdp2-keep": ratios(times["fsdp2-keep"],
                                                                                      times["zero-2"])}
-    sides = {name: {"step_s": times[name].median, **slower[name].record("step_over_zero_1"),
-                    "state_bytes": states[name], "bytes_per_parameter": states[name] / count,
-                    "losses": losses[name]} for name in SIDES}
+    sides = {name: entries({"step": times[name], "step_over_zero_1": slower[name], "state_bytes": states[name],
+                            "bytes_per_parameter": states[name] / count, "losses": losses[name]}) for name in SIDES}
     text = "\n".join([
         f"{count:,} parameters, buckets of {config.bucket_size:,} elements; {describe(config)}",
         table(["", "step: median [min .. max]", "step / zero-1's", "state/parameter"],
               [[name, times[name], slower[name], f"{states[name] / count:.2f}"] for name in sides]),
         *(f"speed of {name}: {speed}" for name, speed in speeds.items()),
         f"the losses of the first {COMPARED_STEPS} steps agree"])
-    return text, {**seconds_and_figures({}, speeds), "sides": sides, "parameters": count,
-                  "bucket_size": config.bucket_size, **about(config)}
+    return text, {**speeds, "sides": sides, "parameters": count, "bucket_size": config.bucket_size, **about(config)}

@@ -20,7 +20,7 @@ torch.set_num_threads(1)        # more threads would only compete: there are mor
 
 def pytest_addoption(parser):
     parser.addoption("--on-device", choices=("cpu", "cuda"), default="cpu",
-                     help="cuda: each rank of the pool trains on a GPU of its own; for tests/exactness")
+                     help="cuda: each rank trains on a GPU of its own; for the tests that bench.py gpu runs")
     parser.addoption("--exhaustive", action="store_true",
                      help="also run the long tests, which combine options that the other tests cover one by one")
 
@@ -68,8 +68,8 @@ def pool(request):
 
 
 @pytest.fixture(scope="session")
-def fork_server():
+def fork_server(request):
     """The server: `fork_server.launch(command, ranks, folder, limit)` runs real processes (see ForkServer)."""
-    server = ForkServer()
+    server = ForkServer(request.config.getoption("--on-device"))
     yield server
     server.close()

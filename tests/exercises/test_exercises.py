@@ -177,7 +177,7 @@ def dry_bench(command, **options):
     """Stand in for bench.py memory: return the dry run's counts, to which test_bench.py proves a real step's equal."""
     launch = LaunchInfo(world_size=2)
     config = memory.config_for(parse(memory, command[2:]), launch)
-    runs = memory.dry_runs(config, launch)
+    runs = [memory.dry_run(memory.train, config, rank) for rank in range(2)]
     return subprocess.CompletedProcess(command, 0, json.dumps(memory.report(config, runs, runs)[1]), "")
 
 

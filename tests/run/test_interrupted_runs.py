@@ -1,7 +1,6 @@
 """A run that is stopped, killed, hanging or out of disk ends in time and says why; resumed, it continues bit by bit.
 
-Runs that need no signal run in the pool. The others run two or four forked ranks (support/fork_server.py); where
-torchrun itself matters, they use torchrun. tests/random_kills.py kills at random moments for as long as one likes.
+Runs that need no signal run in the pool, the others in forked ranks or, where torchrun itself matters, under torchrun.
 """
 
 import contextlib

@@ -61,6 +61,7 @@ class ForkServer:
     """
 
     def __init__(self, device="cpu"):
+        self.flags = ["--device", "cuda", "--deterministic-mode", "--no-compile"] * (device == "cuda")    # of train.py
         self.environment = environment_without_launcher() | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
         self.launches = []
 

@@ -122,8 +122,8 @@ class Job:
     def __init__(self, folder: Path, corpus: Path, run_dir, *flags, processes=2, restarts=0, script=ROOT / "train.py",
                  word=None, fork_server: ForkServer | None = None):
         self.run_dir, self.log = folder / run_dir, folder / f"output-{time.monotonic_ns()}.txt"
-        words = [*([word] if word else []), *TINY, "--data-path", str(corpus), "--run-dir", str(self.run_dir),
-                 *map(str, flags)]
+        words = [*([word] if word else []), *TINY, *(fork_server.flags if fork_server else []), "--data-path",
+                 str(corpus), "--run-dir", str(self.run_dir), *map(str, flags)]
         if fork_server:
             ranks = [(words, environment) for environment in launcher_environments(processes)]
             self.process = fork_server.start(str(script), ranks, folder, self.log)
