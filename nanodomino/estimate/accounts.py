@@ -195,8 +195,8 @@ class Accounts(TorchDispatchMode):
             result = tuple(results) if len(results) > 1 else results[0] if results else None
         else:
             result = function(*args, **kwargs) if remembered is None else empty_like(remembered)
-        known, results = {*map(storage, touched)}, flatten([result])
-        new = [one for one in results if storage(one) not in known]
+        storages, results = {storage(one): one for one in touched}, flatten([result])
+        new = [one for one in results if storage(one) not in storages]
         changed = flatten([given.get(name) for name in written]) + new
         if not any(map(self.counts, changed)):                 # a view was made, or a GPU's host worked
             return result
@@ -208,10 +208,10 @@ class Accounts(TorchDispatchMode):
         if self.in_kernel is not None:                         # temporaries of a fused kernel stay in registers
             self.in_kernel += operation.flops
             return result
-        for tensor in touched + new:
+        for tensor in [one for key, one in storages.items() if key not in self.alive] + new:
             self.allocate(tensor)
         self.peak = max(self.peak, self.now + temporary)
-        if name == "copy_" and any(storage(tensor) in self.pinned for tensor in touched):
+        if name == "copy_" and not self.pinned.isdisjoint(storages):
             self.launch("host", "to host" if storage(touched[0]) in self.pinned else "from host", touched[0].nbytes)
         elif "empty" not in name:                              # an "empty" only allocates
             self.events.append(operation)
