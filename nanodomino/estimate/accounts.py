@@ -179,10 +179,10 @@ class Accounts(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, function._opname
-        if function.namespace == "c10d":
-            return self.collective(function, name, args)
         if is_view(function):
             return function(*args, **kwargs)
+        if function.namespace == "c10d":
+            return self.collective(function, name, args)
         names, written, not_read, returned = arguments_of(function)
         given = dict(zip(names, args)) | kwargs
         touched = flatten(given.values())

@@ -34,6 +34,7 @@ MARGIN = 0.9     # a run may need this share of its estimate
 run_of = lru_cache(maxsize=512)(dry_run)
 
 
+@lru_cache(maxsize=2048)
 def small_run(program, config: Config, depth: int, stage: int, stages: int) -> RankRun:
     """Run one stage of a pipeline of only `stages` stages, with just enough microbatches to show each kind of action.
     depth: layers of the last chunk, in units of layer_period. The others have as many more as are behind the head."""
