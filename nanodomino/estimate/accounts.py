@@ -145,8 +145,7 @@ class Streams:
 
 
 def attention_kernel(query, key, value, attn_mask, is_causal, enable_gqa):
-    """Stand in for F.scaled_dot_product_attention: call the kernel that torch would choose on the meta tensors' device.
-    """
+    """Stand in for F.scaled_dot_product_attention: call the kernel of the device that the meta tensors stand for."""
     if kind_of(query.device) == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, is_causal=is_causal, attn_mask=attn_mask)[0]
@@ -191,8 +190,8 @@ class Accounts(TorchDispatchMode):
         key = function, signature(args), signature([*kwargs.items()])
         remembered, operation, temporary = REMEMBERED.get(key, (None, None, 0))
         if written and any(one.is_meta for one in touched):    # meta tensors have no numbers that could change
-            results = [given[name] for name in returned]
-            result = tuple(results) if len(results) > 1 else results[0] if results else None
+            result = tuple(given[name] for name in returned)
+            result = result if len(result) > 1 else result[0] if result else None
         else:
             result = function(*args, **kwargs) if remembered is None else empty_like(remembered)
         storages, results = {storage(one): one for one in touched}, flatten([result])
@@ -281,7 +280,7 @@ class Accounts(TorchDispatchMode):
         """Count a collective or a message. On CPUs a reduce-scatter, all-gather or all-to-all over n ranks is n - 1
         sends of 1/n of the tensor. So such a send counts as 1/(n-1) of a call and n/(n-1) times its bytes."""
         kind, whole = COLLECTIVES.get(name, (name, 0))
-        tensors = list(flatten([args[whole]]))
+        tensors = flatten([args[whole]])
         group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
         group_name, calls, bytes_ = self.names[group.group_name], 1.0, sum(tensor.nbytes for tensor in tensors)
         if group_name != "pp" and kind == "send":
@@ -304,8 +303,7 @@ class Accounts(TorchDispatchMode):
         self.events.append(Launch(group, kind, bytes_, self.launches))
 
 
-# {(operation, shapes, other arguments): (result, Operation, workspace)}. Each takes torch 0.2 ms, and a step repeats it
-REMEMBERED = {}
+REMEMBERED = {}    # {(operation, shapes, other arguments): (result, Operation, workspace)}; each takes torch 0.2 ms
 
 
 def flatten(tree) -> list:
@@ -339,9 +337,8 @@ def empty_like(result):
 
 
 @cache
-def arguments_of(function) -> tuple[list[str], list[str], list[str], list[str]]:
-    """Return the names of an operation's arguments, of the ones that it writes to, of the ones it does not read, and of
-    the ones that it returns."""
+def arguments_of(function) -> tuple[list[str], ...]:
+    """Return names of an operation's arguments: all, what it writes to, what it does not read, and what it returns."""
     arguments, count = function._schema.arguments, len(function._schema.returns)
     names, written, not_read = ([one.name for one in arguments if test(one)] for test in (
         lambda one: True, lambda one: one.alias_info is not None and one.alias_info.is_write, lambda one: one.is_out))
