@@ -19,11 +19,8 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch._C._distributed_c10d import FakeWork
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from nanodomino.comm.collectives import TAGS
 from nanodomino.comm.device import kind_of
@@ -147,19 +144,15 @@ class Streams:
         self.accounts.events.append(Wait(number))
 
 
-class FusedAttention(TorchFunctionMode):
-    """Gives meta tensors the attention kernel that torch would choose on the device that they stand for."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is not F.scaled_dot_product_attention:
-            return function(*args, **(kwargs or {}))
-        q, k, v, bias, is_causal = (kwargs[name] for name in ("query", "key", "value", "attn_mask", "is_causal"))
-        if kind_of(q.device) == "cpu":
-            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=is_causal,
-                                                                              attn_mask=bias)[0]
-        if bias is None and q.element_size() == 2:
-            return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=is_causal)[0]
-        return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, is_causal=is_causal)[0]
+def attention_kernel(query, key, value, attn_mask, is_causal, enable_gqa):
+    """Stand in for F.scaled_dot_product_attention: call the kernel of the device that the meta tensors stand for."""
+    if kind_of(query.device) == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, is_causal=is_causal, attn_mask=attn_mask)[0]
+    if attn_mask is None and query.element_size() == 2:
+        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, is_causal=is_causal)[0]
+    return torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, True, is_causal=is_causal)[0]
 
 
 class Accounts(TorchDispatchMode):
@@ -185,29 +178,39 @@ class Accounts(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, function._opname
-        if function.namespace == "c10d":
-            return self.collective(function, name, args)
         if is_view(function):
             return function(*args, **kwargs)
-        names, written, not_read = arguments_of(function)
+        if function.namespace == "c10d":
+            return self.collective(function, name, args)
+        names, written, not_read, returned = arguments_of(function)
         given = dict(zip(names, args)) | kwargs
-        touched = list(flatten(given.values()))
+        touched = flatten(given.values())
         if (result := self.without_numbers(name, given, touched)) is not None:
             return result
-        result, known = result_of(function, args, kwargs, touched), {*map(storage, touched)}
-        changed = [one for key in written for one in flatten([given.get(key)])] + [
-            one for one in flatten([result]) if storage(one) not in known]
+        key = function, signature(args), signature([*kwargs.items()])
+        remembered, operation, temporary = REMEMBERED.get(key, (None, None, 0))
+        if written and any(one.is_meta for one in touched):    # meta tensors have no numbers that could change
+            result = tuple(given[name] for name in returned)
+            result = result if len(result) > 1 else result[0] if result else None
+        else:
+            result = function(*args, **kwargs) if remembered is None else empty_like(remembered)
+        storages, results = {storage(one): one for one in touched}, flatten([result])
+        new = [one for one in results if storage(one) not in storages]
+        changed = flatten([given.get(name) for name in written]) + new
         if not any(map(self.counts, changed)):                 # a view was made, or a GPU's host worked
             return result
-        read = list(flatten(value for key, value in given.items() if key not in not_read))
-        operation = operation_of(name, given, read, changed)
+        if operation is None:
+            read = flatten(value for key, value in given.items() if key not in not_read)
+            operation, temporary = operation_of(name, given, read, changed), workspace(name, given)
+            if all(one.is_meta for one in changed) and (written or len(new) == len(results)):
+                REMEMBERED[key] = None if written else empty_like(result), operation, temporary
         if self.in_kernel is not None:                         # temporaries of a fused kernel stay in registers
             self.in_kernel += operation.flops
             return result
-        for tensor in touched + changed:
+        for tensor in [one for key, one in storages.items() if key not in self.alive] + new:
             self.allocate(tensor)
-        self.peak = max(self.peak, self.now + workspace(name, given))
-        if name == "copy_" and any(storage(tensor) in self.pinned for tensor in touched):
+        self.peak = max(self.peak, self.now + temporary)
+        if name == "copy_" and not self.pinned.isdisjoint(storages):
             self.launch("host", "to host" if storage(touched[0]) in self.pinned else "from host", touched[0].nbytes)
         elif "empty" not in name:                              # an "empty" only allocates
             self.events.append(operation)
@@ -251,16 +254,19 @@ class Accounts(TorchDispatchMode):
 
     def allocate(self, tensor):
         """Count a tensor's storage until it is freed, unless it counts already."""
-        memory, key = tensor.untyped_storage(), storage(tensor)
+        key = storage(tensor)
+        if key in self.alive or not self.counts(tensor):
+            return
+        memory = tensor.untyped_storage()
+        size, pinned = memory.nbytes(), key in self.pinned
 
-        def free(_, bytes_=memory.nbytes()):
+        def free(_):
             del self.alive[key]
-            self.add(-bytes_, key in self.pinned)
+            self.add(-size, pinned)
             self.pinned.discard(key)
 
-        if key not in self.alive and self.counts(tensor):
-            self.alive[key] = weakref.ref(memory, free)
-            self.add(memory.nbytes(), key in self.pinned)
+        self.alive[key] = weakref.ref(memory, free)
+        self.add(size, pinned)
 
     def add(self, bytes_: int, pinned: bool):
         if pinned:
@@ -274,7 +280,7 @@ class Accounts(TorchDispatchMode):
         """Count a collective or a message. On CPUs a reduce-scatter, all-gather or all-to-all over n ranks is n - 1
         sends of 1/n of the tensor. So such a send counts as 1/(n-1) of a call and n/(n-1) times its bytes."""
         kind, whole = COLLECTIVES.get(name, (name, 0))
-        tensors = list(flatten([args[whole]]))
+        tensors = flatten([args[whole]])
         group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
         group_name, calls, bytes_ = self.names[group.group_name], 1.0, sum(tensor.nbytes for tensor in tensors)
         if group_name != "pp" and kind == "send":
@@ -297,16 +303,18 @@ class Accounts(TorchDispatchMode):
         self.events.append(Launch(group, kind, bytes_, self.launches))
 
 
-REMEMBERED = {}    # (operation, shapes, other arguments) -> a result; torch needs 0.2 ms for it, and a step repeats it
+REMEMBERED = {}    # {(operation, shapes, other arguments): (result, Operation, workspace)}; each takes torch 0.2 ms
 
 
-def flatten(tree):
-    """Yield the tensors in nested tuples and lists."""
+def flatten(tree) -> list:
+    """Return the tensors in nested tuples and lists."""
+    found = []
     for leaf in tree:
         if isinstance(leaf, torch.Tensor):
-            yield leaf
+            found.append(leaf)
         elif isinstance(leaf, (tuple, list)):
-            yield from flatten(leaf)
+            found += flatten(leaf)
+    return found
 
 
 def storage(tensor) -> int:
@@ -316,17 +324,25 @@ def storage(tensor) -> int:
 
 def signature(value):
     """Return what the shape of a result can depend on, as a hashable value. The type belongs to it, since 1 == 1.0."""
-    if isinstance(value, torch.Tensor):
-        return value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, torch.Tensor):                        # views of equal shapes can occupy different bytes
+        return value.shape, value.stride(), value.dtype, value.device, value.is_contiguous() or size(value)
     return tuple(map(signature, value)) if isinstance(value, (tuple, list)) else (type(value), value)
 
 
+def empty_like(result):
+    """Return new tensors with the shapes, strides and types of the ones in a result."""
+    if isinstance(result, torch.Tensor):
+        return torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=result.device)
+    return type(result)(map(empty_like, result)) if isinstance(result, (tuple, list)) else result
+
+
 @cache
-def arguments_of(function) -> tuple[list[str], list[str], list[str]]:
-    """Return the names of an operation's arguments, of the ones that it writes to, and of the ones it does not read."""
-    arguments = function._schema.arguments
-    return tuple([one.name for one in arguments if test(one)] for test in (
+def arguments_of(function) -> tuple[list[str], ...]:
+    """Return names of an operation's arguments: all, what it writes to, what it does not read, and what it returns."""
+    arguments, count = function._schema.arguments, len(function._schema.returns)
+    names, written, not_read = ([one.name for one in arguments if test(one)] for test in (
         lambda one: True, lambda one: one.alias_info is not None and one.alias_info.is_write, lambda one: one.is_out))
+    return names, written, not_read, written[:count]
 
 
 @cache
@@ -334,22 +350,3 @@ def is_view(function) -> bool:
     """Return whether the operation only returns views of its arguments."""
     schema = function._schema
     return not schema.is_mutable and len(schema.returns) > 0 and all(one.alias_info for one in schema.returns)
-
-
-def result_of(function, args, kwargs, tensors):
-    """Return function(*args, **kwargs). tensors: all tensors among its arguments."""
-    if function.namespace == "prim" or not any(one.is_meta for one in tensors):
-        return function(*args, **kwargs)
-    schema, (names, written, _) = function._schema, arguments_of(function)
-    if written:                                                # meta tensors have no numbers that could change
-        results = [(dict(zip(names, args)) | kwargs)[name] for name in written[:len(schema.returns)]]
-        return tuple(results) if len(results) > 1 else results[0] if results else None
-    key = function, signature(args), signature([*kwargs.items()])
-    if key not in REMEMBERED:
-        result = function(*args, **kwargs)
-        if any(one.alias_info for one in schema.returns) or (
-                {*map(storage, flatten([result]))} & {*map(storage, tensors)}):        # it is a view
-            return result
-        REMEMBERED[key] = result
-    return tree_map_only(torch.Tensor, lambda one: torch.empty_strided(
-        one.shape, one.stride(), dtype=one.dtype, device=one.device), REMEMBERED[key])

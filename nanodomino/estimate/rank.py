@@ -33,7 +33,7 @@ import torch.distributed as dist
 from nanodomino.comm.device import StandIn, kind_of, standing_for
 from nanodomino.data import Batch
 from nanodomino.domino import Domino
-from nanodomino.estimate.accounts import Accounts, ActionEnd, FusedAttention, Launch, Operation, Streams, storage
+from nanodomino.estimate.accounts import Accounts, ActionEnd, Launch, Operation, Streams, attention_kernel, storage
 from nanodomino.estimate.formulas import Machine
 from nanodomino.mesh import Mesh, make_mesh
 from nanodomino.schedules import simulation
@@ -105,7 +105,8 @@ def dry_run(program, config: Config, rank=0) -> RankRun:
     with world_of(rank, config.world_size):
         mesh = make_mesh(config.pp, config.dp, config.tp, META, **config.mesh_options)
         accounts = Accounts(groups_of(mesh), host_counts=config.device == "cpu")
-        with standing_for(StandIn(config.device, Streams(accounts))), accounts, FusedAttention(), \
+        with standing_for(StandIn(config.device, Streams(accounts))), accounts, \
+                mock.patch("torch.nn.functional.scaled_dot_product_attention", attention_kernel), \
                 mock.patch("torch.optim.adam._device_dtype_check_for_fused"):  # it refuses meta tensors
             model = program.model_builder(config, mesh)
             optimizer = ZeroOptimizer(model, config, mesh)

@@ -34,6 +34,7 @@ MARGIN = 0.9     # a run may need this share of its estimate
 run_of = lru_cache(maxsize=512)(dry_run)
 
 
+@lru_cache(maxsize=512)
 def small_run(program, config: Config, depth: int, stage: int, stages: int) -> RankRun:
     """Run one stage of a pipeline of only `stages` stages, with just enough microbatches to show each kind of action.
     depth: layers of the last chunk, in units of layer_period. The others have as many more as are behind the head."""
@@ -171,8 +172,7 @@ def least_bytes(config: Config) -> float:
     layers = config.layer_period
     one, two = (parameter_count(dataclasses.replace(config, num_layers=count)) for count in (layers, 2 * layers))
     parameters = one + (config.num_layers / layers - 1) * (two - one)
-    return (parameters * state_bytes_per_parameter(config) / (config.tp * config.pp * config.ep)
-            + math.prod(config.residual_shape) * config.params_dtype.itemsize)
+    return parameters * state_bytes_per_parameter(config) / (config.tp * config.pp * config.ep) + message_bytes(config)
 
 
 def require_memory(program, config: Config, device, local_world_size: int) -> str:
