@@ -189,7 +189,7 @@ class Clock:
                 group, end = self.ends.pop(event.number)
                 self.after[f"{group} exposed"] += max(0.0, end - self.now)
                 self.now = max(self.now, end)
-        self.parts = {name for _, parts in passed for name in parts} | set(self.after)
+        self.parts = sorted({name for _, parts in passed for name in parts} | set(self.after))
         self.actions = {kinds: Counter({name: statistics.median(parts[name] for same, parts in passed if same == kinds)
                                         for name in self.parts}) for kinds in {kinds for kinds, _ in passed}}
 
