@@ -35,12 +35,7 @@ def check_of(number):
 
 # ---- the source text
 
-parsed = cache(ast.parse)
-
-
-@cache
-def compiled(text, path):
-    return compile(text, str(path), "exec")
+parsed, compiled = cache(ast.parse), cache(lambda text, path: compile(text, str(path), "exec"))
 
 
 def read(path):

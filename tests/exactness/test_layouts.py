@@ -163,7 +163,6 @@ CASES += [
     case(1, 1, 2, EXPERTS, cp=2, ep=4, slices=2),
     case(1, 1, 1, A2A, FAMILIES["mixed"], cp=4, slices=3, loss_scale=2.0**12),
     # multi-token prediction
-    case(1, 1, 1, DEPTH),
     case(1, 1, 2, DEPTHS, UNTIED, DOCUMENTS, slices=3, zero_stage=2, bucket_size=1),
     case(2, 1, 1, DEPTH, FAMILIES["llama"], DROPOUT, slices=2, sequence_parallel=True, recompute_granularity="full"),
     case(1, 2, 2, DEPTHS, UNTIED, DROPOUT, schedule="zb-h1", slices=2, recompute_granularity="selective"),
@@ -172,7 +171,6 @@ CASES += [
     case(2, 1, 2, DEPTH, EXPERTS, ep=2, slices=2),
     case(1, 2, 2, DEPTH, UNTIED, schedule="paired", zero_stage=2, slices=2),
     # a sliding window
-    case(1, 1, 1, WINDOW),
     case(1, 1, 1, WINDOW, DROPOUT, DEPTHS, DOCUMENTS),
     case(2, 1, 1, WINDOW, DROPOUT, FAMILIES["llama"], sequence_parallel=True, recompute_granularity="full", columns=2),
     case(1, 1, 1, WINDOW, FAMILIES["llama"], cp=2, full_attention_layers=2),

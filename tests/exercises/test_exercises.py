@@ -176,7 +176,7 @@ def test_a_folder_of_answers_is_graded(tmp_path, monkeypatch, capsys):
 
 @cache
 def dry_bench(*command):
-    """Stand in for bench.py memory: return the dry run's counts, to which test_bench.py proves a real step's equal."""
+    """Stand in for bench.py memory: return a dry run's counts, to which test_bench.py proves those of a step equal."""
     launch = LaunchInfo(world_size=2)
     config = memory.config_for(parse(memory, command[2:]), launch)
     runs = memory.dry_runs(config, launch)

@@ -109,16 +109,15 @@ def test_the_experts_hide_the_sum_of_choices_of_ranks_that_share_samples():
 
 # ---- whole steps
 
-SIGMOID, PRE_SOFTMAX = dict(moe_router_score_function="sigmoid"), dict(moe_router_pre_softmax=True)
-SHARED = dict(moe_shared_expert_intermediate_size=16)
-ZEROS = ("router.weight", 0.0)
+PRE_SOFTMAX, ZEROS = dict(moe_router_pre_softmax=True), ("router.weight", 0.0)
 NO_LOSSES = dict(moe_aux_loss_coeff=0.0, moe_z_loss_coeff=0.0, moe_router_enable_expert_bias=False)
 
 
 @pytest.mark.parametrize("rigged, topk, options", [
     (("expert_bias", (-10.0, 0.0, 0.0, 10.0)), 1, PRE_SOFTMAX),
     *((("expert_bias", (-10.0, 0.0, 0.0, 10.0)), 2, dict(moe_router_score_function=name)) for name in SCORE_FUNCTIONS),
-    (ZEROS, 1, NO_LOSSES | SIGMOID), (ZEROS, 2, NO_LOSSES), (ZEROS, 3, NO_LOSSES | PRE_SOFTMAX)],
+    (ZEROS, 1, NO_LOSSES | dict(moe_router_score_function="sigmoid")), (ZEROS, 2, NO_LOSSES),
+    (ZEROS, 3, NO_LOSSES | PRE_SOFTMAX)],
     ids=["all tokens on one expert", *(f"one expert without tokens {name}" for name in SCORE_FUNCTIONS), "ties 1",
          "ties 2", "ties 3"])
 @pytest.mark.parametrize("ep", [1, pytest.param(2, marks=pytest.mark.exhaustive), 4])
@@ -133,7 +132,8 @@ def test_however_the_tokens_choose_no_row_is_dropped(pool, rigged, topk, options
 
 
 @pytest.mark.parametrize("features, group, forward, backward", [
-    (EXPERTS | SHARED | dict(expert_model_parallel_size=2), "ep", dict(all_to_all=3), dict(all_to_all=2)),
+    (EXPERTS | dict(expert_model_parallel_size=2, moe_shared_expert_intermediate_size=16), "ep",
+     dict(all_to_all=3), dict(all_to_all=2)),
     (dict(context_parallel_size=2), "cp", dict(all_gather=1), dict(reduce_scatter=1)),
     (dict(context_parallel_size=2, cp_comm_type="a2a"), "cp", dict(all_to_all=2), dict(all_to_all=2))])
 def test_recomputation_repeats_no_dispatch(features, group, forward, backward):

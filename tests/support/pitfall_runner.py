@@ -3,8 +3,6 @@
     the right numbers    reference_for() reference.py's model on one process, step by step
     the numbers found    join_ranks()    the results of all ranks of the pool, with the bug or without
     the verdict          judge()         AssertionError if they differ by more than rounding
-
-The three are in support/harness.py; every test of a layout compares in the same way.
 """
 
 import dataclasses

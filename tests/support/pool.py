@@ -85,8 +85,7 @@ def worker_main(rank, connection, store_port, device):
         torch.cuda.set_device(rank)
         torch.cuda.init()
     if hasattr(os, "SCHED_BATCH"):
-        # A batch thread that wakes up waits for a core. Otherwise it stops a thread of its neighbour that holds a lock
-        # of gloo, whose event loop then spins: up to half of the CPU time, with more ranks than cores.
+        # A batch thread that wakes up stops no other. If it stopped one that holds a lock, gloo's loop would spin.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the session handles Ctrl-C and closes the pool
     os.environ.setdefault(*LOOPBACK)
