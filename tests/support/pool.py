@@ -84,9 +84,6 @@ def worker_main(rank, connection, store_port, device):
     if device == "cuda" and rank < torch.cuda.device_count():
         torch.cuda.set_device(rank)
         torch.cuda.init()
-    if hasattr(os, "SCHED_BATCH"):
-        # A batch thread that wakes up stops no other. If it stopped one that holds a lock, gloo's loop would spin.
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the session handles Ctrl-C and closes the pool
     os.environ.setdefault(*LOOPBACK)
     store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
