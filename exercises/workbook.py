@@ -35,12 +35,7 @@ def check_of(number):
 
 # ---- the source text
 
-parsed = cache(ast.parse)
-
-
-@cache
-def compiled(text, path):
-    return compile(text, str(path), "exec")
+parsed, compiled = cache(ast.parse), cache(lambda text, path: compile(text, str(path), "exec"))
 
 
 def read(path):
@@ -59,11 +54,12 @@ def parts(text):
             if isinstance(node, ast.FunctionDef | ast.ClassDef)}
 
 
+@cache
 def exercises_of(path):
     """Return {exercise: its functions' names}, from the marks in minimal.py or beyond.py."""
-    text, found = path.read_text(), {}
+    lines, found = (text := path.read_text()).splitlines(), {}
     for name, (first, _) in parts(text).items():
-        if mark := MARK.search(text.splitlines()[first]):
+        if mark := MARK.search(lines[first]):
             found.setdefault(int(mark[1]), []).append(name)
     return found
 
@@ -94,12 +90,14 @@ def answer_in(text, number):
 
 def replace_answer(text, number, sources):
     """Return the text, in which `sources` replace the functions of an exercise, one each, and get a mark."""
-    for name, source in zip(names_in(number), sources):
-        lines, (first, last), (top, *body) = text.splitlines(), parts(text)[name], source.split("\n")
-        text = "\n".join([*lines[:first], f"{top:<87} # exercise {number}, yours", *body, *lines[last + 1:]]) + "\n"
-    return text
+    lines, places = text.splitlines(), [parts(text)[name] for name in names_in(number)]
+    for (first, last), source in sorted(zip(places, sources), reverse=True):
+        top, *body = source.split("\n")
+        lines[first:last + 1] = [f"{top:<87} # exercise {number}, yours", *body]
+    return "\n".join(lines) + "\n"
 
 
+@cache
 def blanks(number):
     """Return an exercise's functions without their bodies. Signatures and docstrings stay; the first gets FACTS."""
     facts = getattr(check_of(number), "FACTS", "") + f"If you are stuck: python -m exercises hint {number}"

@@ -16,6 +16,10 @@ from support.pool import Pool                   # noqa: E402
 
 gc.disable()                    # until all tests are collected: what is imported stays
 torch.set_num_threads(1)        # more threads would only compete: there are more processes than cores
+if hasattr(os, "SCHED_BATCH"):
+    # Ranks inherit this. A batch thread that wakes up stops no other thread. If that one held a lock of gloo, gloo's
+    # event loop would spin until it goes on.
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def pytest_addoption(parser):

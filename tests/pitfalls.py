@@ -54,12 +54,12 @@ from nanodomino.overlap import compute, slices
 from nanodomino.overlap.slices import Flight, SliceOps, result_of
 from nanodomino.comm.world import from_rank_0
 from nanodomino.zero import ZeroOptimizer, sum_of_squares
+from options.test_fp8 import check_matmuls, check_near_fp32, check_new_weights
 from support import ROOT, harness
 from support.checkpoints import save_steps, train_from
-from support.delayed_collectives import delayed_collectives
-from support.fp8_checks import check_matmuls, check_near_fp32, check_new_weights
 from support.harness import TOLERANCE, Outcome, judge, tiny, worst
-from support.pitfall_runner import CHECKED, END, LONG, TABLE, Pitfall, instead, measure, pitfall, pool_with_bug
+from support.pitfall_runner import (CHECKED, END, LONG, TABLE, Pitfall, delayed_collectives, instead, measure, pitfall,
+                                    pool_with_bug)
 from support.pool import Pool
 
 DOCUMENT = ROOT / "docs" / "pitfalls.md"

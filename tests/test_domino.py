@@ -8,11 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from support.delayed_collectives import delayed_collectives
 from support.fake_world import fake_world
 from support.harness import (EXPERTS, build, difference, random_data, reference_for, relative, tiny, train_rank,
                              weights_and_data)
-from support.pitfall_runner import replaced
+from support.pitfall_runner import delayed_collectives, replaced
 
 import train
 from nanodomino.comm.trace import Trace
@@ -114,7 +113,7 @@ def with_delayed_collectives(kind, *arguments):
 
 @pytest.mark.parametrize("world_size, options", [
     (8, {}), pytest.param(4, dict(sequence_parallel=True, micro_batch_size=12), marks=pytest.mark.exhaustive),
-    (8, dict(num_experts=4, expert_model_parallel_size=2, disable_bias_linear=True, schedule="paired",
+    (8, dict(num_experts=4, expert_model_parallel_size=2, disable_bias_linear=True, schedule="paired", num_layers=2,
              recompute_granularity="full"))], ids=["whole", "cut", "experts"])
 def test_collectives_that_complete_late_or_early_give_the_same_bits(pool, world_size, options):
     """Code that reads a sum before wait(), or writes to a tensor in flight, computes different numbers here."""

@@ -1,6 +1,7 @@
 """bench.py: the record of each question is consistent; the slow wire is slow and is removed. The sizes are tiny: the
 tests check the arithmetic around the times, not the times."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -18,9 +19,9 @@ from support.harness import tiny
 from support.runs import wait_until
 
 import train
-from benchmarks import memory, pipeline, throughput, zero
+from benchmarks import calls, memory, pipeline, throughput, zero
 from benchmarks.overlap import figures_of
-from benchmarks.runner import Figure, Times, compare, parse, require_same_work
+from benchmarks.runner import Figure, Times, compare, config_of, parse, require_same_work, with_mesh
 from benchmarks.slow_network import LARGEST_PACKET, parse_rate, slow_wire
 from nanodomino.comm.trace import Event
 from nanodomino.errors import UserError
@@ -323,3 +324,25 @@ def test_alternatives_run_in_changing_orders():
     assert all(sorted(one) == list("abcd") for one in rounds) and len(rounds) == 61
     assert len({pair for one in rounds for pair in zip(one, one[1:])}) == 12
     assert {name: len(one.rounds) for name, one in times.items()} == dict.fromkeys("abcd", 60)
+
+
+# ---- docs/one-layer.md
+
+def tables_of_this_rank():
+    return calls.record(*with_mesh(config_of(SimpleNamespace(), 2, **calls.SIZES), torch.device("cpu")))
+
+
+def test_the_page_of_one_layer_shows_the_calls_of_a_run(pool):
+    """Its text names the steps that launch and wait. `python bench.py calls --write` brings the tables up to date."""
+    page = calls.PAGE.read_text()
+    assert page == calls.replace_tables(page, pool.run(tables_of_this_rank, world_size=2)[0])
+    words = " ".join(page.split())
+    assert re.findall(r"all-reduce[\w ]* starts in step ([\d.]+)\.", words) == re.findall(
+        r"^\| ([\d.]+) \|.*\*The all-reduce starts", page, re.MULTILINE)
+    assert re.findall(r"Step (\d) hands over|waits in step (\d)", words) == [("4", ""), ("", "7")]
+    assert re.findall(r"^\| ([\d.]+) \|.*\*Here the slice waits", page, re.MULTILINE) == ["4", "7"]
+
+
+@pytest.mark.exhaustive
+def test_bench_prints_the_calls():
+    assert ask("calls")["slices"] == 2

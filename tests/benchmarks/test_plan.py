@@ -11,7 +11,7 @@ from support.harness import tiny
 import train
 from benchmarks import plan, plan_search, published
 from benchmarks.plan_search import estimated_bytes, estimated_seconds
-from benchmarks.published import RUNS, as_megatron, seconds
+from benchmarks.published import RUNS, as_megatron
 from benchmarks.runner import about, bytes_text, config_of, parse, seconds_text
 from nanodomino.estimate.accounts import Launch, Operation, Wait
 from nanodomino.estimate.formulas import Machine, bytes_outside_torch, parameter_count
@@ -198,25 +198,6 @@ def test_stored_scores_are_multiplied_whole_and_read_and_written():
     assert events[0].shape == (3, published.SEQ_LENGTH, published.SEQ_LENGTH, size)
     assert events[8:] == [Launch("tp", "all_reduce", 8, 1), Wait(1), Launch("dp", "all_reduce", 8, 2)]
     assert as_megatron(run, stores_scores=False, blocks=False).events == list(run.events)
-
-
-def test_recomputed_layers_repeat_their_forward():
-    """A backward takes about two forwards, so a step takes about a third longer."""
-    run = RUNS["2409.15241"][0]
-    stored, layers = (dataclasses.replace(run, recomputed=what) for what in ("attention", "layers"))
-    free = dataclasses.replace(CLUSTER, intra_host_rate=1e30, latency=0.0)
-    plain, again = seconds(stored, free), seconds(layers, free)
-    assert 1.15 * plain < again < 1.4 * plain
-    assert seconds(layers, CLUSTER, blocks=True) > seconds(layers, CLUSTER) > again
-
-
-def test_communication_share_and_speed_up():
-    """With communication that takes as long as everything else, most of which two slices hide."""
-    run, rate = RUNS["2409.15241"][0], CLUSTER.intra_host_rate
-    free = seconds(run, dataclasses.replace(CLUSTER, intra_host_rate=1e30, latency=0.0))
-    wire = (seconds(run, dataclasses.replace(CLUSTER, latency=0.0), blocks=True) - free) * rate
-    slow = dataclasses.replace(CLUSTER, intra_host_rate=wire / free, latency=0.0)
-    assert published.wires(run, slow) == pytest.approx(50, rel=0.01) and 1.5 < published.gain(run, slow) <= 2
 
 
 @pytest.mark.exhaustive

@@ -47,7 +47,7 @@ SELDOM = "depths", "all", "all-llama"
                                   for name in (*RINGS, "all", "all-llama")])
 def test_any_layout_resumes_from_any_other(pool, tmp_path, name):
     """A step on one layout and the next on another equal the reference model. The data order, the learning rate,
-    Adam's count and an expert bias must continue. Each layout resumes from the previous one, or from all twelve."""
+    Adam's count and an expert bias must continue. Each layout resumes from the previous one, or from four of twelve."""
     family, layouts = RINGS.get(name) or (LLAMA if "llama" in name else {}, [(layout, {}) for layout in LAYOUTS])
     configs = [config_for(*layout, **UNEVEN | family, **options) for layout, options in layouts]
     weights, data, records, final = reference_for(pool, configs[0], 2)
@@ -56,7 +56,7 @@ def test_any_layout_resumes_from_any_other(pool, tmp_path, name):
         pool.run(train_from, config, weights, data, 0, 1, None, str(tmp_path / str(i)), world_size=config.world_size)
         folders += map(str, checkpoints_of(tmp_path / str(i)))
     for i, config in enumerate(configs):
-        chosen = folders if name not in RINGS else [folders[i - 1]]
+        chosen = folders[i % 3::3] if name not in RINGS else [folders[i - 1]]
         results = pool.run(resume_from_each, config, data, chosen, world_size=config.world_size,
                            timeout=120 * len(chosen))
         for outcomes in zip(*results, strict=True):

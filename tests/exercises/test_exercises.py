@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -173,8 +174,9 @@ def test_a_folder_of_answers_is_graded(tmp_path, monkeypatch, capsys):
     assert grade.results_of(tmp_path / "dan.py")[7]["result"] == "time limit"
 
 
-def dry_bench(command, **options):
-    """Stand in for bench.py memory: return the dry run's counts, to which test_bench.py proves a real step's equal."""
+@cache
+def dry_bench(*command):
+    """Stand in for bench.py memory: return a dry run's counts, to which test_bench.py proves those of a step equal."""
     launch = LaunchInfo(world_size=2)
     config = memory.config_for(parse(memory, command[2:]), launch)
     runs = [memory.dry_run(memory.train, config, rank) for rank in range(2)]
@@ -182,7 +184,7 @@ def dry_bench(command, **options):
 
 
 def test_a_prediction_is_compared_with_the_reason(capsys, monkeypatch):
-    monkeypatch.setattr(subprocess, "run", dry_bench)
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: dry_bench(*command))
     with pytest.raises(SystemExit, match="must be a positive number, but is nan; correct it"):
         command_line.main(["predict", "bytes", "nan"])
     command_line.main(["predict", "bytes"])

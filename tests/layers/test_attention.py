@@ -43,7 +43,7 @@ DOCUMENTS = dict(reset_position_ids=True, reset_attention_mask=True)
 def test_training_equals_one_plain_process(pool, layout):
     """The other side is a plain model with a mask. Evaluation and recomputation take the same kernel. With context
     parallelism by all_gather, attention takes it without documents too."""
-    config = tiny(4, **layout, slices=3, num_layers=3, recompute_granularity="full", micro_batch_size=6,
+    config = tiny(4, **layout, slices=3, num_layers=2, recompute_granularity="full", micro_batch_size=6,
                   global_batch_size=12)
     ran = []
 

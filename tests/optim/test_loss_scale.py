@@ -110,8 +110,9 @@ def test_a_run_in_three_launches_finds_its_scale_and_skips_on_the_way_do_not_end
     make_corpus(tmp_path)
     for _ in range(3):
         ended = train_in_pool(pool, tmp_path, "--run-dir", tmp_path / "run", "--fp16", "--tp", 2, "--train-iters", 36,
-                              "--micro-batch-size", 16, "--max-skipped-steps", 3, "--initial-loss-scale", 2.0**40,
-                              "--loss-scale-window", 3, "--log-interval", 1, "--exit-interval", 12, world_size=2)
+                              "--num-layers", 1, "--micro-batch-size", 16, "--max-skipped-steps", 3, "--log-interval",
+                              1, "--initial-loss-scale", 2.0**40, "--loss-scale-window", 3, "--exit-interval", 12,
+                              world_size=2)
         assert ended.code == 0, ended.output
         assert ("| skipped, because the " in ended.output) and "| loss scale " in ended.output
     scales, skipped = ([value for _, value in metric_points(tmp_path / "run", name)]

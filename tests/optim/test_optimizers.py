@@ -8,7 +8,6 @@ from support.harness import tiny
 
 from nanodomino.optim.optimizers import LR_DECAY_STYLES, OPTIMIZERS, learning_rate
 
-# ---- the learning rate
 
 @pytest.mark.table
 def test_the_learning_rate_climbs_then_falls_to_min_lr():
@@ -43,14 +42,8 @@ def test_wsd_is_megatrons(style, left):
         assert learning_rate(start, other) == 1.0 > learning_rate(start + 1, other) and learning_rate(90, other) == 0.1
 
 
-# ---- optimizers
-
 @pytest.mark.table
-def test_the_steps_of_each_optimizer_are_compared():
+def test_the_steps_of_each_optimizer_are_compared_and_the_default_rate_of_muon_is_twice_that_of_adamw():
     """Of AdamW by tests/exactness with torch's; settings/test_effects.py shows that each of its settings counts."""
     assert OPTIMIZERS.keys() == {"adamw", "muon"}, "compare the new optimizer with its formula, as test_muon.py does"
-
-
-@pytest.mark.table
-def test_the_default_rate_of_muon_is_twice_that_of_adamw():
     assert tiny(1, lr=None, optimizer="muon").lr == 2 * tiny(1, lr=None).lr

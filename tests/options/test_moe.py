@@ -1,16 +1,23 @@
-"""The parts of an expert layer that other tests do not reach on a CPU."""
+"""Experts are dropless however tokens choose, recomputation repeats no dispatch, and the parts of an expert layer that
+other tests do not reach on a CPU. test_layouts.py compares whole training steps on every layout."""
+
+from collections import Counter
 
 import pytest
 import torch
 from support.fake_world import fake_world
-from support.harness import build, random_data, tiny, train_rank, weights_and_data
+from support.harness import (EXPERTS, build, check_against_reference, random_data, tiny, train_rank,
+                             weights_and_data)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from nanodomino.comm.trace import Trace
 from nanodomino.comm.device import StandIn, standing_for
 from nanodomino.domino import run_to_end
+from nanodomino.estimate.rank import dry_run
 from nanodomino.options import experts
+from nanodomino.options.recompute import GRANULARITIES
+from nanodomino.options.router import SCORE_FUNCTIONS
 
 
 def microbatch(config, training=True):
@@ -98,3 +105,47 @@ def test_the_experts_hide_the_sum_of_choices_of_ranks_that_share_samples():
              and event.args.get("group") in (None, "cp")]
     launched = kinds.index("all_reduce")
     assert kinds[launched:kinds.index("wait", launched)].count("matmul") == 2
+
+
+# ---- whole steps
+
+PRE_SOFTMAX, ZEROS = dict(moe_router_pre_softmax=True), ("router.weight", 0.0)
+NO_LOSSES = dict(moe_aux_loss_coeff=0.0, moe_z_loss_coeff=0.0, moe_router_enable_expert_bias=False)
+
+
+@pytest.mark.parametrize("rigged, topk, options", [
+    (("expert_bias", (-10.0, 0.0, 0.0, 10.0)), 1, PRE_SOFTMAX),
+    *((("expert_bias", (-10.0, 0.0, 0.0, 10.0)), 2, dict(moe_router_score_function=name)) for name in SCORE_FUNCTIONS),
+    (ZEROS, 1, NO_LOSSES | dict(moe_router_score_function="sigmoid")), (ZEROS, 2, NO_LOSSES),
+    (ZEROS, 3, NO_LOSSES | PRE_SOFTMAX)],
+    ids=["all tokens on one expert", *(f"one expert without tokens {name}" for name in SCORE_FUNCTIONS), "ties 1",
+         "ties 2", "ties 3"])
+@pytest.mark.parametrize("ep", [1, pytest.param(2, marks=pytest.mark.exhaustive), 4])
+def test_however_the_tokens_choose_no_row_is_dropped(pool, rigged, topk, options, ep):
+    """Also ranks without any row compute. Of equal scores the first counts: without losses of the router, the rows of
+    experts that were never chosen stay 0, so ties remain in the second step."""
+    config = tiny(4, **EXPERTS | options, data_parallel_size=4, expert_model_parallel_size=ep, num_layers=2, slices=2,
+                  moe_router_topk=topk)
+    first = check_against_reference(pool, config, 2, rigged=(rigged,))[0].gradients
+    used = [bool(gradient.any()) for gradient in first["layers.0.mlp.experts.dense_h_to_4h"]]
+    assert used == {"expert_bias": [False, topk > 1, topk > 1, True]}.get(rigged[0], [e < topk for e in range(4)])
+
+
+@pytest.mark.parametrize("features, group, forward, backward", [
+    (EXPERTS | dict(expert_model_parallel_size=2, moe_shared_expert_intermediate_size=16), "ep",
+     dict(all_to_all=3), dict(all_to_all=2)),
+    (dict(context_parallel_size=2), "cp", dict(all_gather=1), dict(reduce_scatter=1)),
+    (dict(context_parallel_size=2, cp_comm_type="a2a"), "cp", dict(all_to_all=2), dict(all_to_all=2))])
+def test_recomputation_repeats_no_dispatch(features, group, forward, backward):
+    """Experts need three all-to-alls in forward (counts, dispatch, combine) and two in backward. Recomputation repeats
+    none of them. It does repeat the collectives inside attention's core."""
+    for granularity in GRANULARITIES:
+        config = tiny(2, **features, slices=2, num_layers=2, micro_batch_size=12, recompute_granularity=granularity,
+                      device="cpu")
+        repeated = forward if group == "cp" and granularity != "none" else {}
+        expected = Counter(forward) + Counter(backward) + Counter(repeated)
+        found = Counter()
+        for (name, kind), (calls, _) in dry_run(train, config).traffic.items():
+            if name in (group, "ep_counts"):
+                found[kind] += calls
+        assert found == {kind: count * 2 * 2 * config.microbatches for kind, count in expected.items()}

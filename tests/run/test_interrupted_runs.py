@@ -231,6 +231,8 @@ def test_a_rank_is_called_dead_if_it_reports_nothing_since_the_last_restart(monk
     monkeypatch.setattr("nanodomino.run.failures.time.sleep", lambda seconds: None)
     said = []
     for restarts, rank, port in ((0, 0, store.port), (0, 1, store.port), (1, 0, store.port), (1, 0, 1)):
+        if port == 1:                                    # where nobody answers
+            monkeypatch.setattr("nanodomino.run.failures.PAUSE", 0.1)
         monkeypatch.setenv("MASTER_PORT", str(port))
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
         said.append(unresponsive_ranks(LaunchInfo(rank=rank, world_size=2)))

@@ -5,8 +5,7 @@
     pool                 eight processes that live as long as the test session, for tests that need ranks
     fork_server          real processes without the seconds that `import torch` takes
     runs                 a tiny training: in the pool, under the fork server or torchrun; what it leaves
-    delayed_collectives  collectives that are carried out at wait() or at the launch
-    pitfall_runner       trains with a bug and compares with the right numbers, for tests/pitfalls.py
+    pitfall_runner       trains with a bug, or with late collectives, and compares with the right numbers
     fake_world           one rank alone: collectives that move no data, for tests that look at operations
     fake_cuda            a dry run of a training step on a GPU: what it asks of the GPU, and when the host waits
     checkpoints          layouts and damaged checkpoints

@@ -26,7 +26,8 @@ UNEVEN = dict(hidden_size=24, ffn_hidden_size=52, bucket_size=700)        # rank
 def config_for(tp, pp, dp, slices, zero_stage, schedule, **settings):
     cp = settings.get("context_parallel_size", 1)
     return tiny(tp * pp * dp * cp, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, slices=slices,
-                zero_stage=zero_stage, schedule=schedule, num_layers=4, micro_batch_size=6, eval_iters=0, **settings)
+                zero_stage=zero_stage, schedule=schedule, num_layers=4, global_batch_size=12,
+                micro_batch_size=min(6, 12 // dp), eval_iters=0, **settings)
 
 
 def train_from(config, weights, data, first, last, load=None, save_to=None):

@@ -3,24 +3,23 @@
     the right numbers    reference_for() reference.py's model on one process, step by step
     the numbers found    join_ranks()    the results of all ranks of the pool, with the bug or without
     the verdict          judge()         AssertionError if they differ by more than rounding
-
-The three are in support/harness.py; every test of a layout compares in the same way.
 """
 
 import dataclasses
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from support.harness import FixedData, Outcome, join_ranks, reference_for, results_of_records, tiny, train_rank
 from support.reference import random_weights
 
 from nanodomino import model
+from nanodomino.comm import collectives
 from nanodomino.mesh import meta_mesh
-
 
 CHECKED = 2              # steps in a test: the second step sees the weights that the first step wrote
 LONG, END = 40, 10       # steps of the runs in docs/pitfalls.md, whose table shows the mean loss of the last END steps
@@ -99,6 +98,29 @@ def call_with_bug(number, wrong, function, *arguments):
 def pool_with_bug(pool, entry: Pitfall, wrong: bool):
     """Return a pool whose workers run under a pitfall's conditions and, if wrong, with its bug."""
     return SimpleNamespace(run=partial(pool.run, call_with_bug, entry.number, wrong))
+
+
+def delayed_collectives(when, config=None):
+    """Return patches [(object, name, replacement)] that carry out asynchronous collectives 'late' (at wait()) or
+    'early' (at the launch). A real one finishes in between. Code that reads a result before it waits is right when all
+    finish at the launch and wrong when all finish at the wait, so tests compare both extremes."""
+    real_all_reduce, real_exchange = dist.all_reduce, collectives.exchange
+
+    def launch(collective):
+        work = SimpleNamespace(wait=cache(collective))             # carried out once
+        if when == "early":
+            work.wait()
+        return work
+
+    def all_reduce(*arguments, async_op=False, **options):
+        if not async_op:
+            return real_all_reduce(*arguments, **options)
+        return launch(lambda: real_all_reduce(*arguments, **options))
+
+    def exchange(*arguments):
+        return launch(lambda: real_exchange(*arguments).wait())
+
+    return [(dist, "all_reduce", all_reduce), (collectives, "exchange", exchange)]
 
 
 # ---- the right numbers

@@ -36,16 +36,12 @@ def torch_transformer(config, weights):
     return encoder, rows
 
 
-# ---- weights
-
 def test_random_weights_let_no_term_hide_and_depend_on_the_seed_alone():
     weights, again, other = random_weights(TIED, 1), random_weights(TIED, 1), random_weights(TIED, 2)
     for name, tensor in weights.items():
         assert tensor.dtype == torch.float64 and (tensor != 0).all() and (tensor != 1).all()
         assert torch.equal(tensor, again[name]) and not torch.equal(tensor, other[name])
 
-
-# ---- forward and gradients
 
 def test_logits_and_gradients_equal_torchs_own_transformer():
     weights, data = random_weights(UNTIED), random_data(UNTIED, 1)
