@@ -101,10 +101,12 @@ def case_of(row: dict, tp, pp, dp, cp=1, ep=1, **more):
 
 def all_pairs() -> list:
     """Return the exhaustive cases: all pairs of all options, the sizes of the layout among them. Where a layout rules
-    an option out, the option has its default."""
-    cases = []
+    an option out, the option has its default. Raises AssertionError unless the cases hold all 20 sizes of tensor,
+    pipeline and data parallelism."""
+    cases, layouts = [], set(SMALL)
     for row in in_all_pairs(EVERYTHING):
         tp, pp, dp, cp, ep = (row.pop(axis) for axis in (*AXES, "ep"))
+        layouts.add((tp, pp, dp))
         ep = ep if row["experts"] != "no experts" and cp * dp % ep == 0 else 1
         if FAMILIES[row["family"]].get("num_query_groups", 8) < cp * tp:
             row["cp_comm_type"] = "all_gather"
@@ -112,6 +114,7 @@ def all_pairs() -> list:
             row["virtual_stages"] = None
         chunks = row["virtual_stages"] or SCHEDULES[row["schedule"]].chunks[0]
         cases.append(case_of(row, tp, pp, dp, cp, ep, exhaustive=True, num_layers=chunks * pp + 1))
+    assert len(layouts | {(1, 1, 1)}) == 20
     return cases
 
 
