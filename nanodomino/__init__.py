@@ -42,5 +42,11 @@ The tools, which the files above never import:
     run/          session, folder, report, failures
     pictures/     merged_trace (what every rank did in a step), drawing: timeline and loss curve, by matplotlib
 
-A folder has no __init__.py of its own: this map takes the place of all of them.
+A folder has no __init__.py of its own: this map takes the place of all of them. Every import runs this file first, so
+it also checks the system.
 """
+
+import sys
+
+if sys.platform == "win32" or sys.version_info < (3, 10):
+    sys.exit("error: nanodomino needs Linux or macOS and Python 3.10 or later; on Windows, run it in WSL")

@@ -12,9 +12,6 @@ import signal
 import sys
 from contextlib import suppress
 
-if sys.platform == "win32" or sys.version_info < (3, 10):      # here, because every other file imports this one first
-    sys.exit("error: nanodomino needs Linux or macOS and Python 3.10 or later; on Windows, run it in WSL")
-
 
 class UserError(Exception):
     """A mistake that the user can correct. The message is one sentence with the rule, the numbers and the fix. For
@@ -44,8 +41,7 @@ def attempt(problem: str, function, *arguments, advice: str, **options):
 
 
 def import_optional(name: str, user):
-    """Import a module, and return its package, which is in requirements-extra.txt. user: what needs the package. Raises
-    UserError."""
+    """Import a module of requirements-extra.txt and return its package. user: what needs it. Raises UserError."""
     return attempt(f"{user} needs the package {name.split('.')[0]}, which can't be imported",
                    __import__, name, advice="pip install -r requirements-extra.txt")
 

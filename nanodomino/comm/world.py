@@ -10,6 +10,7 @@ Without these variables the process is a world of size 1. NCCL connects GPUs, gl
 """
 
 import ctypes
+import fcntl
 import os
 import socket
 from contextlib import suppress
@@ -61,8 +62,6 @@ def keep_freed_memory():
 def choose_interface(master_addr: str):
     """Set GLOO_SOCKET_IFNAME to the interface that leads to MASTER_ADDR, unless the user has set it. By default gloo
     announces the address of the host's own name: on many systems 127.0.0.1, where each host reaches only itself."""
-    import fcntl                                               # not on Windows, where errors.py says so
-
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((master_addr, 9))                        # UDP sends nothing; an unknown host is gloo's to report
         if probe.getsockname()[0].startswith("127."):          # this host is MASTER_ADDR itself

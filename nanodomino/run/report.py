@@ -4,7 +4,7 @@
     step      a tqdm bar, a line every --log-interval steps; one JSON object per step in metrics.jsonl
     losses    validation and test loss, next to the unigram and bigram entropy of the text, which a model must beat;
               perplexity = exp(loss), bits per byte of the scored text, and how many tokens of the split were scored
-    curve     loss.svg, drawn at each checkpoint and at the end; with --tensorboard-dir also TensorBoard's curves
+    curve     loss.svg, drawn at the end and at checkpoints ten seconds apart; --tensorboard-dir: TensorBoard's curves
 
 MFU is model FLOPs utilization: tokens per second x FLOPs per token / peak FLOP/s of all devices.
 """
@@ -13,6 +13,7 @@ import dataclasses
 import json
 import math
 import sys
+import time
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,7 +41,8 @@ class Report:
         self.peak_flops = find_peak_flops(config, mesh.device)
         self.tokens_per_step = config.global_batch_size * config.seq_length
         self.entropies = f"(unigram {corpus.unigram_entropy:.2f}, bigram {corpus.bigram_entropy:.2f})"
-        self.first_step, self.metrics, self.tensorboard, self.warnings = first_step, None, None, set()
+        self.first_step, self.drawn_at, self.warnings = first_step, time.monotonic(), set()
+        self.metrics = self.tensorboard = None
         if enabled:
             finished = first_step >= config.train_iters
             if not finished or not (run_dir / "config.json").exists():
@@ -147,9 +149,10 @@ class Report:
                  + (f" | {bits_per_byte:.4f} bits per byte" if bits_per_byte is not None else "")
                  + f" | {tokens:,} of {counted(self.corpus.tokens[split], 'token', ',')}")
 
-    def draw_curve(self):
-        """Draw loss.svg again, if matplotlib is installed."""
-        if self.enabled and find_spec("matplotlib"):
+    def draw_curve(self, pause=0.0):
+        """Draw loss.svg again, if matplotlib is installed and the last drawing is at least `pause` seconds old."""
+        if self.enabled and time.monotonic() - self.drawn_at >= pause and find_spec("matplotlib"):
+            self.drawn_at = time.monotonic()
             self.attempt("loss.svg", lambda: write_file(self.run_dir / "loss.svg",
                                                         svg(loss_curve, [self.run_dir]).encode()))
 

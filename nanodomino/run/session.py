@@ -139,6 +139,7 @@ class Session:
         self.trace = Trace(device, recording=False)
         self.watchdog = Watchdog(launch, device, config.timeout)
         self.on_action = self.watchdog.mark
+        self.stop_requested = lambda: self.watchdog.signal > 0         # whether this rank has received a signal
         self.done, self.loss, self.last_good = 0, 0.0, -1      # the weights after step last_good had a finite loss
         self.stopped = self.stopped_by_signal = False
 
@@ -167,10 +168,6 @@ class Session:
         if failure := self.saver.failure():                    # fatal, since no later checkpoint follows
             raise UserError(f"{failure}; free some disk space and start again, from the last checkpoint if any")
         self.watchdog.to_save = False                          # everything is saved
-
-    def stop_requested(self) -> bool:
-        """Return whether this rank has received a signal to stop."""
-        return self.watchdog.signal > 0
 
     def after_step(self, result, learning_rate: float, optimizer):
         """Report a finished step, draw its timeline, and decide whether to stop. Raises UserError if too many steps in
@@ -224,7 +221,7 @@ class Session:
         if warning := drift_warning(model, self.mesh):
             self.report.say(f"warning: {warning}")
         self.saver.save(self.done, model, optimizer, self.config)
-        self.report.draw_curve()
+        self.report.draw_curve(pause=10.0)
 
     def end(self, model) -> int:
         """Report the end of the run and, unless the run was asked to stop, print a sample. Returns the exit code."""

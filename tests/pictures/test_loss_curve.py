@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from support import needs
+from support import ROOT, needs
 from support.harness import report_without_a_run
 from support.runs import PATIENCE, make_corpus, train_in_pool
 
@@ -92,14 +92,21 @@ def test_a_failure_to_draw_is_a_warning_and_without_matplotlib_the_end_says_whic
     report.losses(3, "valid", 2.4, 8, 1)
     assert "warning" not in said(report.end, 3, 1.0)
     assert "validation 2.400, bits per byte 1.731" in "".join(texts((tmp_path / "loss.svg").read_text()))
+    (tmp_path / "loss.svg").unlink()
+    report.draw_curve(pause=60.0)
+    assert not (tmp_path / "loss.svg").exists(), "a picture was drawn just now"
+    report.drawn_at -= 60.0
+    report.draw_curve(pause=60.0)
+    assert (tmp_path / "loss.svg").exists()
 
 
 def test_the_command_draws_several_runs_without_a_screen_and_training_starts_without_matplotlib(
         fork_server, tmp_path, monkeypatch, capsys):
     """Drawing changes no signal's handler. The same run always becomes the same file."""
+    assert not any(re.search("^(from|import) matplotlib", path.read_text(), re.MULTILINE)
+                   for path in (ROOT / "nanodomino").rglob("*.py"))
     (tmp_path / "script.py").write_text(
         "import signal, sys, train\n"
-        "assert 'matplotlib' not in sys.modules\n"
         "handlers = [signal.getsignal(number) for number in signal.valid_signals()]\n"
         "from nanodomino.pictures.__main__ import main\n"
         "main()\n"

@@ -45,11 +45,12 @@ class Ended:
 def context_with_imports():
     """Return multiprocessing's context of forks of one server, which imports once what is slow to import.
 
-    The server has no threads. It also imports the compiler, which the first optimizer step would import, and pytest,
-    which the files of tests import.
+    The server has no threads. It also imports the compiler, which the first optimizer step would import, matplotlib's
+    modules, if they are installed, and pytest, which the files of tests import.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "torch._inductor.config", "pytest", "train"])
+    context.set_forkserver_preload(["torch.distributed", "torch._inductor.config", "matplotlib.backends.backend_svg",
+                                     "matplotlib.style", "pytest", "train"])
     return context
 
 
