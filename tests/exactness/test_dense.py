@@ -8,8 +8,9 @@ import torch
 from support.harness import FAMILIES, check_against_reference, tiny
 
 STAGES = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, schedule="zb-v", num_layers=5, slices=2,
-              **FAMILIES["llama"])
-REPLICAS = dict(tensor_model_parallel_size=2, slices=3, columns=2, zero_stage=2, hidden_dropout=0.2)
+              global_batch_size=12, **FAMILIES["llama"])
+REPLICAS = dict(tensor_model_parallel_size=2, slices=3, columns=2, zero_stage=2, hidden_dropout=0.2,
+                global_batch_size=12)
 
 
 @pytest.mark.parametrize("settings", [STAGES, REPLICAS], ids=["stages", "replicas"])
