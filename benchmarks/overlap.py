@@ -50,7 +50,7 @@ from benchmarks.runner import (Figure, RandomTokens, Times, about, add_config_fl
                                config_here, cores_of, describe, in_turn, join, ratios, require_same_work, table)
 from nanodomino.comm.collectives import all_gather, reduce_scatter
 from nanodomino.comm.trace import Trace
-from nanodomino.comm.world import keep_freed_memory
+from nanodomino.comm.world import tune_host
 from nanodomino.domino import Domino
 from nanodomino.errors import require
 from nanodomino.model import GPT
@@ -208,7 +208,7 @@ def floor(ratio: float, forward_work: float, forward_bytes: float) -> float:
 def ideal_answer(flags, config):
     """Measure one rank on the ideal wire, and return (text, record)."""
     bind_to(cores_of(0, 1)[:1])
-    keep_freed_memory()
+    tune_host()
     stage = IdealStage(config)
     logs = in_turn(stage.alternatives(), flags.repeats, partial(log_of, stage.wire))
     forward, domino, one_slice = logs.pop("forward"), logs["domino"], logs["one slice"]

@@ -5,6 +5,7 @@ Under pytest-xdist, each test process has its own pool and its own fork server. 
 
 import gc
 import os
+from contextlib import suppress
 
 import pytest
 import torch
@@ -16,9 +17,7 @@ from support.pool import Pool                   # noqa: E402
 
 gc.disable()                    # until all tests are collected: what is imported stays
 torch.set_num_threads(1)        # more threads would only compete: there are more processes than cores
-if hasattr(os, "SCHED_BATCH"):
-    # Ranks inherit this. A batch thread that wakes up stops no other thread. If that one held a lock of gloo, gloo's
-    # event loop would spin until it goes on.
+with suppress(OSError, AttributeError):         # as in tune_host(); the ranks of the pool inherit it
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 

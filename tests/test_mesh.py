@@ -18,7 +18,7 @@ from support.runs import TINY, main_on_rank, make_corpus
 from torch.distributed.distributed_c10d import _world
 
 from nanodomino import mesh
-from nanodomino.comm.world import LaunchInfo, start_world
+from nanodomino.comm.world import LaunchInfo, start_world, tune_host
 from nanodomino.errors import UserError
 from nanodomino.mesh import make_mesh, meta_mesh
 from nanodomino.settings.config import Config
@@ -27,9 +27,9 @@ from nanodomino.settings.config import Config
 FAULTS = """
 import ctypes, resource, sys, torch
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)       # no huge pages, so that every fault is one small page
-from nanodomino.comm.world import keep_freed_memory
+from nanodomino.comm.world import tune_host
 if sys.argv[1] == "kept":
-    keep_freed_memory()
+    tune_host()
 def step():
     tensors = [torch.ones(10_000_000) for _ in range(4)]
 for _ in range(10):                  # until the heap stops growing
@@ -43,11 +43,19 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.g
 @pytest.mark.exhaustive
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="this is about glibc")
 def test_freed_memory_serves_the_next_step():
-    """Without keep_freed_memory() the kernel takes 160 MB back after every step and clears them again."""
+    """Without tune_host() the kernel takes 160 MB back after every step and clears them again."""
     share = {way: float(subprocess.run([sys.executable, "-c", FAULTS, way], cwd=ROOT,
                                        capture_output=True, text=True, check=True).stdout) for way in ("kept", "left")}
     assert share["kept"] < 0.01
-    assert share["left"] > 0.5, "keep_freed_memory() would be unnecessary"
+    assert share["left"] > 0.5, "tune_host() would be unnecessary"
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has batch processes")
+def test_a_rank_is_a_batch_process(monkeypatch):
+    monkeypatch.setattr("nanodomino.comm.world.ctypes.CDLL", lambda name: None)       # leaves malloc as it is
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    tune_host()
+    assert os.sched_getscheduler(0) == os.SCHED_BATCH
 
 
 # ---- process groups
@@ -192,7 +200,7 @@ def test_every_group_of_a_run_has_its_timeout(pool, tmp_path):
 
 def test_the_world_has_its_timeout_before_the_first_collective(monkeypatch):
     asked = {}
-    monkeypatch.setattr("nanodomino.comm.world.keep_freed_memory", lambda: None)
+    monkeypatch.setattr("nanodomino.comm.world.tune_host", lambda: None)
     monkeypatch.setattr(dist, "rendezvous", lambda *_, timeout=None: asked.update(meet=timeout)
                         or iter([(dist.HashStore(), 0, 1)]))
     monkeypatch.setattr(dist, "init_process_group", lambda *_, timeout=None, **more: asked.update(world=timeout))
