@@ -302,3 +302,17 @@ def test_a_run_whose_dry_run_fails_starts_without_an_estimate(monkeypatch):
     monkeypatch.setattr(train, "train_step", fails)
     words = require_memory(train, tiny(1, lr=0.123), torch.device("cpu"), 1)
     assert words == "no estimate of its memory (the dry run does not know the FLOPs of torch's new_mm)"
+
+
+def test_a_remembered_operation_counts_as_it_did_the_first_time(monkeypatch):
+    """Its temporary bytes are in the peak again. Two views with the same shape and strides can have other bytes."""
+    monkeypatch.setattr("nanodomino.estimate.accounts.REMEMBERED", {})
+    monkeypatch.setattr("nanodomino.estimate.accounts.workspace", lambda name, given: 7000 * (name == "add"))
+    row, matrix = torch.empty(1, 8, device="meta"), torch.empty(4, 8, device="meta")
+    with Accounts({}, host_counts=False) as accounts:
+        for _ in range(2):
+            accounts.restart()
+            sums = [view.expand(4, 8) + 1 for view in (row, matrix[:1])]
+            assert [operation.bytes for operation in accounts.events] == [32 + 128, 128 + 128]
+            assert (accounts.now, accounts.peak) == (32 + 3 * 128, 32 + 3 * 128 + 7000)
+            del sums
