@@ -82,7 +82,8 @@ def main(questions, text: str, arguments: list[str]) -> int:
         return 1 if record.get("failed") else 0
     except UserError as error:
         if os.environ.get("RANK", "0") in ("0", ""):
-            sentence = re.sub(r"start (\d+) process(es)? with torchrun", r"give --gpus \1", str(error))      # of a plan
+            fix = r"give --gpus \1" if arguments[0] == "plan" else r"\g<0>"            # a plan starts no processes
+            sentence = re.sub(r"start (\d+) process(es)? with torchrun", fix, str(error))
             print(f"error: {sentence}", file=sys.stderr)
         return 2
 

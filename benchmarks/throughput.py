@@ -10,8 +10,9 @@ With --against, the same loop trains other implementations in place of plain_mod
 `transformers` is Hugging Face Transformers' model, for every model that nanodomino can export. `uncompiled` is
 nanodomino itself without torch.compile.
 
-With --compile (the default on CUDA) all others are compiled. The losses of the first steps must agree. MFU is relative
-to the device's dense 16-bit peak and counts 6 N + 12 L n d s FLOPs per token. It is null if that peak is unknown.
+With --compile (the default on CUDA) all others are compiled, too. The losses of the first steps must agree. MFU is
+relative to the device's dense 16-bit peak and counts 6 N + 12 L n d s FLOPs per token. It is null if that peak is
+unknown.
 
     python bench.py throughput                                  the nano preset
     python bench.py throughput --model gpt2 --dtype bfloat16 --global-batch-size 64

@@ -36,7 +36,8 @@ def attempt(problem: str, function, *arguments, advice: str, **options):
     try:
         return function(*arguments, **options)
     except Exception as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:300]
+        named = str(getattr(error, "filename", "")) in problem          # then the reason need not name the file again
+        reason = named and getattr(error, "strerror", None) or " ".join(str(error).split())[:300]
         raise UserError(f"{problem} ({reason}); {advice}") from None
 
 

@@ -242,7 +242,7 @@ class ZeroOptimizer:
         """
         sums = F.pad(self.statistics.flatten(), (4, 0))        # four zeros, then the statistics
         sums[3].fill_(stop)                                    # `sums[3] = stop` would make the host wait for the GPU
-        counts = float(self.has_loss and self.mesh.tp_rank == 0)           # 0: adds 0, or NaN if the sum is not finite
+        counts = float(self.has_loss and self.mesh.tp_rank == 0)           # 0 times a sum that is not finite is NaN
         sums[0], sums[1] = counts * totals.loss_sum, counts * totals.tokens
         with self.trace.span("optimizer"):
             for bucket in self.buckets:

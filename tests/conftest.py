@@ -18,7 +18,8 @@ from support.pool import Pool                   # noqa: E402
 gc.disable()                    # until all tests are collected: what is imported stays
 torch.set_num_threads(1)        # more threads would only compete: there are more processes than cores
 with suppress(OSError, AttributeError):         # as in tune_host(); the ranks of the pool inherit it
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    if os.sched_getscheduler(0) == os.SCHED_OTHER:
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def pytest_addoption(parser):

@@ -54,7 +54,7 @@ def find_checkpoint(folder: Path) -> Path:
     require(folder.is_dir(), f"{folder} is no folder to load from; give a checkpoint or the folder of a run")
     if (folder / "checkpoints").is_dir():
         checkpoint = newest_intact_checkpoint(folder)
-        saves_none = "" if checkpoints_of(folder) else " (a run that only evaluates saves none: give what it loaded)"
+        saves_none = "" if checkpoints_of(folder) else " (an evaluation saves none: give the checkpoint that it loaded)"
         require(checkpoint, f"{folder / 'checkpoints'} holds no intact checkpoint{saves_none}; give another folder")
         return checkpoint
     verify(folder)

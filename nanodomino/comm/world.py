@@ -48,16 +48,17 @@ def read_launch_environment(environment=os.environ) -> LaunchInfo:
 
 
 def tune_host():
-    """Let freed memory serve the next tensors, as torch's own allocator does on GPUs. glibc returns large blocks to the
-    kernel, which must clear each of their pages again. That took a quarter of a step with hidden size 512 and batch
-    8 x 256 on two cores (0.89 s instead of 0.66 s). Also make this process a batch process: when one of its threads
-    wakes up, no other thread has to stop. gloo's event loop spins while a thread that holds a lock is stopped. With 8
-    ranks on two cores, the default run's steps take 0.85 x [0.77 .. 0.86] the time (2026-11-27, AMD EPYC)."""
+    """Tune malloc and the scheduler for ranks on CPUs. malloc keeps freed memory for the next tensors, as torch does on
+    GPUs. Otherwise the kernel clears each page of it again: 0.89 s instead of 0.66 s a step, with hidden size 512 and
+    batch 8 x 256 on two cores. This thread and those that it starts become batch threads, which do not preempt others
+    when they wake up. Otherwise gloo's event loop spins while a thread that holds its lock is preempted. With 8 ranks
+    on two cores, a step of the default run takes 0.85 x [0.77 .. 0.86] as long with it (2026-11-27, AMD EPYC)."""
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):          # glibc's
         libc.mallopt(-4, 0)                                    # M_MMAP_MAX: take large blocks from the heap, too
         libc.mallopt(-1, -1)                                   # M_TRIM_THRESHOLD: never shrink the heap
     with suppress(OSError, AttributeError):                    # a container may forbid it, and only Linux has it
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:         # keeps a policy that the user has chosen
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def choose_interface(master_addr: str):

@@ -147,11 +147,9 @@ def build_tokenizer(name, special_tokens=False, begin_of_text=False, end_of_text
     if name == "byte":
         return Tokenizer(tiktoken.Encoding("byte", pat_str=r"(?s:.)", special_tokens={END_OF_TEXT: 256},
                                            mergeable_ranks={bytes([byte]): byte for byte in range(256)}))
-    try:
-        return Tokenizer(tiktoken.get_encoding("gpt2"))
-    except Exception:                       # tiktoken's cache, the network, a proxy: the advice is the same
-        raise UserError("the gpt2 vocabulary could not be downloaded; prepare the text with the folder of GPT-2's "
-                        "tokenizer.json as --tokenizer, or with --tokenizer byte") from None
+    advice = "prepare the text with the folder of GPT-2's tokenizer.json as --tokenizer, or with --tokenizer byte"
+    return Tokenizer(attempt("the gpt2 vocabulary could not be downloaded", tiktoken.get_encoding, "gpt2",
+                             advice=advice))
 
 
 def find_files(inputs: list, key: str) -> tuple[dict[str, int], defaultdict]:
@@ -239,7 +237,7 @@ def text_of(record: bytes | dict, key: str, place: str, advice=", or name anothe
         record = json.loads(record) if isinstance(record, bytes) else record
         return record[key].encode("utf-8", "replace").decode()      # half of a surrogate pair becomes a question mark
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = {KeyError: "the key is missing", AttributeError: "the value is no text", TypeError: "it is no object",
+        reason = {KeyError: "the key is missing", AttributeError: "the value is no string", TypeError: "no object",
                   RecursionError: "it is nested too deeply"}.get(type(error), f"it is not JSON: {error}")
         raise UserError(f'{place}, is not {{"{key}": "..."}} ({reason}), but {str(record)[:200]}; correct it{advice}'
                         ) from None

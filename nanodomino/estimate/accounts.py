@@ -338,7 +338,7 @@ def empty_like(result):
 
 @cache
 def arguments_of(function) -> tuple[list[str], ...]:
-    """Return names of an operation's arguments: all, what it writes to, what it does not read, and what it returns."""
+    """Return the names of an operation's arguments: of all, of those it writes to, does not read, and returns."""
     arguments, count = function._schema.arguments, len(function._schema.returns)
     names, written, not_read = ([one.name for one in arguments if test(one)] for test in (
         lambda one: True, lambda one: one.alias_info is not None and one.alias_info.is_write, lambda one: one.is_out))

@@ -102,6 +102,7 @@ class Muon(torch.optim.Optimizer):
                 own, lambda weight: self.gather(bucket.view(weight, updates).flatten(), "tp", tp)):
             shape, offset, size = weight.spec.shape, weight.spec.offset, weight.spec.size
             cut = len(shape) - (2 if size[-2] < shape[-2] else 1)          # the dimension that tp cuts, if any
+            assert tp == 1 or (size[-2] < shape[-2]) != (size[-1] < shape[-1]), f"tp must cut one dimension of {shape}"
             matrices = torch.cat([*flat.view(tp, *size)], dim=cut)
             result = update_of(matrices, weight.spec.parts, self.dtype).narrow(cut, offset[cut], size[cut])
             bucket.view(weight, updates).copy_(result.reshape(weight.shape))

@@ -55,13 +55,13 @@ from nanodomino.comm.device import kind_of, streams_of
 from nanodomino.overlap.slices import TapeEntry
 
 # The fields dropped at the end of a sublayer's forward: "h" is a field of TapeEntry, the others of its branch_tape.
-# If `core` is kept, it holds what backward needs of column_output.
+# column_output is always dropped: while `core` is kept, it holds what backward needs of column_output.
 GRANULARITIES = {"none": ("column_output",), "selective": ("core", "activation"),
                  "full": ("h", "column_output", "core", "activation")}
 
 
 class TapePolicy:
-    """Keeps of a sublayer what --recompute-granularity says."""
+    """Decides, by --recompute-granularity, what the tape keeps of a sublayer, and recomputes the rest in backward."""
 
     def __init__(self, config, device, slices: int, residual_norm):
         self.drops, self.residual_norm = GRANULARITIES[config.recompute_granularity], residual_norm

@@ -62,9 +62,8 @@ def report_and_exit(launch: LaunchInfo, error: Exception):
     """Print the error and end this process with its exit code. The module's docstring says which ranks wait before they
     print. A Watchdog has added itself to an error of training."""
     sys.stdout.flush()
-    watchdog = getattr(error, "watchdog", None)
+    code, watchdog = 1, getattr(error, "watchdog", None)
     where = f" in step {watchdog.step}" if watchdog and watchdog.step else ""
-    code = 1
     if isinstance(error, (UserError, OSError)):
         sentence, code = sentence_and_code(error)
         text = f"error: {sentence}"

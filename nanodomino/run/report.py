@@ -4,7 +4,7 @@
     step      a tqdm bar, a line every --log-interval steps; one JSON object per step in metrics.jsonl
     losses    validation and test loss, next to the unigram and bigram entropy of the text, which a model must beat;
               perplexity = exp(loss), bits per byte of the scored text, and how many tokens of the split were scored
-    curve     loss.svg, drawn at the end and at checkpoints ten seconds apart; --tensorboard-dir: TensorBoard's curves
+    curve     loss.svg, drawn at the end, and at checkpoints at least ten seconds apart; TensorBoard's, with a flag
 
 MFU is model FLOPs utilization: tokens per second x FLOPs per token / peak FLOP/s of all devices.
 """
@@ -39,10 +39,9 @@ class Report:
                  news=(), memory=""):
         self.config, self.corpus, self.mesh, self.run_dir, self.enabled = config, corpus, mesh, run_dir, enabled
         self.peak_flops = find_peak_flops(config, mesh.device)
-        self.tokens_per_step = config.global_batch_size * config.seq_length
         self.entropies = f"(unigram {corpus.unigram_entropy:.2f}, bigram {corpus.bigram_entropy:.2f})"
-        self.first_step, self.drawn_at, self.warnings = first_step, time.monotonic(), set()
-        self.metrics = self.tensorboard = None
+        self.first_step, self.tokens_per_step = first_step, config.global_batch_size * config.seq_length
+        self.drawn_at, self.warnings, self.metrics, self.tensorboard = time.monotonic(), set(), None, None
         if enabled:
             finished = first_step >= config.train_iters
             if not finished or not (run_dir / "config.json").exists():

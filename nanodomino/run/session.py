@@ -133,7 +133,7 @@ class Session:
                               thread_blocks=config.thread_blocks)
         same = dataclasses.replace(config, data_path=None, run_dir=None, load=None, config=None, tensorboard_dir=None)
         require(same == from_rank_0(same), f"rank {launch.rank} has other settings or data than rank 0; give all hosts "
-                "the same flags and data, and --no-compile if one can't compile")
+                "the same flags and data; if one host can't compile, give all of them --no-compile")
         self.run = run = from_rank_0(run)
         self.config = dataclasses.replace(config, sample_offset=run.sample_offset)
         self.trace = Trace(device, recording=False)

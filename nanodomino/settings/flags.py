@@ -121,7 +121,7 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises UserError instead of printing: every rank parses, but only one may print."""
 
     def error(self, message):
-        unknown = message.removeprefix("unrecognized arguments: ").split()[0].partition("=")[0]
+        unknown = message.removeprefix("unrecognized arguments: ").strip().partition(" ")[0].partition("=")[0]
         close = "".join(f"did you mean {flag}? " for flag in get_close_matches(unknown, self._option_string_actions, 1))
         raise UserError(f"{message}; {close}{self.prog} --help lists every flag")
 

@@ -157,7 +157,7 @@ def test_parquet_is_read_by_column(tmp_path, monkeypatch):
     prepare(tmp_path / "a", tmp_path / "out", split=(1, 0, 0))
     assert documents_in(tmp_path / "out") == ["1", "2", "3"]
     (tmp_path / "b").write_bytes((tmp_path / "a").read_bytes()[:-9])
-    for name, key, message in [("a", "words", r"""/a, row 3, .*\(the value is no text\), but {'words': None};"""),
+    for name, key, message in [("a", "words", r"""/a, row 3, .*\(the value is no string\), but {'words': None};"""),
                                ("a", "x", r"missing\), but {'id': 1, 'words': 'one', 'text': '1'}; correct"),
                                ("b", "text", r"/b is not UTF-8 text, or damaged \(")]:
         with pytest.raises(UserError, match=message):

@@ -109,7 +109,7 @@ TABLE = [
     (TRAIN, "--load data/meta.json", leave, "data/meta.json is no folder to load from; give"),
     (TRAIN, "--load " + "a" * 5000, leave, "aaa: File name too long", "choose another file or folder"),
     (TRAIN, "--load run", flip(SHARD), "holds no intact checkpoint; give another"),
-    (TRAIN, "--load run", remove(STEP), "holds no intact checkpoint (a run that only evaluates saves none: give wh"),
+    (TRAIN, "--load run", remove(STEP), "holds no intact checkpoint (an evaluation saves none: give the checkpoint"),
     (TRAIN, f"--load {STEP}", flip(SHARD), "damaged", "use another"),
     (TRAIN, "--run-dir data", leave, "--run-dir data holds no run, but other files (meta.json, test.bin, train.bin ...)"
      "; choose a new or an empty folder"),
