@@ -56,6 +56,9 @@ def test_a_rank_is_a_batch_process(monkeypatch):
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     tune_host()
     assert os.sched_getscheduler(0) == os.SCHED_BATCH
+    monkeypatch.setattr(os, "sched_getscheduler", lambda pid: os.SCHED_IDLE)
+    monkeypatch.setattr(os, "sched_setscheduler", lambda *policy: pytest.fail("the user has chosen another policy"))
+    tune_host()
 
 
 # ---- process groups

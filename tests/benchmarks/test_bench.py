@@ -233,6 +233,7 @@ def test_pipeline_refuses_to_compare_different_work(other):
     ("throughput --dtype float16", "--dtype must not be float16, because the other implementations"),
     ("pipeline --microbatches 8 1", "--microbatches must be multiples of --pp 2"),
     ("zero --dp 1", "--dp must be at least 2"),
+    ("checkpoint --processes 3 --dp 2", "start 2 processes with torchrun"),     # only a plan has --gpus
     ("plan --network 0", "--network must be at least 0.001 and at most 1e+06, but is 0.0"),
     ("plan --dtype float32", "--gpu H100 needs --dtype bfloat16 or float16"),
     ("plan --gpu A100 --fp8-format hybrid", "--fp8-format needs a GPU with fp8"),

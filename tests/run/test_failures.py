@@ -17,7 +17,7 @@ from support.fork_server import LAUNCHER
 
 from bench import QUESTIONS
 from nanodomino.comm.world import LaunchInfo
-from nanodomino.errors import UserError
+from nanodomino.errors import UserError, attempt
 from nanodomino.run import failures
 from nanodomino.run.failures import Watchdog
 
@@ -177,3 +177,12 @@ def test_a_gpu_with_work_and_without_progress_ends_its_rank(watchdog, monkeypatc
     with pytest.raises(SystemExit):
         watchdog.watch(0)
     assert devices == [watchdog.device] and reported == ["timed out waiting for the device"] * ends
+
+
+@pytest.mark.parametrize("problem, reason", [
+    ("the model can't be loaded", "[Errno 2] No such file or directory: 'gone'"),
+    ("gone can't be read", "No such file or directory")])
+def test_the_reason_names_the_file_unless_the_problem_does(problem, reason):
+    with pytest.raises(UserError) as raised:
+        attempt(problem, open, "gone", advice="give another")
+    assert str(raised.value) == f"{problem} ({reason}); give another"

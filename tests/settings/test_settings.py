@@ -72,6 +72,12 @@ def test_every_setting_has_an_effect_a_type_and_a_line_of_help():
         assert not field.metadata["choices"] or field.default in (None, *field.metadata["choices"])
 
 
+def test_an_empty_argument_is_refused_in_one_sentence():
+    """As a shell passes "$FLAGS" if the variable is empty."""
+    with pytest.raises(UserError, match="unrecognized arguments: ; python train.py --help lists every flag"):
+        command_line_parser().parse_args([""])
+
+
 @pytest.mark.table
 def test_docs_settings_is_up_to_date():
     page = (ROOT / "docs" / "settings.md").read_text()
