@@ -20,7 +20,6 @@ import json
 import math
 import os
 import random
-import re
 import socket
 import statistics
 import subprocess
@@ -82,9 +81,7 @@ def main(questions, text: str, arguments: list[str]) -> int:
         return 1 if record.get("failed") else 0
     except UserError as error:
         if os.environ.get("RANK", "0") in ("0", ""):
-            fix = r"give --gpus \1" if arguments[0] == "plan" else r"\g<0>"            # a plan starts no processes
-            sentence = re.sub(r"start (\d+) process(es)? with torchrun", fix, str(error))
-            print(f"error: {sentence}", file=sys.stderr)
+            print(f"error: {error}", file=sys.stderr)
         return 2
 
 

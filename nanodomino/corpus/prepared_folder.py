@@ -89,7 +89,8 @@ def load_corpus(folder) -> Corpus:
         corpus = Corpus(folder, meta["tokenizer"], meta["vocab_size"], meta["end_of_text"], np.dtype(meta["dtype"]),
                         meta["tokens"], meta["sha256"], meta["unigram_entropy"], meta["bigram_entropy"], meta)
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); prepare the text again") from None
+        reason = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise UserError(f"{path} is damaged ({reason}); prepare the text again") from None
     for split, tokens in corpus.tokens.items():
         path = folder / f"{split}.bin"
         size = path.stat().st_size if path.is_file() else 0

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from nanodomino.errors import counted, require
+from nanodomino.errors import require
 from nanodomino.layers.attention_mask import rotary_size
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.settings.flags import flag_name, flag_settings
@@ -116,7 +116,7 @@ def check_rules(c):
     sizes = {"tensor": tp, **c.inner_axes, "pipeline": pp, "data": dp}
     needed = math.prod(sizes.values())
     require(needed == c.world_size, f"world size {c.world_size} must equal {' x '.join(sizes)} parallel = "
-            f"{' x '.join(map(str, sizes.values()))} = {needed}; start {counted(needed, 'process')} with torchrun, or "
+            f"{' x '.join(map(str, sizes.values()))} = {needed}; use {needed} processes (GPUs), or "
             f"change {', '.join('--' + axis for axis in ('tp', *c.inner_axes, 'pp', 'dp'))}")
     check_divisible("num-attention-heads", heads, "num-query-groups", groups, f"--num-query-groups {divisors(heads)}")
     for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size", "moe_ffn_hidden_size",

@@ -233,15 +233,15 @@ def test_pipeline_refuses_to_compare_different_work(other):
     ("throughput --dtype float16", "--dtype must not be float16, because the other implementations"),
     ("pipeline --microbatches 8 1", "--microbatches must be multiples of --pp 2"),
     ("zero --dp 1", "--dp must be at least 2"),
-    ("checkpoint --processes 3 --dp 2", "start 2 processes with torchrun"),     # only a plan has --gpus
+    ("checkpoint --processes 3 --dp 2", "use 2 processes (GPUs)"),
     ("plan --network 0", "--network must be at least 0.001 and at most 1e+06, but is 0.0"),
     ("plan --dtype float32", "--gpu H100 needs --dtype bfloat16 or float16"),
     ("plan --gpu A100 --fp8-format hybrid", "--fp8-format needs a GPU with fp8"),
     ("plan --checkpoint-in-cpu", "--checkpoint-in-cpu needs --recompute-granularity full"),
     ("plan --published --search --gpus 8", "--published has no use for other flags; leave them out"),
     ("plan --search --gpus 6 --tp 4", "no layout for --gpus 6 obeys the rules together with the given flags; the first "
-     "that was tried breaks this one: world size 6 must equal tensor x pipeline x data parallel = 4 x 1 x 1 = 4; give "
-     "--gpus 4"),
+     "that was tried breaks this one: world size 6 must equal tensor x pipeline x data parallel = 4 x 1 x 1 = 4; use "
+     "4 processes (GPUs)"),
     ("plan --search --ep 2", "--expert-model-parallel-size 2 needs --num-experts to have an effect")])
 def test_bad_input_is_refused_in_one_sentence(capsys, arguments, rule):
     code, text, record, error = here(capsys, *arguments.split())

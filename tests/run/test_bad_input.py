@@ -100,7 +100,7 @@ TABLE = [
     (TRAIN, "", remove(META), "there is no data folder data with a meta.json; give", "data/prepare.py --input TEXT"),
     (TRAIN, "--data-path run/config.json", leave, "--input run/config.json --output run/config.json-prepared"),
     (TRAIN, "", cut(META, 99), "data/meta.json is damaged", PREPARE_AGAIN),
-    (TRAIN, "", change_meta(end_of_text=None), "meta.json is damaged (KeyError: 'end_of_text')", PREPARE_AGAIN),
+    (TRAIN, "", change_meta(end_of_text=None), "meta.json is damaged (it has no 'end_of_text')", PREPARE_AGAIN),
     (TRAIN, "", remove("data/valid.bin"), "data/valid.bin should hold", "but has 0 bytes", PREPARE_AGAIN),
     (TRAIN, "", cut("data/train.bin", -1), "tokens in 22894 bytes, but has 22893", PREPARE_AGAIN),
     (TRAIN, "", shorten("train", 128), "train split", "has 128 tokens", "+ 1 = 129", "lower --seq-length"),

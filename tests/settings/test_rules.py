@@ -36,7 +36,7 @@ MOE = "--num-experts 6 --disable-bias-linear"
 HELP = "--help lists every flag"
 TABLE = [
     # the layout
-    (8, "--tp 2 --pp 2 --dp 4", "world size 8 must equal", "2 x 2 x 4 = 16; start 16 processes with torchrun"),
+    (8, "--tp 2 --pp 2 --dp 4", "world size 8 must equal", "2 x 2 x 4 = 16; use 16 processes (GPUs)"),
     (4, "--cp 3 --seq-length 12", "data parallel = 1 x 3 x 1 x 1 = 3", "--tp, --cp, --pp, --dp"),
     (4, "--pp 4 --num-layers 7 --schedule zb-v", "num-layers 7 must be at least",
      "try --num-layers 8 or a smaller --pp"),
