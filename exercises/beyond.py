@@ -19,11 +19,11 @@ def interleaved(stage, stages, microbatches, chunks):                           
              for i in range(first, first + stages)]
     forwards = [("F", i, chunk) for i, chunk in order]
     backwards = [("B", i, chunks - 1 - chunk) for i, chunk in order]
-    warm_up = min(2 * (stages - stage - 1) + (chunks - 1) * stages, len(order))
-    actions = forwards[:warm_up]
-    for forward, backward in zip(forwards[warm_up:], backwards):
+    num_warmup = min(2 * (stages - stage - 1) + (chunks - 1) * stages, len(order))
+    actions = forwards[:num_warmup]
+    for forward, backward in zip(forwards[num_warmup:], backwards):
         actions += [forward, backward]
-    return actions + backwards[len(order) - warm_up:]
+    return actions + backwards[len(order) - num_warmup:]
 
 # ---- 12. Sequence parallelism (2205.05198, section 4.2.2) ----------------------------------------
 # Between two sublayers, all t ranks do the same work on the same b s rows of h numbers. Let each rank hold 1/t of the
@@ -97,10 +97,10 @@ def finish(in_flight):                                                          
 
 def paired(stage, stages, microbatches):                                                # exercise 14
     """Return a stage's actions: ("F", i), ("B", i), and ("BF", i, j) for B of microbatch i with F of j."""
-    warm_up = min(2 * (stages - stage - 1) + 1, microbatches)
-    return ([("F", i) for i in range(warm_up)]
-            + [("BF", i, warm_up + i) for i in range(microbatches - warm_up)]
-            + [("B", i) for i in range(microbatches - warm_up, microbatches)])
+    num_warmup = min(2 * (stages - stage - 1) + 1, microbatches)
+    return ([("F", i) for i in range(num_warmup)]
+            + [("BF", i, num_warmup + i) for i in range(microbatches - num_warmup)]
+            + [("B", i) for i in range(microbatches - num_warmup, microbatches)])
 
 def run_pair(backward, forward, send):                                                  # exercise 14
     """Let two generators take turns, the backward first, until both have ended. Right after the backward's end, call

@@ -295,11 +295,11 @@ def backward_slice(model, slice, gradient):
 
 def one_f_one_b(stage, stages, microbatches):                                           # exercise 5
     """Return a stage's actions; (0, 2, 2) gives [("F", 0), ("F", 1), ("B", 0), ("B", 1)]."""
-    warm_up = min(stages - stage - 1, microbatches)
-    actions = [("F", i) for i in range(warm_up)]
-    for i in range(microbatches - warm_up):
-        actions += [("F", warm_up + i), ("B", i)]
-    return actions + [("B", i) for i in range(microbatches - warm_up, microbatches)]
+    num_warmup = min(stages - stage - 1, microbatches)
+    actions = [("F", i) for i in range(num_warmup)]
+    for i in range(microbatches - num_warmup):
+        actions += [("F", num_warmup + i), ("B", i)]
+    return actions + [("B", i) for i in range(microbatches - num_warmup, microbatches)]
 
 # F receives from the previous stage and sends to the next one, B the other way. Send and receive go
 # in one batch: a send waits for its receive, so two neighbours that both sent first would hang.

@@ -21,7 +21,7 @@ MISTAKES = {
     "Your warm-up has more F than there are microbatches: it is at most the number of microbatches.":
         (WARM_UP, "stages - stage - 1"),
     "Your list misses the last B: after the pairs, the B of the warm-up's microbatches remain.":
-        ('return actions + [("B", i) for i in range(microbatches - warm_up, microbatches)]', "return actions"),
+        ('return actions + [("B", i) for i in range(microbatches - num_warmup, microbatches)]', "return actions"),
     "Your list has no warm-up: stage 0 waits with F1 until B0 has come back through all stages, so only one stage "
     "works at a time.": (WARM_UP, "0"),
 }

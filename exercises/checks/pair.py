@@ -7,18 +7,18 @@ HINTS = (
     "What a pair computes is sent when the pair has ended. So a later stage delays a microbatch by a pair on its way "
     "there, and by another one on its way back.",
     "run_pair is interleave of exercise 7, and one thing more: when does the previous stage get its gradient?")
-WARM_UP = "warm_up = min(2 * (stages - stage - 1) + 1, microbatches)"
+WARM_UP = "num_warmup = min(2 * (stages - stage - 1) + 1, microbatches)"
 SEND = "        elif generator is backward:\n            send()"
 MISTAKES = {
     "The warm-up is that of 1F1B, so pairs wait for each other forever: each later stage delays a backward by two "
     "pairs, and the last stage by one, so it is 2 * (stages - stage - 1) + 1.":
-        (WARM_UP, "warm_up = min(stages - stage - 1, microbatches)"),
+        (WARM_UP, "num_warmup = min(stages - stage - 1, microbatches)"),
     "The warm-up is one forward too short: the last stage runs the backward one pair after its forward.":
         (WARM_UP, WARM_UP.replace(" + 1", "")),
     "The warm-up is one forward too long, so a stage keeps one microbatch more than it must.":
         (WARM_UP, WARM_UP.replace("+ 1", "+ 2")),
     "The warm-up may have more forwards than there are microbatches: take the minimum.":
-        (WARM_UP, "warm_up = 2 * (stages - stage - 1) + 1"),
+        (WARM_UP, "num_warmup = 2 * (stages - stage - 1) + 1"),
     "The forward takes the first turn: the previous stage waits for the backward, so it goes first.":
         ("running = deque([backward, forward])", "running = deque([forward, backward])"),
     "The backward runs to its end before the forward starts, so neither hides the other's all-reduces: take turns.":

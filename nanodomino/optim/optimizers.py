@@ -61,13 +61,13 @@ LR_DECAY_STYLES = {
 def learning_rate(step: int, config) -> float:
     """Return the learning rate of a step. Steps are counted from 1. The decay never starts before the warm-up ends."""
     end = config.lr_decay_iters or config.train_iters
-    warm_up, decay = round(config.lr_warmup_fraction * end), LR_DECAY_STYLES[config.lr_decay_style](config, end)
-    if step <= warm_up:                                        # round, because int() would make 0.29 x 100 steps 28
-        return config.lr * step / warm_up
+    warmup_iters, decay = round(config.lr_warmup_fraction * end), LR_DECAY_STYLES[config.lr_decay_style](config, end)
+    if step <= warmup_iters:                                   # round, because int() would make 0.29 x 100 steps 28
+        return config.lr * step / warmup_iters
     if decay is None:
         return config.lr
     curve, steps = decay
-    start = max(end - steps, warm_up)
+    start = max(end - steps, warmup_iters)
     left = DECAY_CURVES[curve](min(max((step - start) / max(end - start, 1), 0.0), 1.0))
     return config.min_lr + (config.lr - config.min_lr) * left
 

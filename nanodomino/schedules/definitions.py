@@ -108,11 +108,11 @@ def one_f_one_b(stage: int, stages: int, microbatches: int, chunks=1, look_ahead
         stage 1 |   F0 F1 F2    B0 B0 F3 B1 B1 F4 B2 B2 F5 B3 B3    B4 B4    B5 B5
         stage 2 |      F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 F5 B5 B5
     """
-    warm_up = min((1 + look_ahead) * (stages - stage - 1), microbatches)
-    actions = [Forward(i) for i in range(warm_up)]
-    for i in range(microbatches - warm_up):
-        actions += [Forward(warm_up + i), Backward(i)]
-    return actions + [Backward(i) for i in range(microbatches - warm_up, microbatches)]
+    num_warmup = min((1 + look_ahead) * (stages - stage - 1), microbatches)
+    actions = [Forward(i) for i in range(num_warmup)]
+    for i in range(microbatches - num_warmup):
+        actions += [Forward(num_warmup + i), Backward(i)]
+    return actions + [Backward(i) for i in range(microbatches - num_warmup, microbatches)]
 
 
 def paired(stage: int, stages: int, microbatches: int, chunks=1) -> list:
@@ -126,10 +126,10 @@ def paired(stage: int, stages: int, microbatches: int, chunks=1) -> list:
     stage delays a microbatch's backward by two pairs: one in forward, one in backward. The last stage adds one more
     pair, because it runs the backward one pair after the forward. The warm-up has one forward for each of these pairs.
     With fewer, two pairs would wait for each other."""
-    warm_up = min(2 * (stages - stage - 1) + 1, microbatches)
-    return ([Forward(i) for i in range(warm_up)]
-            + [Pair(Backward(i), Forward(warm_up + i)) for i in range(microbatches - warm_up)]
-            + [Backward(i) for i in range(microbatches - warm_up, microbatches)])
+    num_warmup = min(2 * (stages - stage - 1) + 1, microbatches)
+    return ([Forward(i) for i in range(num_warmup)]
+            + [Pair(Backward(i), Forward(num_warmup + i)) for i in range(microbatches - num_warmup)]
+            + [Backward(i) for i in range(microbatches - num_warmup, microbatches)])
 
 
 def interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> list:
@@ -143,22 +143,22 @@ def interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> list
     order = [(i, chunk) for first in rounds for chunk in range(chunks) for i in range(first, first + stages)]
     forwards = [Forward(i, chunk) for i, chunk in order]
     backwards = [Backward(i, chunks - 1 - chunk) for i, chunk in order]
-    warm_up = min(2 * (stages - stage - 1) + (chunks - 1) * stages, len(order))
-    actions = forwards[:warm_up]
-    for forward, backward in zip(forwards[warm_up:], backwards):
+    num_warmup = min(2 * (stages - stage - 1) + (chunks - 1) * stages, len(order))
+    actions = forwards[:num_warmup]
+    for forward, backward in zip(forwards[num_warmup:], backwards):
         actions += [forward, backward]
-    return drop_missing(actions + backwards[len(order) - warm_up:], microbatches)
+    return drop_missing(actions + backwards[len(order) - num_warmup:], microbatches)
 
 
 def zb_h1(stage: int, stages: int, microbatches: int, chunks=1) -> list:
     """Run 1F1B, but delay the weight gradients by `stage` microbatches. So the last stages compute weight gradients at
     the end of the step, where they would idle in 1F1B. The price: all stages hold as many microbatches as the first."""
-    warm_up, actions = min(stages - stage - 1, microbatches), []
+    num_warmup, actions = min(stages - stage - 1, microbatches), []
     for i in range(microbatches + stages):
         actions += [Forward(i)] if i < microbatches else []
-        if 0 <= (ready := i - warm_up) < microbatches:
+        if 0 <= (ready := i - num_warmup) < microbatches:
             actions += [InputBackward(ready)] if stage else [Backward(ready)]    # no stage waits for the first stage
-        if stage and 0 <= (late := i - warm_up - stage) < microbatches:
+        if stage and 0 <= (late := i - num_warmup - stage) < microbatches:
             actions += [WeightBackward(late)]
     return actions
 
