@@ -145,12 +145,11 @@ class Session:
 
     def load(self, model, optimizer):
         """Load the checkpoint to start from, if there is one, and begin to report."""
-        config, run = self.config, self.run
-        if run.checkpoint:
+        if (run := self.run).checkpoint:
             self.done = restore(run.checkpoint, model, optimizer, self.mesh, run.weights_only)
             self.last_good = (step_of(run.checkpoint) or 0) - optimizer.skipped_in_a_row - 1
-        self.saver = Saver(run.folder, self.mesh, config.keep_last, config.timeout)
-        self.report = Report(config, self.corpus, self.mesh, run.folder, self.done, dist.get_rank() == 0, run.news,
+        self.saver = Saver(run.folder, self.mesh, self.config.keep_last, self.config.timeout)
+        self.report = Report(self.config, self.corpus, self.mesh, run.folder, self.done, dist.get_rank() == 0, run.news,
                              self.memory)
 
     def steps(self):
@@ -202,11 +201,12 @@ class Session:
         return self.done % interval == 0 or self.done == self.config.train_iters
 
     def report_loss(self, split: str, evaluate):
-        """Report the loss on a split, if the run has the split. evaluate(dataset, whole) scores the whole split or,
-        during training, its first batches."""
+        """Report the loss on a split, if there is one. evaluate(dataset, whole) scores it all, or its first batches."""
         if split in self.datasets and self.config.eval_iters:
             whole = not 0 < self.done < self.config.train_iters
+            self.report.bar.set_description(f"score {split}")
             loss, tokens, windows = evaluate(self.datasets[split], whole)
+            self.report.bar.set_description("train", refresh=False)
             self.report.losses(self.done, split, loss, tokens, windows)
             if whole and not math.isfinite(loss):
                 raise self.not_finite(f"the {split} loss of step {self.done} is {loss}; ")
