@@ -53,7 +53,7 @@ def prepare(inputs=None, output=DEFAULT_CORPUS, tokenizer="byte", split=(949, 50
             f"numbers train,valid,test of at least 0, the first above 0, but is {split}; try 949,50,1")
     output, inputs = Path(os.path.realpath(output)), [inputs] if isinstance(inputs, (str, Path)) else inputs
     require(not output.exists() or output.is_dir() and not any(output.iterdir()),
-            f"the output {output} already exists, and nothing is replaced; delete it, or choose another --output")
+            f"the output {output} already exists, and nothing is replaced; choose another --output")
     source = ", ".join(map(str, inputs[:9])) if inputs else f"the standard library of Python {sys.version.split()[0]}"
     if not inputs:
         library = Path(sysconfig.get_path("stdlib"))
@@ -115,6 +115,8 @@ def split_documents(sizes: dict[str, int], key: str, weights: list[float], docum
     for path in sizes:
         next(pieces := read_pieces(path, key))
         for place, text, read in pieces:
+            if "\ufffd" in text:
+                notes["with U+FFFD for what was no character"].append(place)
             if text and split is None:
                 size = sizes[path] or len(text.encode())
                 copies = hash((size, text))         # documents of equal length with equal first chunks count as copies

@@ -51,7 +51,7 @@ def table(results):
         signs = [SIGNS.get(found.get(number, {}).get("result"), ".") for number in numbers]
         lines.append(f"{name:{width}} {' '.join(f'{sign:>2}' for sign in signs)}   {signs.count('+')} solved")
         if not found:
-            sentences[name, "neither minimal.py nor beyond.py is there, nor an exercise's function."] = ["no file"]
+            sentences[name, "there is no minimal.py or beyond.py with the function of an exercise."] = ["no file"]
         for number, record in sorted(found.items()):
             if record["sentence"]:
                 sentences.setdefault((name, record["sentence"]), []).append(str(number))

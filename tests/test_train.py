@@ -159,6 +159,9 @@ def test_a_run_that_continues_with_other_settings_names_them():
                             (changed(clip_grad=0.5, hysteresis=3), ["clip_grad 0.5 (was 0.1)", "hysteresis 3 (was 2)"]),
                             (changed(train_iters=8), ["train_iters 8 (was 4)", jump]),
                             (changed(train_iters=8, lr_decay_iters=4), ["train_iters 8 (was 4)"]),
+                            (changed(train_iters=8, lr_decay_style="constant"), [
+                                "train_iters 8 (was 4)", "lr_decay_style constant (was linear)",
+                                "the learning rate goes from 5.00e-01 to 1.00e+00"]),
                             (changed(lr_decay_iters=3), ["lr_decay_iters 3 (was 4)"])):
         assert news(config, other, 4) == expected
     stable = changed(lr_decay_style="WSD", lr_wsd_decay_iters=2)

@@ -54,9 +54,10 @@ def find_checkpoint(folder: Path) -> Path:
     require(folder.is_dir(), f"{folder} is no folder to load from; give a checkpoint or the folder of a run")
     if (folder / "checkpoints").is_dir():
         checkpoint = newest_intact_checkpoint(folder)
-        saves_none = "" if checkpoints_of(folder) else " (an evaluation saves none: give the checkpoint that it loaded)"
-        require(checkpoint, f"{folder / 'checkpoints'} holds no intact checkpoint{saves_none}; give another folder")
+        none = " (a run saves its first after --save-interval steps, an evaluation none)" * (not checkpoints_of(folder))
+        require(checkpoint, f"{folder / 'checkpoints'} holds no intact checkpoint{none}; give another folder")
         return checkpoint
+    require((folder / "manifest.json").exists(), f"{folder} is neither a checkpoint nor the folder of a run; give one")
     verify(folder)
     return folder
 

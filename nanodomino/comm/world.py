@@ -36,23 +36,28 @@ class LaunchInfo:
 
 
 def read_launch_environment(environment=os.environ) -> LaunchInfo:
-    """Read torchrun's variables. Raises UserError if srun or mpirun has started copies that can't train together."""
+    """Read torchrun's variables. Raises UserError if some are missing, or if srun or mpirun has started this process:
+    its copies can't train together."""
     hosts = environment.get("GROUP_WORLD_SIZE", "1")           # set by torchrun
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):    # how many srun or mpirun has started
         copies = environment.get(name, "1")
         require(copies in ("1", hosts), f"{name} says that {copies} copies were started, which would train separate "
                 "models; start one torchrun per host, without --standalone (see docs/running.md for SLURM), or unset "
                 f"{name}")
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") if environment.get("RANK") else ()
-    return LaunchInfo(*(int(environment[name]) for name in names), launched=bool(names))
+    if not environment.get("RANK") and environment.get("WORLD_SIZE") in (None, "", "1"):
+        return LaunchInfo()
+    names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+    missing = [name for name in names if not environment.get(name)]
+    require(not missing, f"of the variables that torchrun sets, {', '.join(missing)} must be set, too; start with "
+            "torchrun, or unset RANK and WORLD_SIZE")
+    return LaunchInfo(*(int(environment[name]) for name in names[:4]), launched=True)
 
 
 def tune_host():
     """Tune malloc and the scheduler for ranks on CPUs. malloc keeps freed memory for the next tensors, as torch does on
-    GPUs. Otherwise the kernel clears each page of it again: 0.89 s instead of 0.66 s a step, with hidden size 512 and
-    batch 8 x 256 on two cores. This thread and those that it starts become batch threads, which do not preempt others
-    when they wake up. Otherwise gloo's event loop spins while a thread that holds its lock is preempted. With 8 ranks
-    on two cores, a step of the default run takes 0.85 x [0.77 .. 0.86] as long with it (2026-11-27, AMD EPYC)."""
+    GPUs. Otherwise the kernel clears each page of it again. This thread and those that it starts become batch threads,
+    which do not preempt others when they wake up. Otherwise gloo's event loop spins while a thread that holds its lock
+    is preempted. With 8 ranks on two cores, a step of the default run takes 0.85 x [0.77 .. 0.86] as long with it."""
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):          # glibc's
         libc.mallopt(-4, 0)                                    # M_MMAP_MAX: take large blocks from the heap, too
         libc.mallopt(-1, -1)                                   # M_TRIM_THRESHOLD: never shrink the heap

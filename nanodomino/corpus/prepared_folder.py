@@ -86,9 +86,11 @@ def load_corpus(folder) -> Corpus:
             + "-prepared" * folder.exists())
     try:
         meta = json.loads(read_file(path))
-        corpus = Corpus(folder, meta["tokenizer"], meta["vocab_size"], meta["end_of_text"], np.dtype(meta["dtype"]),
-                        meta["tokens"], meta["sha256"], meta["unigram_entropy"], meta["bigram_entropy"], meta)
-    except (ValueError, KeyError, TypeError) as error:
+        corpus = Corpus(folder, str(meta["tokenizer"]), int(meta["vocab_size"]), int(meta["end_of_text"]),
+                        np.dtype(meta["dtype"]), {split: int(meta["tokens"][split]) for split in SPLITS},
+                        {split: str(meta["sha256"][split]) for split in SPLITS},
+                        float(meta["unigram_entropy"]), float(meta["bigram_entropy"]), meta)
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else error
         raise UserError(f"{path} is damaged ({reason}); prepare the text again") from None
     for split, tokens in corpus.tokens.items():

@@ -114,8 +114,8 @@ class HuggingFaceTokenizer(Tokenizer):
         """Return the id of the first of `names` that is a token of its own. Raises UserError."""
         added = {token.content: i for i, token in self.encoding.get_added_tokens_decoder().items()}
         found = [added[name] for name in names if name in added]
-        require(found, f"{self.files['tokenizer.json']} has no added token {' or '.join(filter(None, names))}, only "
-                f"{', '.join(sorted(added)[:8])}; name one as --end-of-text, or leave out --begin-of-text")
+        require(found, f"{self.files['tokenizer.json']} has no added token {' or '.join(filter(None, names))}, but "
+                f"{', '.join(sorted(added)[:8]) or 'none'}; name one as --end-of-text, or leave out --begin-of-text")
         return found[0]
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
@@ -235,7 +235,7 @@ def text_of(record: bytes | dict, key: str, place: str, advice=", or name anothe
     """Return the text of a JSON line or of a row. Raises UserError, with `place` and how to use another key."""
     try:
         record = json.loads(record) if isinstance(record, bytes) else record
-        return record[key].encode("utf-8", "replace").decode()      # half of a surrogate pair becomes a question mark
+        return record[key].encode("utf-16", "surrogatepass").decode("utf-16", "replace")    # half a pair: U+FFFD
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = {KeyError: "the key is missing", AttributeError: "the value is no string", TypeError: "no object",
                   RecursionError: "it is nested too deeply"}.get(type(error), f"it is not JSON: {error}")

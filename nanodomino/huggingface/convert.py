@@ -67,6 +67,8 @@ def copy_tokenizer(source: Path, target: Path) -> str:
     """Copy the tokenizer's files that exist in `source`. Return a phrase about them for the result's line."""
     found = [name for name in FILES if (source / name).is_file()]
     for name in found:
+        if name.endswith(".json"):
+            read_json(source / name)                           # raises UserError if the file is damaged
         write_file(target / name, (source / name).read_bytes())
     return f"with {', '.join(found)}" if found else "without a tokenizer, since none was found"
 
@@ -88,8 +90,8 @@ def open_tensors(folder: Path, needed: dict, tied: bool) -> tuple[dict, torch.dt
     if tied:                                                   # some writers store the tied matrix twice
         found.pop("lm_head.weight", None)
     for verb, names in (("lacks", needed.keys() - found.keys()), ("has", found.keys() - needed.keys())):
-        require(not names, f"{folder} {verb} {', '.join(sorted(names))[:200]}, unlike nanodomino's model with this "
-                "config.json; import another model, or download the folder again")
+        require(not names, f"{folder} {verb} {', '.join(sorted(names)[:3])}{' ...' * (len(names) > 3)}, unlike "
+                "nanodomino's model with this config.json; import another model, or download the folder again")
     for name, stored in found.items():
         require(stored.shape == tuple(needed[name]) and stored.dtype in DTYPES.values(), f"{name} in {folder} has "
                 f"shape {list(stored.shape)} and type {stored.dtype}, but config.json implies {list(needed[name])}, "
@@ -101,6 +103,9 @@ def open_tensors(folder: Path, needed: dict, tied: bool) -> tuple[dict, torch.dt
 def convert_from_hf(mapping: TensorMapping, found: dict, config: Config, dtype: torch.dtype) -> torch.Tensor:
     """Load the Hugging Face tensors of a mapping, and convert them to its box of the parameter."""
     parts = [found[name]().to(dtype) for name in mapping.hf_shapes]
+    for name, part in zip(mapping.hf_shapes, parts):
+        require(part.isfinite().all(), f"{name} has numbers that are infinite or NaN; import another model, or "
+                "download the folder again")
     return mapping.from_hf(parts, config).contiguous().view(mapping.box.size)
 
 

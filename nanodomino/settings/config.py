@@ -325,8 +325,9 @@ class Config(Choices):
         """Return a copy in which vocab_size is set; if it was None, to the size of the data's vocabulary. Raises
         UserError if the data's vocabulary is larger than vocab_size, or if tp does not divide the padded size."""
         vocab_size = self.vocab_size or data_vocab_size
-        require(data_vocab_size <= vocab_size, f"the data's vocabulary of {data_vocab_size} tokens does not fit "
-                f"--vocab-size {vocab_size}; leave the flag out or give at least {data_vocab_size}")
+        require(data_vocab_size <= vocab_size, f"the data's vocabulary of {data_vocab_size} tokens is larger "
+                f"than the model's of {vocab_size}; prepare the text with the tokenizer of the model to load, or give "
+                f"a new model at least --vocab-size {data_vocab_size}")
         config = dataclasses.replace(self, vocab_size=vocab_size)
         require(config.padded_vocab_size % config.tp == 0,
                 f"the padded vocabulary of {config.padded_vocab_size} tokens must be divisible by "

@@ -78,7 +78,8 @@ def news(saved: Config, config: Config, step: int, taken=()) -> list[str]:
     if config.sample_offset != saved.sample_offset and step:
         said.append(f"the data go on at sample {config.consumed_train_samples(step)}")
     if 0 < step < config.train_iters and (rate := learning_rate(step, saved)) != learning_rate(step, config):
-        stretched = saved.train_iters != config.train_iters and not config.lr_decay_iters
+        stretched = saved.train_iters != config.train_iters and not config.lr_decay_iters and (
+            saved.lr_decay_style == config.lr_decay_style)
         said.append(f"the learning rate goes from {rate:.2e} to {learning_rate(step + 1, config):.2e}"
                     + f" (--lr-decay-iters {saved.train_iters} keeps its decay)" * stretched)
     return said

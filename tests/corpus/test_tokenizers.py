@@ -264,7 +264,7 @@ def test_missing_and_broken_files_are_named_in_one_sentence(tmp_path, families, 
     for name, config, message in [
             ("broken", "{}", r"broken/tokenizer.json can't be read as a tokenizer.json \(EOF while"),
             ("config", "{", r"tokenizer_config.json can't be read \("),
-            ("end", '{"bos_token": "x"}', r"no added token x or <\|begin_of_text\|> or <s>, only <\|endoftext\|>;"),
+            ("end", '{"bos_token": "x"}', r"no added token x or <\|begin_of_text\|> or <s>, but <\|endoftext\|>;"),
             ("nowhere", None, "try one of byte, gpt2, or the path of a Hugging Face tokenizer's folder")]:
         if config:
             changed(families["gpt2"], tmp_path / name, lambda record: record)

@@ -121,12 +121,13 @@ def test_a_folder_is_read_in_order_without_hidden_and_binary_files(tmp_path, mon
         (tmp_path / "in" / name).symlink_to(target)
     monkeypatch.chdir(tmp_path)
     meta = prepare(["in", "in/link"], tmp_path / "out", split=(1, 0, 0))
-    assert documents_in(tmp_path / "out") == ["bb", "c0", "c?🙂", "aa", "az", "ee"], "half a surrogate pair becomes ?"
+    assert documents_in(tmp_path / "out") == ["bb", "c0", "c�🙂", "aa", "az", "ee"]        # U+FFFD for half a pair
     assert meta["notes"] == [
         "skipped, hidden: 2 (in/.hidden; in/.git)",
         "skipped, not UTF-8 text or damaged: 6 (in/0.png; in/1.png; in/2.png; in/3.png; in/4.png; ...)",
         "skipped, neither a file nor a folder: 1 (in/dangling)",
-        "skipped, empty: 2 (in/c.jsonl, line 2; in/empty.txt)"]
+        "skipped, empty: 2 (in/c.jsonl, line 2; in/empty.txt)",
+        "with U+FFFD for what was no character: 1 (in/c.jsonl, line 3)"]
 
 
 LINES, BOM, TWO = b'{"text": "one", "id": 1}\n{"id": 2, "text": "two"}\n', b"\xef\xbb\xbf", ["one", "two"]
@@ -227,7 +228,7 @@ def test_nothing_is_replaced_and_failures_leave_nothing_behind(tmp_path, monkeyp
     assert load_corpus(out).meta["source"] == str(tmp_path / "a.py")
     prepare(output=tmp_path / "python")
     assert load_corpus(tmp_path / "python").meta["source"].startswith("the standard library of Python 3.")
-    with pytest.raises(UserError, match="out already exists, and nothing is replaced; delete it, or choose another"):
+    with pytest.raises(UserError, match="out already exists, and nothing is replaced; choose another"):
         prepare(tmp_path / "a.py", out)
 
     def fail(*arguments):

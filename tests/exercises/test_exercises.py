@@ -166,7 +166,7 @@ def test_a_folder_of_answers_is_graded(tmp_path, monkeypatch, capsys):
         "ann": {"7": "solved"}, "bob": {"7": "wrong"}, "cat": {"7": "wrong"}, "hal": {},
         "ida": dict.fromkeys(map(str, workbook.CHECKS), "wrong")}
     printed = capsys.readouterr().out
-    assert re.search(r"(?m)^bob +(\. +){6}x +(\. +){9}0 solved$", printed) and "\nhal, no file: neither " in printed
+    assert re.search(r"(?m)^bob +(\. +){6}x +(\. +){9}0 solved$", printed) and "\nhal, no file: there is no " in printed
     assert printed.startswith("ann: 1 solved\nbob: 0 solved\n") and "ida.py: 'utf-8' codec can't decode" in printed
     assert "ZeroDivisionError" in graded["bob"]["7"]["sentence"]
     (tmp_path / "dan.py").write_text(f"{blank}    __import__('time').sleep(600)")

@@ -94,6 +94,7 @@ TENSORS = [      # (model, change of its tensors, error)
     ("gpt2", lambda tensors: tensors.update({NAME: tensors[NAME][1:].clone()}),
      rf"{NAME} in .* has shape \[\d+, \d+\] and type torch.float64, but config.json implies \[\d+, \d+\]"),
     ("gpt2", lambda tensors: tensors.update({"score.weight": torch.ones(2, 48)}), "has transformer.score.weight, unl"),
+    ("gpt2", lambda tensors: tensors[NAME][1].fill_(torch.nan), f"{NAME} has numbers that are infinite or NaN; impo"),
     ("gpt2", lambda tensors: tensors.update({NAME: tensors[NAME].to(torch.int8)}), f"{NAME} in .* type I8, but")]
 
 
@@ -113,6 +114,7 @@ FILES = [        # (change of a folder with three weight files, error)
     (lambda folder: (folder / "config.json").write_text("{"), "config.json can't be read .*; give another file"),
     (lambda folder: (folder / INDEX).unlink(), "neither model.safetensors nor a list of weight files .*No such file"),
     (lambda folder: (folder / INDEX).write_text('{"weight_map": []}'), "nor a list of weight files .*; correct it"),
+    (lambda folder: (folder / "generation_config.json").write_text("{"), "generation_config.json can't be read"),
     (lambda folder: (folder / PART).unlink(), "00002-of-.* can't be read .No such file"),
     (lambda folder: os.truncate(folder / PART, 5000), "00002-of-.* is damaged or can't be read"),
 ]

@@ -101,15 +101,17 @@ TABLE = [
     (TRAIN, "--data-path run/config.json", leave, "--input run/config.json --output run/config.json-prepared"),
     (TRAIN, "", cut(META, 99), "data/meta.json is damaged", PREPARE_AGAIN),
     (TRAIN, "", change_meta(end_of_text=None), "meta.json is damaged (it has no 'end_of_text')", PREPARE_AGAIN),
+    (TRAIN, "", change_meta(tokens=7), "meta.json is damaged ('int' object", PREPARE_AGAIN),
     (TRAIN, "", remove("data/valid.bin"), "data/valid.bin should hold", "but has 0 bytes", PREPARE_AGAIN),
     (TRAIN, "", cut("data/train.bin", -1), "tokens in 22894 bytes, but has 22893", PREPARE_AGAIN),
     (TRAIN, "", shorten("train", 128), "train split", "has 128 tokens", "+ 1 = 129", "lower --seq-length"),
     (TRAIN, "--run-dir run", flip("data/valid.bin"), "data/valid.bin has changed since it was prepared", PREPARE_AGAIN),
     # checkpoints and the run's folder
     (TRAIN, "--load data/meta.json", leave, "data/meta.json is no folder to load from; give"),
+    (GENERATE, "--load data", leave, "data is neither a checkpoint nor the folder of a run"),
     (TRAIN, "--load " + "a" * 5000, leave, "aaa: File name too long", "choose another file or folder"),
     (TRAIN, "--load run", flip(SHARD), "holds no intact checkpoint; give another"),
-    (TRAIN, "--load run", remove(STEP), "holds no intact checkpoint (an evaluation saves none: give the checkpoint"),
+    (TRAIN, "--load run", remove(STEP), "no intact checkpoint (a run saves its first after --save-interval steps, an"),
     (TRAIN, f"--load {STEP}", flip(SHARD), "damaged", "use another"),
     (TRAIN, "--run-dir data", leave, "--run-dir data holds no run, but other files (meta.json, test.bin, train.bin ...)"
      "; choose a new or an empty folder"),
@@ -228,6 +230,9 @@ def test_copies_that_would_train_separate_models_are_refused():
     two_hosts = LAUNCHED | dict(SLURM_STEP_NUM_TASKS="2", GROUP_WORLD_SIZE="2")
     assert read_launch_environment(two_hosts) == LaunchInfo(1, 4, 1, 4, launched=True)
     assert read_launch_environment(dict(SLURM_NTASKS="4", SLURM_PROCID="0", PMI_SIZE="1")) == LaunchInfo()
+    for incomplete in (LAUNCHED | dict(RANK=""), {name: LAUNCHED[name] for name in LAUNCHED if name != "LOCAL_RANK"}):
+        with pytest.raises(UserError, match=r"torchrun sets, (RANK|LOCAL_RANK) must be set, too"):
+            read_launch_environment(incomplete)
 
 
 # ---- between processes: (their number, flags, damage, changes of the launcher's environment, parts of the sentence).

@@ -74,7 +74,7 @@ TABLE = [
      "micro-batch-size 65 x seq-length 1048576 must be at most 67108864 tokens; lower one of them"),
     (4, "--micro-batch-size 1 --slices 2", "slices 2 must be at most micro-batch-size 1", "--columns"),
     (1, "--seq-length 64 --max-position-embeddings 63", "seq-length 64", "try --max-position-embeddings 64"),
-    (4, "--vocab-size 256", "vocabulary of 257 tokens does not fit --vocab-size 256", "give at least 257"),
+    (4, "--vocab-size 256", "vocabulary of 257 tokens is larger than the model's of 256;", "at least --vocab-size 257"),
     (1, "--micro-batch-size 65537", "--micro-batch-size must be at least 1 and at most 65536, but is 65537"),
     (1, "--adam-beta1 1", "--adam-beta1 must be at least 0 and below 1, but is 1.0"),
     (1, "--adam-eps 0", "--adam-eps must be above 0 and at most 3.40282e+38, but is 0.0"),
