@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils.benchmark import Timer
 
 from benchmarks import plan
+from benchmarks.runner import gathered
 from nanodomino.comm.device import capability_of, has_flash_attention
 from nanodomino.errors import require
 from nanodomino.estimate.accounts import Accounts
@@ -39,7 +40,7 @@ class Run:
 
     def __init__(self, device: torch.device, quick: bool, world_size=1):
         self.device, self.cuda, self.quick, self.world_size = device, device.type == "cuda", quick, world_size
-        self.free = torch.cuda.mem_get_info(device)[0] if self.cuda else 0
+        self.free = min(gathered(torch.cuda.mem_get_info(device)[0])) if self.cuda else 0      # on all ranks alike
         self.large = self.free > 8e9 and not quick             # whether to include the sizes of real models
         self.has_fp8 = self.cuda and capability_of(device) >= (8, 9)    # a CPU needs minutes
         name = torch.cuda.get_device_name(device) if self.cuda else ""
