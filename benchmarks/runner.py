@@ -81,10 +81,10 @@ def main(questions, text: str, arguments: list[str]) -> int:
             dist.destroy_process_group()
         return 1 if record.get("failed") else 0
     except UserError as error:
-        if os.environ.get("RANK", "0") in ("0", ""):
-            fix = r"give --gpus \1" if arguments[0] == "plan" else r"\g<0>"            # a plan starts no processes
-            sentence = re.sub(r"start (\d+) process(es)? with torchrun", fix, str(error))
-            print(f"error: {sentence}", file=sys.stderr)
+        time.sleep(10 * bool(int(os.environ.get("RANK") or 0)))        # rank 0 prints it, and its end ends the others
+        fix = r"give --gpus \1" if arguments[0] == "plan" else r"\g<0>"                # a plan starts no processes
+        sentence = re.sub(r"start (\d+) process(es)? with torchrun", fix, str(error))
+        print(f"error: {sentence}", file=sys.stderr)
         return 2
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import ROOT
-from support.fork_server import is_alive
+from support.fork_server import LAUNCHER, is_alive
 from support.runs import wait_until
 
 import train
@@ -47,8 +47,13 @@ def test_a_check_that_exceeds_its_limit_ends_with_all_its_processes(monkeypatch)
     wait_until(lambda: not is_alive(child))
 
 
-def test_without_a_gpu_one_sentence_says_what_to_do(capsys):
-    assert main(QUESTIONS, "", ["gpu"]) == 2
+@pytest.mark.parametrize("rank", [0, 1])
+def test_without_a_gpu_one_sentence_says_what_to_do(capsys, monkeypatch, rank):
+    """Rank 1 first waits ten seconds, in which rank 0 prints the sentence and its end ends the others."""
+    for name in LAUNCHER[:4]:
+        monkeypatch.setenv(name, str(rank))
+    monkeypatch.setattr("time.sleep", (slept := []).append)
+    assert main(QUESTIONS, "", ["gpu"]) == 2 and slept == [10 * rank]
     assert "--device cuda needs a GPU that torch can see, and there is none; try --devi" in capsys.readouterr().err
     assert gpu.run_check("steps-tp", SimpleNamespace(device="cpu", quick=True))["message"] == "needs 8 GPUs"
 
