@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils.benchmark import Timer
 
 from benchmarks import plan
+from benchmarks.runner import gathered
 from nanodomino.comm.device import capability_of, has_flash_attention
 from nanodomino.errors import require
 from nanodomino.estimate.accounts import Accounts
@@ -29,7 +30,7 @@ from nanodomino.layers.gradients import add_weight_gradient, run_segment
 from nanodomino.options.experts import grouped_linear
 from nanodomino.options.fp8 import FORMATS, RECIPES, Fp8Recipe, Fp8Weight
 
-BF16 = 2.0**-8               # bound for a result in bfloat16; attention also rounds its probabilities: twice that
+BF16 = 2.0**-8               # bound for a result in bfloat16; with more roundings on the way to it, a multiple
 FLOOR = 0.5                  # the least share of the assumed speed
 MEASURABLE = 1e-4            # seconds; a kernel that takes less has no floor, because launching it takes as long
 
@@ -39,7 +40,7 @@ class Run:
 
     def __init__(self, device: torch.device, quick: bool, world_size=1):
         self.device, self.cuda, self.quick, self.world_size = device, device.type == "cuda", quick, world_size
-        self.free = torch.cuda.mem_get_info(device)[0] if self.cuda else 0
+        self.free = min(gathered(torch.cuda.mem_get_info(device)[0])) if self.cuda else 0      # on all ranks alike
         self.large = self.free > 8e9 and not quick             # whether to include the sizes of real models
         self.has_fp8 = self.cuda and capability_of(device) >= (8, 9)    # a CPU needs minutes
         name = torch.cuda.get_device_name(device) if self.cuda else ""
@@ -92,7 +93,8 @@ def weight_gradients(run: Run):
         expected[:outputs] += gradient[0].double().t() @ x[0].double()
         add_weight_gradient(total, gradient, x)
         name = f"{tokens} x {outputs} x {inputs}"
-        run.equal(name, total, expected, 1e-5 if run.cuda else BF16)        # CPUs round the product to bfloat16
+        # CPUs round the product to bfloat16. Tensor cores cut sums off to fp32: 8192 addends err by up to 3e-5
+        run.equal(name, total, expected, 1e-4 if run.cuda else BF16)
     run.speed(name, lambda: add_weight_gradient(total, gradient, x))
 
 
@@ -135,7 +137,7 @@ def expert_matmuls(run: Run):
         for name, rows, weights in (("W", x, w), ("W^T", gradient, w.transpose(1, 2))):
             expected = [part.double() @ weight.double().t() for part, weight in zip(rows.split(counts), weights)]
             run.equal(f"experts {name} with {counts} rows", grouped_linear(rows, weights, dispatch),
-                      torch.cat(expected), BF16)
+                      torch.cat(expected), 2 * BF16)           # cuBLAS may also round the parts of a long sum
     run.speed(f"{counts} rows", lambda: grouped_linear(x, w, dispatch))
 
 
@@ -163,7 +165,7 @@ def attention(run: Run):
         for part, *pair in zip(("output", "gradient of q", "gradient of k", "gradient of v"),
                                (output, *segment.backward(gradient)),
                                (expected, *torch.autograd.grad(expected, inputs, gradient.double()))):
-            run.equal(f"{name}: {part}", *pair, 2 * BF16)
+            run.equal(f"{name}: {part}", *pair, 4 * BF16)      # probabilities and their gradients are rounded, too
         run.speed(f"{name}: forward and backward", lambda function=function, inputs=(q, k, v), gradient=gradient:
                   run_segment(function, *inputs)[1].backward(gradient))
         backend = torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=True)

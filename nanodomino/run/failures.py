@@ -150,7 +150,7 @@ class Watchdog:
         # A terminal or a scheduler may signal the ranks and torchrun, which then signals the ranks again. So signals
         # within two seconds count as one.
         if (self.signal or not self.to_save) and time.monotonic() - self.signalled_at > 2.0:
-            os._exit(128 + number)
+            os._exit(128 + (self.signal or number))
         if not self.signal:
             self.signal, self.signalled_at = number, time.monotonic()
             self.say("stopping after this step with a checkpoint; a second signal, after two seconds, stops at once")

@@ -1,14 +1,16 @@
 """bench.py gpu: it runs, reports and skips checks, and each check fails if what it checks is wrong."""
 
 import json
+import shlex
 import subprocess
+import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from support import ROOT
-from support.fork_server import is_alive
+from support.fork_server import LAUNCHER, is_alive
 from support.runs import wait_until
 
 import train
@@ -45,8 +47,13 @@ def test_a_check_that_exceeds_its_limit_ends_with_all_its_processes(monkeypatch)
     wait_until(lambda: not is_alive(child))
 
 
-def test_without_a_gpu_one_sentence_says_what_to_do(capsys):
-    assert main(QUESTIONS, "", ["gpu"]) == 2
+@pytest.mark.parametrize("rank", [0, 1])
+def test_without_a_gpu_one_sentence_says_what_to_do(capsys, monkeypatch, rank):
+    """Rank 1 first waits ten seconds, in which rank 0 prints the sentence and its end ends the others."""
+    for name in LAUNCHER[:4]:
+        monkeypatch.setenv(name, str(rank))
+    monkeypatch.setattr("time.sleep", (slept := []).append)
+    assert main(QUESTIONS, "", ["gpu"]) == 2 and slept == [10 * rank]
     assert "--device cuda needs a GPU that torch can see, and there is none; try --devi" in capsys.readouterr().err
     assert gpu.run_check("steps-tp", SimpleNamespace(device="cpu", quick=True))["message"] == "needs 8 GPUs"
 
@@ -62,12 +69,26 @@ def test_the_report_names_a_kernel_below_its_floor(monkeypatch):
     assert found["message"] == "below the floor: copy" and found["numbers"]["copy, GB/s"].endswith(", floor 588")
 
 
-@pytest.mark.exhaustive
-def test_the_models_whose_steps_are_measured_fit_on_eight_h100():
+@pytest.mark.parametrize("name", ["RTX 4090", pytest.param("H100", marks=pytest.mark.exhaustive)])
+def test_the_flags_of_measured_steps_are_right_and_the_models_fit_on_eight_h100(monkeypatch, name):
     """Plans each model's last variant in a dry run without a GPU. A wrong flag of any variant raises UserError."""
-    for model, *variants in [check.arguments for name, check in CHECKS.items() if name.startswith("steps")]:
-        flags = [parse(plan, f"plan --gpus 8 --pp 1 {model} {variant}".split()) for variant in variants]
-        assert set(map(plan.processes, flags)) == {1} and plan.answer(flags[-1], None)[1]["fits"]
+    plans, run = [], SimpleNamespace(gpu=name, world_size=8, large=True, has_fp8=True, cuda=False)
+    monkeypatch.setattr(gpu, "ask", lambda run, words: plans.append(parse(plan, shlex.split(words))) or dict(
+        fits=False, memory=[{}]))
+    for check in [check for check in CHECKS.values() if check.function is gpu.steps]:
+        gpu.steps(run, *check.arguments)
+        assert set(map(plan.processes, plans)) == {1} and plans[-1].gpu == name
+        assert name != "H100" or plan.answer(plans[-1], None)[1]["fits"]
+
+
+def test_torchs_warning_about_its_debug_mode_is_no_wait(monkeypatch):
+    once = ["a prototype feature and does not yet detect all synchronizing operations"]
+    monkeypatch.setattr(gpu, "built", lambda *_, **__: SimpleNamespace(
+        step=lambda: warnings.warn("called a synchronizing CUDA operation", stacklevel=1)))
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {})
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda _: once and warnings.warn(once.pop(), stacklevel=1))
+    gpu.silence(run := SimpleNamespace(cuda=True, device=None, numbers={}), {})
+    assert sum(run.numbers.values()) == 1
 
 
 @pytest.mark.table

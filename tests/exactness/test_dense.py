@@ -19,10 +19,10 @@ def test_a_dense_model_equals_one_plain_process(pool, settings):
 
 
 def as_on_a_gpu(function, *arguments):
-    """Return function(*arguments) on a rank whose generators draw other numbers than a CPU's."""
+    """Return function(*arguments) on a rank whose generators draw other numbers than usual."""
     bernoulli = torch.Tensor.bernoulli_
     with mock.patch.object(torch.Tensor, "bernoulli_", lambda mask, p, generator: bernoulli(
-            mask, p, generator=torch.Generator().manual_seed(generator.initial_seed() + 1))):
+            mask, p, generator=torch.Generator(mask.device).manual_seed(generator.initial_seed() + 1))):
         return function(*arguments)
 
 

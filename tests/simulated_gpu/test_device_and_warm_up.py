@@ -39,19 +39,16 @@ def test_each_process_takes_its_own_gpu_also_where_it_sees_no_other(monkeypatch,
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ, "with one queue, matmuls wait for collectives"
 
 
-def test_too_few_gpus_are_refused(monkeypatch):
+@pytest.mark.parametrize("settings, where, sentence", [
+    ({}, place(5, 8), "8 processes on this host need as many GPUs, and there are 1"),
+    (dict(trace="1:2"), LaunchInfo(), "CUDA_DEVICE_MAX_CONNECTIONS is 1; unset")])
+def test_too_few_gpus_and_a_trace_with_one_hardware_queue_are_refused(monkeypatch, settings, where, sentence):
+    """With one queue, the stream that waits for a collective's end holds up all other streams."""
     show_gpus(monkeypatch, 1)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with pytest.raises(UserError, match="8 processes on this host need as many GPUs, and there are 1"):
-        find_device(Config(), place(5, 8))
-
-
-def test_no_trace_with_one_hardware_queue(monkeypatch):
-    """There the stream that waits for a collective's end holds up all other streams."""
-    show_gpus(monkeypatch, 1)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    with pytest.raises(UserError, match="CUDA_DEVICE_MAX_CONNECTIONS is 1; unset"):
-        find_device(Config(trace="1:2"), LaunchInfo())
+    with pytest.raises(UserError, match=sentence):
+        find_device(Config(**settings), where)
     assert find_device(Config(), LaunchInfo()).type == "cuda"
 
 

@@ -38,6 +38,7 @@ TRAFFIC = {"forward": 4.24 * GB, "cross entropy": 33.9 * GB, "backward": 8.54 * 
 OPERATIONS = {"forward": 38, "cross entropy": 143, "backward": 64, "update": 55, "rest": 17}
 PEAK = 3.88 * GB
 LOGITS = 16 * 1024 * 50264 * 2                                             # bytes
+X = 4 * 128 * 96 * 2                                                       # bytes of a microbatch's x in nano
 CROSS_ENTROPY_PEAK = 0.34 * LOGITS                                         # with an fp32 softmax it was 4
 # of one layer: operations and bytes in forward and backward, and what its weights and tapes add to the peak
 LAYER = (87, 1.25 * GB, 196, 3.51 * GB, 0.51 * GB)
@@ -87,9 +88,6 @@ def test_fp8_multiplies_what_cuda_can(case):
     pieces = 2 * counts.microbatches
     matmuls = 4 * 3 if case == "fp8 tensorwise" else 4 * 3 + 4 * 2
     assert counts.called["aten._scaled_mm.default"] == matmuls * pieces * (counts.sublayers // 2)
-
-
-X = 4 * 128 * 96 * 2                                                       # bytes of a microbatch's x in nano
 
 
 def test_offload_frees_memory():
