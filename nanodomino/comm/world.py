@@ -36,8 +36,7 @@ class LaunchInfo:
 
 
 def read_launch_environment(environment=os.environ) -> LaunchInfo:
-    """Read torchrun's variables. Raises UserError if some are missing, or if srun or mpirun has started this process:
-    its copies can't train together."""
+    """Read torchrun's variables. Raises UserError if some are missing, or if srun or mpirun has started copies."""
     hosts = environment.get("GROUP_WORLD_SIZE", "1")           # set by torchrun
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):    # how many srun or mpirun has started
         copies = environment.get(name, "1")

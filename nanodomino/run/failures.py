@@ -147,8 +147,7 @@ class Watchdog:
                 report_and_exit(self.launch, error)
 
     def handle(self, number: int):
-        # A terminal or a scheduler may signal the ranks and torchrun, which then signals the ranks again. So signals
-        # within two seconds count as one.
+        # Both a terminal and torchrun may signal the ranks, so signals within two seconds count as one.
         if (self.signal or not self.to_save) and time.monotonic() - self.signalled_at > 2.0:
             os._exit(128 + (self.signal or number))
         if not self.signal:

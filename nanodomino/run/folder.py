@@ -36,8 +36,7 @@ class Run:
 
 
 def open_run(config: Config) -> Run:
-    """Find or make the folder of this run, lock it, and find the checkpoint to start from. Called by rank 0 only.
-    Raises UserError."""
+    """Find or make this run's folder, lock it, and find the checkpoint to start from, on rank 0. Raises UserError."""
     run_dir = Path(config.run_dir or "runs")
     require(config.run_dir or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0",
             "torchrun's --max-restarts needs --run-dir, or a restart would start a new run; add --run-dir FOLDER")

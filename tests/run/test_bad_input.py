@@ -220,19 +220,19 @@ def test_a_missing_package_is_found_before_anything_starts(refuse, monkeypatch):
 LAUNCHED = dict(zip(LAUNCHER, ("1", "4", "1", "4", "localhost", "29500"), strict=True))
 
 
-def test_copies_that_would_train_separate_models_are_refused():
+def test_copies_that_would_train_separate_models_and_an_incomplete_environment_are_refused():
     """`srun python train.py`, and `srun torchrun --standalone`, whose world has one host. But srun may start one
     torchrun per host, or a single process; sbatch and salloc set only the other variables."""
-    for environment in (dict(SLURM_STEP_NUM_TASKS="2"), dict(PMI_SIZE="2"),
-                        LAUNCHED | dict(SLURM_STEP_NUM_TASKS="4", GROUP_WORLD_SIZE="1")):
-        with pytest.raises(UserError, match="copies were started, .*; start one torchrun per host, without --standal"):
+    copies = "copies were started, .*; start one torchrun per host, without --standal"
+    for environment, sentence in ((dict(SLURM_STEP_NUM_TASKS="2"), copies), (dict(PMI_SIZE="2"), copies),
+                                  (LAUNCHED | dict(SLURM_STEP_NUM_TASKS="4", GROUP_WORLD_SIZE="1"), copies),
+                                  (LAUNCHED | dict(RANK=""), "that torchrun sets, RANK must be set, too; start with t"),
+                                  (LAUNCHED | dict(LOCAL_RANK=""), "that torchrun sets, LOCAL_RANK must be set, too")):
+        with pytest.raises(UserError, match=sentence):
             read_launch_environment(environment)
     two_hosts = LAUNCHED | dict(SLURM_STEP_NUM_TASKS="2", GROUP_WORLD_SIZE="2")
     assert read_launch_environment(two_hosts) == LaunchInfo(1, 4, 1, 4, launched=True)
     assert read_launch_environment(dict(SLURM_NTASKS="4", SLURM_PROCID="0", PMI_SIZE="1")) == LaunchInfo()
-    for incomplete in (LAUNCHED | dict(RANK=""), {name: LAUNCHED[name] for name in LAUNCHED if name != "LOCAL_RANK"}):
-        with pytest.raises(UserError, match=r"torchrun sets, (RANK|LOCAL_RANK) must be set, too"):
-            read_launch_environment(incomplete)
 
 
 # ---- between processes: (their number, flags, damage, changes of the launcher's environment, parts of the sentence).

@@ -22,6 +22,7 @@ from nanodomino.checkpoint.save import delete_checkpoint
 from nanodomino.estimate.formulas import flops_per_token, parameter_count
 from nanodomino.model import meta_stage
 from nanodomino.run.report import continue_metrics, what_hides_what
+from nanodomino.run.session import Session
 from nanodomino.schedules.simulation import describe_stage
 from nanodomino.zero import StepResult
 
@@ -71,9 +72,11 @@ def test_epochs_and_memory_are_announced(report, capsys):
 
 
 def test_perplexity_and_bits_per_byte_are_reported(report, tmp_path, capsys):
-    """A token is 2 bytes here. 90 of the 100 x 8 labels are masked."""
-    shown, bits = report(), 2.0 * 710 / math.log(2) / 1600
-    shown.losses(3, "valid", 2.0, tokens=710, windows=100)
+    """A token is 2 bytes here. 90 of the 100 x 8 labels are masked. While a split is scored, the bar says so."""
+    shown, bits, bar = report(), 2.0 * 710 / math.log(2) / 1600, []
+    run = SimpleNamespace(report=shown, datasets={"valid": None}, config=tiny(1), done=3)
+    Session.report_loss(run, "valid", lambda data, whole: bar.append(shown.bar.desc) or (2.0, 710, 100))
+    assert [*bar, shown.bar.desc] == ["score valid: ", "train: "]
     assert ("step     3 | valid loss 2.0000 (unigram 3.20, bigram 2.40) | perplexity 7.39 | "
             f"{bits:.4f} bits per byte | 710 of 999 tokens\n") in capsys.readouterr().out
     assert metrics(tmp_path)[-1] == dict(step=3, valid_loss=2.0, valid_perplexity=math.exp(2.0), valid_tokens=710,
