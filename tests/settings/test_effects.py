@@ -59,9 +59,9 @@ MODEL_AND_TRAINING = dict(
     loss_scale_window=(1, FP16), hysteresis=(2, OVERFLOW), fp16_lm_cross_entropy=(True, FP16), seed=(0, {}))
 LAYOUT = dict(
     tensor_model_parallel_size=(1, {}), pipeline_model_parallel_size=(1, {}), context_parallel_size=(2, {}),
-    data_parallel_size=(8, dict(tensor_model_parallel_size=None, pipeline_model_parallel_size=None, micro_batch_size=2)),
+    data_parallel_size=(8, dict(tensor_model_parallel_size=None, pipeline_model_parallel_size=None,
+                                micro_batch_size=2)), cp_comm_type=("a2a", dict(context_parallel_size=2)),
     expert_model_parallel_size=(2, dict(num_experts=4, disable_bias_linear=True)),
-    cp_comm_type=("a2a", dict(context_parallel_size=2)),
     micro_batch_size=(2, {}), slices=(1, {}), columns=(2, {}), schedule=("gpipe", dict(global_batch_size=32)),
     look_ahead=(2, dict(schedule="eager-1f1b", global_batch_size=48)),
     virtual_stages=(3, dict(schedule="interleaved", num_layers=6)), sequence_parallel=(True, {}),
