@@ -144,7 +144,7 @@ def test_small_runs_tell_what_all_layers_and_microbatches_of_four_stages_need(sc
 
 
 def test_small_runs_tell_what_a_pair_that_recomputes_needs():
-    config = tiny(1, num_layers=32, hidden_size=64, schedule="paired", recompute_granularity="full", device="cpu")
+    config = tiny(1, num_layers=32, seq_length=64, schedule="paired", recompute_granularity="full", device="cpu")
     assert sum(Stage(train, config, 0).memory().values()) == pytest.approx(dry_run(train, config, 0).peak, rel=0.025)
 
 
