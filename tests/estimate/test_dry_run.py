@@ -143,6 +143,11 @@ def test_small_runs_tell_what_all_layers_and_microbatches_of_four_stages_need(sc
             assert sum(actions[kinds].values()) == pytest.approx(sum(parts.values()), rel=0.04)
 
 
+def test_small_runs_tell_what_a_pair_that_recomputes_needs():
+    config = tiny(1, num_layers=32, seq_length=64, schedule="paired", recompute_granularity="full", device="cpu")
+    assert sum(Stage(train, config, 0).memory().values()) == pytest.approx(dry_run(train, config, 0).peak, rel=0.025)
+
+
 @pytest.mark.parametrize("schedule, least, most", [
     ("1f1b", 0.9, 1.1), ("paired", 0.9, 1.1), ("interleaved", 0.45, 0.55), ("zb-h1", 0.2, 0.45), ("zb-v", 0, 0.45)])
 def test_with_free_communication_there_is_only_the_bubble(schedule, least, most):
