@@ -240,11 +240,9 @@ def test_copies_that_would_train_separate_models_and_an_incomplete_environment_a
 
 PROCESS_TABLE = [
     (4, "--run-dir data/meta.json", leave, {}, "meta.json can't be written to (it is a file); choose"),    # on rank 0
-    (4, "--seq-length 16", foreign_tokens, {}, "token id 65535, outside the vocabulary of 257",
-     PREPARE_AGAIN),
+    (4, "--seq-length 16", foreign_tokens, {}, "token id 65535, outside the vocabulary of 257", PREPARE_AGAIN),
     (4, "--timeout 1", leave, dict(MASTER_PORT="{port}"), "MASTER_PORT {port}", "choose a free port"),
-    (1, "--timeout 1 --pp 2", leave, dict(WORLD_SIZE="2"), "the 2 processes cannot connect",
-     "and start all 2"),
+    (1, "--timeout 1 --pp 2", leave, dict(WORLD_SIZE="2"), "the 2 processes cannot connect", "and start all 2"),
     (4, "--seed {rank}", leave, {}, "rank 1 has other settings or data than rank 0", "give all hosts", "--no-compile")]
 
 

@@ -271,8 +271,7 @@ def test_a_run_that_diverges_at_its_end_says_how_to_go_on(pool, tmp_path, world_
     (said,) = re.findall(rf"error: {problem}.*; go on from the last good checkpoint with train.py (.*)", ended.output)
     assert ended.code == 1 and said == f"--load {run}/checkpoints/step-00000004 --train-iters {flags[5]} --lr 0.004"
     assert saved_steps(run) == saved
-    again = train_in_pool(pool, tmp_path, "--run-dir", tmp_path / "new", *said.split(),
-                          world_size=world_size)
+    again = train_in_pool(pool, tmp_path, "--run-dir", tmp_path / "new", *said.split(), world_size=world_size)
     assert again.code == 0 and saved_steps(tmp_path / "new")[0] == int(flags[5]), again
 
 

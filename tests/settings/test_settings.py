@@ -138,8 +138,7 @@ def changed(field: dataclasses.Field, value):
 
 @pytest.mark.parametrize("field",
                          [field for field in dataclasses.fields(Config)
-                          if field.name not in ("run_dir", "load", "finetune")],
-                         ids=lambda field: field.name)
+                          if field.name not in ("run_dir", "load", "finetune")], ids=lambda field: field.name)
 def test_a_changed_setting_is_refused_or_accepted_by_its_effect(origins, monkeypatch, field):
     """For every setting, also future ones, and everything that a launch can start from."""
     # the lock would last as long as this process

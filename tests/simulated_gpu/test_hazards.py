@@ -124,8 +124,7 @@ def test_no_copy_to_or_from_the_host_is_touched_in_flight(schedule):
 @pytest.mark.parametrize("owner, name, options", [
     (SliceOps, "all_reduce", {}), (SliceOps, "reduce_scatter", SEQUENCE_PARALLEL),
     (SliceOps, "all_gather", SEQUENCE_PARALLEL), (SliceOps, "all_to_all", EXPERTS), (P2PCommunicator, "receive", {}),
-    (ZeroOptimizer, "reduce_scatter", {}), (ZeroOptimizer, "all_gather", {}),
-    (Streams, "from host", OFFLOAD)])
+    (ZeroOptimizer, "reduce_scatter", {}), (ZeroOptimizer, "all_gather", {}), (Streams, "from host", OFFLOAD)])
 def test_a_missing_wait_is_found(owner, name, options):
     """Otherwise the tests above could not fail."""
     with mock.patch.object(owner, "wait_event" if owner is Streams else "wait",
