@@ -56,7 +56,7 @@ def test_the_layers_shown_for_each_stage_are_the_models(schedule, chunks, layers
     (dict(slices=1, schedule="paired"), "hidden by the compute of another microbatch, in backward also by weight grad"),
     (dict(slices=1, schedule="zb-v"), "hidden by nothing in forward; try --slices 2"),
     (dict(num_experts=4, disable_bias_linear=True, expert_model_parallel_size=2, tensor_model_parallel_size=1,
-          columns=2), "hidden by nothing in forward, in backward also by weight gradients; try --slices 2")])
+          columns=2), "hidden by nothing in forward, in backward by weight gradients; try --slices 2")])
 def test_the_start_says_what_hides_what(changes, words):
     changes = dict(tensor_model_parallel_size=2) | changes
     assert words in what_hides_what(tiny(2 * changes.get("expert_model_parallel_size", 1), **changes))
