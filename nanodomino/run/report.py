@@ -175,7 +175,7 @@ def what_hides_what(config: Config) -> str:
                  + ["the matmul of the next columns (only the reduce)"] * (config.columns > 1 and config.tp > 1))
     split = any(half.kind == "weight_backward" for halves in groups for half in halves)
     return (f"overlap: a layer's communication is hidden by {' and '.join(hidden_by) or 'nothing in forward'}"
-            + f", in backward {'also ' * bool(hidden_by)}by weight gradients" * (not split) + "; try --slices 2" * (not hidden_by))
+            + ", in backward weight gradients help" * (not split) + "; try --slices 2" * (not hidden_by))
 
 
 def continue_metrics(path: Path, first_step: int, rescored: set):

@@ -51,12 +51,12 @@ def test_the_layers_shown_for_each_stage_are_the_models(schedule, chunks, layers
 
 @pytest.mark.parametrize("changes, words", [
     (dict(tensor_model_parallel_size=1, data_parallel_size=2), "a layer sends nothing, so there is nothing to hide"),
-    (dict(slices=2), "hidden by the compute of another slice, in backward also by weight gradients"),
-    (dict(micro_batch_size=1), "hidden by the matmul of the next columns (only the reduce), in backward also by"),
-    (dict(slices=1, schedule="paired"), "hidden by the compute of another microbatch, in backward also by weight grad"),
+    (dict(slices=2), "hidden by the compute of another slice, in backward weight gradients help"),
+    (dict(micro_batch_size=1), "hidden by the matmul of the next columns (only the reduce), in backward weight"),
+    (dict(slices=1, schedule="paired"), "hidden by the compute of another microbatch, in backward weight grad"),
     (dict(slices=1, schedule="zb-v"), "hidden by nothing in forward; try --slices 2"),
     (dict(num_experts=4, disable_bias_linear=True, expert_model_parallel_size=2, tensor_model_parallel_size=1,
-          columns=2), "hidden by nothing in forward, in backward by weight gradients; try --slices 2")])
+          columns=2), "hidden by nothing in forward, in backward weight gradients help; try --slices 2")])
 def test_the_start_says_what_hides_what(changes, words):
     changes = dict(tensor_model_parallel_size=2) | changes
     assert words in what_hides_what(tiny(2 * changes.get("expert_model_parallel_size", 1), **changes))
