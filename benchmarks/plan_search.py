@@ -143,6 +143,7 @@ class Search:
             value in self.choices(name, [value]) for name, value in option.items())] or [{}]
         self.broken_rule = None                                # the message of the first layout that was not accepted
         self.simulated = 0                                     # combinations
+        self.least = {}                                        # the least recomputation with which a layout fits
 
     def run(self) -> list[tuple[float, float, Config]]:
         """Return up to RESULTS of (seconds of a step, bytes of the fullest GPU, Config), the fastest first."""
@@ -192,8 +193,9 @@ class Search:
                             for count in self.chunk_counts(each, config)]:
             before = len(self.recomputation)
             for other in self.zero_stages(dataclasses.replace(config, schedule=name, virtual_stages=count, **fixed)):
-                place = next((place for place, option in enumerate(self.recomputation[:before]) if estimated_bytes(
-                    dataclasses.replace(other, **option)) <= self.usable), before)
+                key = dataclasses.replace(other, micro_batch_size=1)    # a larger one needs as much, at least
+                place = self.least[key] = next((place for place in range(self.least.get(key, 0), before) if (
+                    estimated_bytes(dataclasses.replace(other, **self.recomputation[place])) <= self.usable)), before)
                 if place < before:                             # or the lower ZeRO stage is as good
                     before, other = place, dataclasses.replace(other, **self.recomputation[place])
                     yield estimated_seconds(other, self.free)[0], other, False
@@ -278,7 +280,7 @@ def answer(flags, machine: Machine, usable: float):
     """Return (text, record) of the search. usable: bytes of a GPU's memory."""
     config = Config(**{name: getattr(flags, name) for name in CONFIG_FLAGS} | {"device": "cuda"})
     search = Search(config, flags.gpus, set(CONFIG_FLAGS) & set(flags.given), machine, usable)
-    print(f"searching for layouts of {flags.model} on {flags.gpus} x {flags.gpu}; this may take two minutes",
+    print(f"searching for layouts of {flags.model} on {flags.gpus} x {flags.gpu}; this may take minutes",
           file=sys.stderr, flush=True)
     rows, layouts = [], []
     for rank, (seconds, memory, found) in enumerate(search.run(), 1):
