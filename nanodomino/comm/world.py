@@ -45,11 +45,11 @@ def read_launch_environment(environment=os.environ) -> LaunchInfo:
                 f"{name}")
     if not environment.get("RANK") and environment.get("WORLD_SIZE") in (None, "", "1"):
         return LaunchInfo()
-    names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+    names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
     missing = [name for name in names if not environment.get(name)]
     require(not missing, f"of the variables that torchrun sets, {', '.join(missing)} must be set, too; start with "
             "torchrun, or unset RANK and WORLD_SIZE")
-    return LaunchInfo(*(int(environment[name]) for name in names[:4]), launched=True)
+    return LaunchInfo(*(int(environment[name]) for name in names), launched=True)
 
 
 def tune_host():
@@ -90,7 +90,7 @@ def start_world(launch: LaunchInfo, device: torch.device, timeout: int = TIMEOUT
     else:
         tune_host()
     if launch.world_size > launch.local_world_size:            # there are several hosts
-        choose_interface(os.environ["MASTER_ADDR"])
+        choose_interface(os.environ.get("MASTER_ADDR", ""))
     store = dist.HashStore()
     try:
         if launch.launched:
@@ -101,7 +101,7 @@ def start_world(launch: LaunchInfo, device: torch.device, timeout: int = TIMEOUT
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", rank=launch.rank,
                                 world_size=launch.world_size, store=store, timeout=timedelta(seconds=timeout),
                                 device_id=device if device.type == "cuda" else None)
-    except (dist.DistNetworkError, dist.DistStoreError) as error:        # port in use, host unknown, rank missing
+    except (dist.DistNetworkError, dist.DistStoreError, ValueError) as error:     # port in use, host unknown or unset
         place = ", ".join(f"{name} {os.environ.get(name)}" for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise UserError(f"the {launch.world_size} processes cannot connect at {place} ({str(error).splitlines()[0]}); "
                         "choose a free port on a host that every process can reach, and start all "
