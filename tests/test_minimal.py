@@ -63,11 +63,11 @@ def test_it_equals_train_py_on_every_layout(pool, trained, tp, pp, dp, slices):
 
 
 def start(monkeypatch, flags="", world=1, rank=0, gpus=0):
-    """Run minimal.main() up to the training, as one rank of a world; return (sizes, grid) and the GPU that it took."""
+    """Run minimal.main() up to the training, as one rank of a world; return sizes, grid, [backend, the GPU if any]."""
     started, taken = [], []
-    for name, value in dict(init_process_group=None, destroy_process_group=None, get_world_size=world,
-                            get_rank=rank).items():
+    for name, value in dict(destroy_process_group=None, get_world_size=world, get_rank=rank).items():
         monkeypatch.setattr(minimal.dist, name, lambda value=value, **_: value)
+    monkeypatch.setattr(minimal.dist, "init_process_group", lambda backend, *_: taken.append(backend))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: taken.append(str(device)))
@@ -95,9 +95,9 @@ def test_its_defaults_are_those_of_train_py_on_any_number_of_processes(monkeypat
 
 @pytest.mark.parametrize("gpus, world, device", [(0, 1, "cpu"), (1, 8, "cpu"), (1, 1, "cuda:0"), (8, 8, "cuda:7")])
 def test_each_process_takes_its_own_gpu_and_all_take_the_cpu_if_there_are_too_few(monkeypatch, gpus, world, device):
-    """A student with one GPU can run the eight processes of the docstring."""
+    """A student with one GPU can run the eight processes of the docstring. By default torch would connect only GPUs."""
     _, grid, taken = start(monkeypatch, world=world, rank=world - 1, gpus=gpus)
-    assert grid.device == device and taken == ([device] if gpus >= world else [])
+    assert (grid.device, taken) == (device, ["cpu:gloo,cuda:nccl" if gpus else "gloo"] + [device] * (gpus >= world))
 
 
 @pytest.mark.parametrize("world, flags", [

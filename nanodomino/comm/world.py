@@ -87,6 +87,8 @@ def start_world(launch: LaunchInfo, device: torch.device, timeout: int = TIMEOUT
         # If two ranks started the collectives of several groups in different orders, each could occupy its GPU and wait
         # for the other. With this variable, NCCL starts them in the order of their launches.
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+        # else each rank would print a warning when generation sends between stages, which is rare and need not be fast
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")
     else:
         tune_host()
     if launch.world_size > launch.local_world_size:            # there are several hosts

@@ -21,7 +21,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from nanodomino.comm.device import on_gpu
+from nanodomino.comm.device import has_flash_attention, on_gpu
 from nanodomino.layers.attention_mask import Runs, rotate
 from nanodomino.layers.gradients import add_gradients, drop, run_segment
 from nanodomino.layers.sublayers import Norm, Sublayer
@@ -134,9 +134,9 @@ class Attention(Sublayer):
 def fused_attention(q, k, v, bias):
     """Return softmax(q k^T / sqrt(d) + bias) v [b, heads, m, d] for q [b, heads, m, d], k and v [b, groups, s, d].
     Without a bias, attention is causal if m = s. In generation m is 1: the last token attends to all s tokens. On CUDA,
-    only flash attention and cuDNN's attention handle groups without repeating k and v. They need 16-bit inputs, and
-    flash attention takes no bias. Otherwise torch would use a kernel that stores scores, so k and v are repeated."""
-    if on_gpu(q) and (bias is not None or q.element_size() > 2):
+    only flash attention and cuDNN's attention handle groups without repeating k and v. They need 16 bits and a GPU from
+    Ampere on. Flash attention takes no bias. Else torch would use a kernel that stores scores, so we repeat k and v."""
+    if on_gpu(q) and (bias is not None or q.element_size() > 2 or not has_flash_attention(q.device)):
         k, v = repeat_kv(q, k, v)
     return F.scaled_dot_product_attention(
         query=q, key=k, value=v, attn_mask=bias, is_causal=bias is None and q.size(2) == k.size(2),

@@ -74,7 +74,7 @@ def test_a_compiler_that_cannot_work_is_turned_off(monkeypatch, capsys, capabili
     monkeypatch.setitem(sys.modules, "triton", None if problem == "missing" else ModuleType("triton"))
     monkeypatch.setitem(sys.modules, "triton.runtime", SimpleNamespace(driver=Driver()))
     for local_rank in (0, 1):
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             monkeypatch.setenv(name, str(local_rank))
         assert Config(**settings).with_device(GPU).compile == (not warning and settings.get("compile", True))
     said = capsys.readouterr().err
