@@ -81,8 +81,7 @@ def test_the_flags_of_measured_steps_are_right_and_the_models_fit_on_eight_h100(
         assert name != "H100" or plan.answer(plans[-1], None)[1]["fits"]
 
 
-@pytest.mark.filterwarnings("ignore:called a synchronizing")
-def test_torchs_warning_about_its_debug_mode_is_no_wait(monkeypatch):
+def test_torchs_warning_about_its_debug_mode_is_no_wait(monkeypatch, recwarn):
     once = ["a prototype feature and does not yet detect all synchronizing operations"]
     monkeypatch.setattr(gpu, "built", lambda *_, **__: SimpleNamespace(
         step=lambda: warnings.warn("called a synchronizing CUDA operation", stacklevel=1)))
