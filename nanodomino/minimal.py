@@ -423,8 +423,8 @@ def train(sizes, grid, slices, steps, folder, verbose=False, report=print):
     return model, history
 
 def main():
-    alone = {} if dist.is_torchelastic_launched() else dict(store=dist.HashStore(), rank=0, world_size=1)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.device_count() else "gloo", **alone)
+    alone = () if dist.is_torchelastic_launched() else (None, None, 1, 0, dist.HashStore())
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.device_count() else "gloo", *alone)
     world, parser = dist.get_world_size(), ArgumentParser(description=__doc__.splitlines()[0])
     for flag, default, text in (("--tp", 2 - world % 2, "tensor-parallel ranks"),
             ("--pp", None, "stages"), ("--dp", None, "replicas"), ("--steps", 200, "updates"),

@@ -67,7 +67,7 @@ def start(monkeypatch, flags="", world=1, rank=0, gpus=0):
     started, taken = [], []
     for name, value in dict(destroy_process_group=None, get_world_size=world, get_rank=rank).items():
         monkeypatch.setattr(minimal.dist, name, lambda value=value, **_: value)
-    monkeypatch.setattr(minimal.dist, "init_process_group", lambda backend, **_: taken.append(backend))
+    monkeypatch.setattr(minimal.dist, "init_process_group", lambda backend, *_: taken.append(backend))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: taken.append(str(device)))
