@@ -149,10 +149,13 @@ def test_no_result_is_slower_than_the_same_layout_with_1f1b(capsys, search, layo
     assert row["step_s"] <= here(capsys, "plan", *flags, *plain)[2]["step_s"]
 
 
-def test_a_search_in_too_little_memory_says_so(search):
+def test_a_search_in_too_little_memory_says_so_or_recomputes_where_it_must(search):
     text, rows = search(1, *"--model gpt3-13b --gpu A10 --seq-length 128 --schedule 1f1b --gpus 1".split())
     assert rows == [] and "\n" not in text
     assert text.startswith("nothing fits into the usable 22.8 GB per GPU, even with full recomputation; try more")
+    _, rows = search(2, *"--model gpt2-medium --gpu A10 --gpus 2 --pp 1 --schedule 1f1b --zero-stage 1 "
+                     "--seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 16 --global-batch-size 32".split())
+    assert [(row["tp"], row["recompute_granularity"]) for row in rows] == [(2, "none"), (1, "full")]
 
 
 @pytest.mark.parametrize("flags, chunks", [("interleaved --virtual-stages 2", 2), ("eager-1f1b --optimizer muon", 1)])

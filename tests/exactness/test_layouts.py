@@ -170,8 +170,7 @@ CASES += [
     case(2, 1, 1, DEPTH, FAMILIES["llama"], DROPOUT, slices=2, sequence_parallel=True, recompute_granularity="full"),
     case(1, 2, 2, DEPTHS, UNTIED, DROPOUT, schedule="zb-h1", slices=2, recompute_granularity="selective"),
     case(2, 2, 1, DEPTHS, schedule="zb-v", slices=2, zero_stage=0, loss_scale=2.0**12, num_layers=4),
-    case(1, 2, 1, DEPTHS, DOCUMENTS, DROPOUT, cp=2, slices=2),
-    case(2, 1, 2, DEPTH, EXPERTS, ep=2, slices=2),
+    case(1, 2, 1, DEPTHS, DOCUMENTS, DROPOUT, cp=2, slices=2), case(2, 1, 2, DEPTH, EXPERTS, ep=2, slices=2),
     case(1, 2, 2, DEPTH, UNTIED, schedule="paired", zero_stage=2, slices=2),
     # a sliding window
     case(1, 1, 1, WINDOW, DROPOUT, DEPTHS, DOCUMENTS),

@@ -140,14 +140,14 @@ def watchdog(monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_signal_is_confirmed_at_once_and_the_second_ends_the_rank(watchdog, number):
-    """torchrun's copy of the first one arrives at once and does not. If everything is saved, the first one does."""
+    """With the first one's code. torchrun's copy comes at once and ends nothing. If all is saved, the first does."""
     watchdog.handle(number)
     watchdog.handle(number)
     assert watchdog.said == [
         "stopping after this step with a checkpoint; a second signal, after two seconds, stops at once"]
     assert watchdog.signal == number and not watchdog.codes
     watchdog.signalled_at -= 2.1
-    watchdog.handle(number)
+    watchdog.handle(signal.SIGHUP)
     watchdog.signal, watchdog.signalled_at, watchdog.to_save = 0, 0.0, False
     watchdog.handle(number)
     assert watchdog.codes == 2 * [128 + number]

@@ -106,13 +106,11 @@ def test_on_a_stage_with_both_ends_the_heads_last_gradient_comes_before_the_embe
 # ---- what they cost
 
 HELD = {                                    # how many microbatches stage r holds at once, counted in each chunk
-    "gpipe": lambda p, r, m, v: m,
-    "1f1b": lambda p, r, m, v: min(m, p - r),
+    "gpipe": lambda p, r, m, v: m, "1f1b": lambda p, r, m, v: min(m, p - r),
     "eager-1f1b": lambda p, r, m, v: min(m, 2 * (p - r) - 1),
     "paired": lambda p, r, m, v: min(m, 2 * (p - r)),
     "interleaved": lambda p, r, m, v: min(m * v, v * p + p - 2 * r - 1),
-    "zb-h1": lambda p, r, m, v: min(m, p),
-    "zb-v": lambda p, r, m, v: min(2 * m, m + r + 1, 2 * p)}
+    "zb-h1": lambda p, r, m, v: min(m, p), "zb-v": lambda p, r, m, v: min(2 * m, m + r + 1, 2 * p)}
 
 
 @EACH

@@ -40,8 +40,7 @@ MODELS = {       # name: (model_type, its configuration)
         num_local_experts=4, num_experts_per_tok=2, head_dim=12, sliding_window=6)),
     "qwen3-moe with a window": ("qwen3_moe", SIZES | EXPERTS | dict(
         use_sliding_window=True, sliding_window=3, norm_topk_prob=True)),
-    "qwen2": ("qwen2", SIZES | dict(tie_word_embeddings=True)),
-    "qwen3": ("qwen3", SIZES | dict(head_dim=20)),
+    "qwen2": ("qwen2", SIZES | dict(tie_word_embeddings=True)), "qwen3": ("qwen3", SIZES | dict(head_dim=20)),
     "mixtral": ("mixtral", SIZES | dict(num_local_experts=4, num_experts_per_tok=2, head_dim=14)),
     "qwen3-moe": ("qwen3_moe", SIZES | EXPERTS | dict(norm_topk_prob=True)),
     "qwen3-moe unnormalized": ("qwen3_moe", SIZES | EXPERTS | dict(norm_topk_prob=False, num_experts_per_tok=1)),
