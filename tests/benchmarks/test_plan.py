@@ -153,8 +153,8 @@ def test_a_search_in_too_little_memory_says_so_or_recomputes_where_it_must(searc
     text, rows = search(1, *"--model gpt3-13b --gpu A10 --seq-length 128 --schedule 1f1b --gpus 1".split())
     assert rows == [] and "\n" not in text
     assert text.startswith("nothing fits into the usable 22.8 GB per GPU, even with full recomputation; try more")
-    _, rows = search(2, *"--model gpt2-medium --gpu A10 --gpus 2 --pp 1 --schedule 1f1b --zero-stage 1 "
-                     "--seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 16 --global-batch-size 32".split())
+    _, rows = search(2, *"--model gpt2-medium --gpu A10 --gpus 2 --pp 1 --schedule 1f1b --zero-stage 1 --seq-length "
+                     "2048 --max-position-embeddings 2048 --micro-batch-size 16 --global-batch-size 32".split())
     assert [(row["tp"], row["recompute_granularity"]) for row in rows] == [(2, "none"), (1, "full")]
 
 

@@ -5,7 +5,8 @@ reads its inputs from the GPU's memory, so one launch is best. Some functions ne
 
     the gradient of a weight   is a sum over all rows. One kernel computes the gradient of x, row by row, and partial
                                sums over rows; for each weight and bias another kernel adds these up
-    a row-parallel bias        its gradient sums the gradient of x, which must be complete: two kernels more
+    a row-parallel bias        its gradient sums the complete gradient of x, over rows: two kernels more, because the
+                               compiler fuses sums over rows and over columns only if neither needs the other
     fewer than 5 Mi elements   as in k's norm here: partial sums are then computed in a kernel of their own
     q, k and v                 have different sizes, so each has its own kernels
     a sort                     is torch's kernel, not the compiler's
