@@ -273,7 +273,8 @@ def launch_order(run: Run):
 
 def learning(run: Run):
     """The losses of bfloat16 and fp8 agree, and so do those of a run that changes its layout halfway."""
-    ranks, last = ranks_here(run.cuda, 2), 400 if run.cuda and capability_of(run.device) >= (8, 0) else 20
+    fast = run.cuda and capability_of(run.device) >= (8, 0)    # older GPUs have no tensor cores for bfloat16
+    ranks, last = ranks_here(run.cuda, 2), 400 if fast else 20
     flags = f"--pp 1 --eval-iters 0 --train-iters {last}" + (
         " --model gpt2 --global-batch-size 64 --micro-batch-size 8" * run.cuda)
     wide = f"{flags} --tp {ranks} --dp 1"

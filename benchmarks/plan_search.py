@@ -6,7 +6,7 @@ come the schedule and its chunks, the ZeRO stage and recomputation, then slices,
 flag that is given keeps its value.
 
 A dry run of each of the 10^5 combinations would take hours. But layers are alike, whatever the stage that holds them.
-So estimate/stages.py composes a combination from two short dry runs of a last stage, with one layer and with two. They
+So estimate/stages.py composes a combination from two short dry runs of a last stage, with two numbers of layers. They
 depend neither on pp, dp and chunks nor on the schedule, except for whether it splits or pairs its backwards. So many
 combinations share them. The search is best-first: a queue holds combinations, sorted by time.
 
@@ -55,10 +55,9 @@ WAYS_TO_HIDE = ((1, 1), (2, 1), (1, 2), (1, 4), (2, 2), (2, 4))      # (slices, 
 # ---- a combination's costs
 
 class SharedStage(Stage):
-    """Estimates a stage from runs that many combinations share: the last of two stages, with one layer and with two, or
-    with ZeRO-2 two and three. It has one chunk and one microbatch; a pair needs two, and with fp8 the first one leaves
-    the converted weights. Two replicas stand for any number. Where only some layers have experts, a period of layers
-    counts as one."""
+    """Estimates a stage from runs that many combinations share: the last of two stages, with the two depths of Stage.
+    It has one chunk and one microbatch; a pair needs two, and with fp8 the first one leaves the converted weights. Two
+    replicas stand for any number. Where only some layers have experts, a period of layers counts as one."""
 
     def small_runs(self, between, quick):
         config, last = self.config, self.config.placement.location(self.config.placement.last)
@@ -143,7 +142,7 @@ class Search:
             value in self.choices(name, [value]) for name, value in option.items())] or [{}]
         self.broken_rule = None                                # the message of the first layout that was not accepted
         self.simulated = 0                                     # combinations
-        self.least = {}                                        # the least recomputation with which a layout fits
+        self.least = {}        # {Config with a micro batch of 1: the first place in `recomputation` that can fit}
 
     def run(self) -> list[tuple[float, float, Config]]:
         """Return up to RESULTS of (seconds of a step, bytes of the fullest GPU, Config), the fastest first."""

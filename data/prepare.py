@@ -116,7 +116,7 @@ def split_documents(sizes: dict[str, int], key: str, weights: list[float], docum
         next(pieces := read_pieces(path, key))
         for place, text, read in pieces:
             if "\ufffd" in text:
-                notes["with U+FFFD for what was no character"].append(place)
+                notes["with U+FFFD, the sign for unreadable characters"].append(place)
             if text and split is None:
                 size = sizes[path] or len(text.encode())
                 copies = hash((size, text))         # documents of equal length with equal first chunks count as copies

@@ -57,7 +57,7 @@ def find_checkpoint(folder: Path) -> Path:
         none = " (a run saves its first after --save-interval steps, an evaluation none)" * (not checkpoints_of(folder))
         require(checkpoint, f"{folder / 'checkpoints'} holds no intact checkpoint{none}; give another folder")
         return checkpoint
-    require((folder / "manifest.json").exists(), f"{folder} is neither a checkpoint nor the folder of a run; give one")
+    require((folder / "manifest.json").exists(), f"{folder} is neither a checkpoint nor a run's folder; give either")
     verify(folder)
     return folder
 

@@ -36,7 +36,7 @@ class LaunchInfo:
 
 
 def read_launch_environment(environment=os.environ) -> LaunchInfo:
-    """Read torchrun's variables. Raises UserError if some are missing, or if srun or mpirun has started copies."""
+    """Read torchrun's variables. Raises UserError if some are missing, or if srun or mpirun started several copies."""
     hosts = environment.get("GROUP_WORLD_SIZE", "1")           # set by torchrun
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):    # how many srun or mpirun has started
         copies = environment.get(name, "1")
@@ -53,10 +53,9 @@ def read_launch_environment(environment=os.environ) -> LaunchInfo:
 
 
 def tune_host():
-    """Tune malloc and the scheduler for ranks on CPUs. malloc keeps freed memory for the next tensors, as torch does on
-    GPUs. Otherwise the kernel clears each page of it again. This thread and those that it starts become batch threads,
-    which do not preempt others when they wake up. Otherwise gloo's event loop spins while a thread that holds its lock
-    is preempted. With 8 ranks on two cores, a step of the default run takes 0.85 x [0.77 .. 0.86] as long with it."""
+    """Tune malloc and the scheduler for ranks on CPUs (docs/log.md says what it gains). malloc keeps freed memory, or
+    the kernel would clear each page of it again. This thread and those that it starts become batch threads, which do
+    not preempt others when they wake up, or gloo's event loop would spin while a thread with its lock is preempted."""
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):          # glibc's
         libc.mallopt(-4, 0)                                    # M_MMAP_MAX: take large blocks from the heap, too
         libc.mallopt(-1, -1)                                   # M_TRIM_THRESHOLD: never shrink the heap

@@ -69,7 +69,7 @@ class Stage:
     def __init__(self, program, config: Config, stage: int, quick=False):
         self.program, self.config, self.stage = program, config, stage
         self.all_actions = config.timetable.rows[stage]
-        pairs = any(len(action.halves) > 1 for action in self.all_actions)        # fewer layers move a pair's peak
+        pairs = any(len(action.halves) > 1 for action in self.all_actions)    # with fewer layers other peaks win
         self.depths = (3, 4) if pairs else (2, 3) if config.zero_stage == 2 else (1, 2)
         self.row = tuple(map(kinds_of, self.all_actions))
         self.actions = dict(zip(self.row, self.all_actions))   # {kinds: an action of these kinds}

@@ -145,7 +145,8 @@ class Session:
 
     def load(self, model, optimizer):
         """Load the checkpoint to start from, if there is one, and begin to report."""
-        if (run := self.run).checkpoint:
+        run = self.run
+        if run.checkpoint:
             self.done = restore(run.checkpoint, model, optimizer, self.mesh, run.weights_only)
             self.last_good = (step_of(run.checkpoint) or 0) - optimizer.skipped_in_a_row - 1
         self.saver = Saver(run.folder, self.mesh, self.config.keep_last, self.config.timeout)

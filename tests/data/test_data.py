@@ -126,7 +126,7 @@ def test_a_folder_is_read_in_order_without_hidden_and_binary_files(tmp_path, mon
         "skipped, not UTF-8 text or damaged: 6 (in/0.png; in/1.png; in/2.png; in/3.png; in/4.png; ...)",
         "skipped, neither a file nor a folder: 1 (in/dangling)",
         "skipped, empty: 2 (in/c.jsonl, line 2; in/empty.txt)",
-        "with U+FFFD for what was no character: 1 (in/c.jsonl, line 3)"]
+        "with U+FFFD, the sign for unreadable characters: 1 (in/c.jsonl, line 3)"]
 
 
 LINES, BOM, TWO = b'{"text": "one", "id": 1}\n{"id": 2, "text": "two"}\n', b"\xef\xbb\xbf", ["one", "two"]

@@ -108,7 +108,7 @@ TABLE = [
     (TRAIN, "--run-dir run", flip("data/valid.bin"), "data/valid.bin has changed since it was prepared", PREPARE_AGAIN),
     # checkpoints and the run's folder
     (TRAIN, "--load data/meta.json", leave, "data/meta.json is no folder to load from; give"),
-    (GENERATE, "--load data", leave, "data is neither a checkpoint nor the folder of a run"),
+    (GENERATE, "--load data", leave, "data is neither a checkpoint nor a run's folder; give either"),
     (TRAIN, "--load " + "a" * 5000, leave, "aaa: File name too long", "choose another file or folder"),
     (TRAIN, "--load run", flip(SHARD), "holds no intact checkpoint; give another"),
     (TRAIN, "--load run", remove(STEP), "no intact checkpoint (a run saves its first after --save-interval steps, an"),
